@@ -70,7 +70,6 @@ class RolloutReceipt:
         return self.num_steps / self.wall_s
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "steps_per_s": self.steps_per_s}
 
 
@@ -206,7 +205,6 @@ class _RolloutRun:
         self._commits: list[Commit] = []
 
     def collect(self, pool: WorkerPool, flush_steps: int) -> None:
-        """Collect and commit all."""
         for remark in pool.remarks:
             self._on_remark(remark)
         collect(pool, flush_steps, self._recorder, StorageRetry(self._on_remark), self._add_batch)
@@ -224,7 +222,6 @@ class _RolloutRun:
             self._on_progress(self._returns.num_games, self._num_episodes)
 
     def totals(self) -> dict[str, int]:
-        """Return what was committed."""
         names = ("num_episodes", "num_steps", "num_shards", "num_bytes")
         return {name: sum(getattr(commit, name) for commit in self._commits) for name in names}
 

@@ -234,19 +234,19 @@ def _num_cpus(config: OnlineConfig) -> float:
 
 
 def _check_own_gpus(request: OnlineRequest) -> None:
-    """Refuse GPUs that this machine lacks, where its own Ray would promise them."""
+    """Refuse GPUs that this machine lacks: a Ray started here would accept any number."""
     asked, found = request.config.learner_gpus, torch.cuda.device_count()
     is_ours = request.address is None and not import_ray(_NEEDS).is_initialized()
     if is_ours and asked > found:
         raise ConfigInvalidError(
-            f"online: learner_gpus: found {asked:g} asked for and {found} on this machine, "
-            "expected as many or more. Name a Ray cluster that has them with --address, or leave "
-            "--learner-gpus out."
+            f"online: learner_gpus: found {found} GPUs on this machine, expected {asked:g} or "
+            "more. Connect to a Ray cluster that has them with --address, or leave --learner-gpus "
+            "out."
         )
 
 
 def _check_room(ray: Any, request: OnlineRequest) -> None:
-    """Refuse at once what Ray could only wait for, without an end."""
+    """Refuse a run that the cluster has no room for: Ray would wait without an end."""
     config = request.config
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     where = "Ray" if request.address is None else f"Ray at {request.address}"
@@ -297,14 +297,14 @@ class _RemoteRun:
             if isinstance(error.cause, ReplayLakeError):
                 raise error.cause from error
             raise TrainingError(
-                f"learner: found {type(error.cause).__name__}: {error.cause}, expected a policy. "
-                "Run without --learner-gpus for the traceback."
+                f"learner: {type(error.cause).__name__}: {error.cause}. Run without "
+                "--learner-gpus for the traceback."
             ) from error
         except exceptions.RayError as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise TrainingError(
-                f"learner: its process is gone ({reason}), expected a policy. `replaylake runs "
-                "list` has the run, and `replaylake train online --resume RUN` goes on with it."
+                f"learner: its process died ({reason}). `replaylake runs list` shows the run, and "
+                "`replaylake train online --resume RUN` resumes it."
             ) from error
         except RunInterrupted:
             raise
@@ -366,9 +366,9 @@ class _RemoteRun:
                 raise KeyboardInterrupt
             if now - heard_at > self._config.answer_timeout_s:
                 raise TrainingError(
-                    f"learner: found no answer in {self._config.answer_timeout_s:g} s, expected "
-                    "one a few times a second: it hangs, or its node is out of reach. `replaylake "
-                    f"train online --resume {self._run_id or 'RUN'}` goes on with the run."
+                    f"learner: no answer within {self._config.answer_timeout_s:g} s "
+                    "(answer_timeout_s): it hangs, or its node is out of reach. `replaylake train "
+                    f"online --resume {self._run_id or 'RUN'}` resumes the run."
                 )
 
     def _hand_on(self, events: Any) -> None:

@@ -7,7 +7,8 @@
     GET  /livez /readyz /metrics
     GET  /docs.json  all of this as OpenAPI, with the policy's spaces
 
-Each route is an endpoint (one file each) behind a Door, which alone turns exceptions into statuses.
+Each route is an endpoint (one file each) behind a RequestHandler, which alone turns exceptions into
+statuses.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
 from replaylake.serve.http.connections import NUM_REFUSED
 from replaylake.serve.http.request_handler import HandlerState, RequestHandler
-from replaylake.serve.messages import Endpoint, Request, RequestRefusedError, Response
+from replaylake.serve.messages import (
+    RETRY_AFTER_S,
+    RETRY_LATER,
+    Endpoint,
+    Request,
+    RequestRefusedError,
+    Response,
+)
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.serving_state import ServingState
 
@@ -75,38 +83,42 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         """Refuse a wrong path or method in the form of every other error."""
         if request.path in endpoints:
             method, _ = endpoints[request.path]
-            found, allow = f"{request.method[:20]} {request.path}", ((b"allow", method.encode()),)
-            raise RequestRefusedError(405, "method", found, method, allow)
-        raise RequestRefusedError(404, "path", request.path[:80], f"one of {', '.join(endpoints)}")
+            message = f"{request.path} does not take {request.method[:20]}; use {method}"
+            allow = ((b"allow", method.encode()),)
+            raise RequestRefusedError(405, "method", message, headers=allow)
+        message = f"unknown path {request.path[:80]}; use one of {', '.join(endpoints)}"
+        raise RequestRefusedError(404, "path", message)
 
-    doors = {
+    handlers = {
         (path, method): RequestHandler(path, endpoint, keeper)
         for path, (method, endpoint) in endpoints.items()
     }
-    routes = [Route(path, door, methods=[method]) for (path, method), door in doors.items()]
+    routes = [
+        Route(path, handler, methods=[method]) for (path, method), handler in handlers.items()
+    ]
     # Also keeps BentoML's own pages, which load scripts from elsewhere, from being served.
     routes.append(Route("/{path:path}", RequestHandler("other", not_routed, keeper)))
-    app = _App(doors, routes=routes, lifespan=lifespan)
+    app = _App(handlers, routes=routes, lifespan=lifespan)
     app.state.is_ready = lambda: False
     return app
 
 
 class _App(Starlette):
-    """Hands a request for a known route straight to its door.
+    """Hands a request for a known route straight to its handler.
 
     Starlette's middleware and router would take as long as the policy does (15 us, 2026-11), and a
-    door needs neither. They get the rest: lifespan, HEAD, wrong paths and methods.
+    handler needs neither. They get the rest: lifespan, HEAD, wrong paths and methods.
     """
 
-    def __init__(self, doors: Mapping[tuple[str, str], RequestHandler], **options: Any) -> None:
+    def __init__(self, handlers: Mapping[tuple[str, str], RequestHandler], **options: Any) -> None:
         super().__init__(**options)
-        self._doors = doors
+        self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            door = self._doors.get((scope["path"], scope["method"]))
-            if door is not None:
-                return await door(scope, receive, send)
+            handler = self._handlers.get((scope["path"], scope["method"]))
+            if handler is not None:
+                return await handler(scope, receive, send)
         return await super().__call__(scope, receive, send)
 
 
@@ -119,9 +131,8 @@ class _LoadedServing:
     def get(self) -> ServingState:
         """Return it. Raises: RequestRefusedError (503)."""
         if self.serving is None:
-            raise RequestRefusedError(
-                503, "server", "one that is starting or stopping", "a ready one"
-            )
+            message = f"starting or stopping; retry in {RETRY_AFTER_S} s"
+            raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
         return self.serving
 
     def is_ready(self) -> bool:

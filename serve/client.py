@@ -257,8 +257,8 @@ class Client:
             feedback_id: the caller's name for this report, under which it counts once; one is made
                 up for a sum.
 
-        Raises: RequestFailedError (404: not the server's; 410: too old; 409: said otherwise
-        before), ServerUnreachableError.
+        Raises: RequestFailedError (404: unknown decision; 410: past its reward window; 409: the
+        feedback_id was used for a different report), ServerUnreachableError.
         """
         if mode == "sum" and feedback_id is None:
             feedback_id = uuid.uuid4().hex

@@ -14,12 +14,12 @@ from replaylake.datastore.errors import PackageInvalidError, ReplayLakeError, Sp
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.feedback.decisions import ensure_feedback_tables
 from replaylake.datastore.feedback.journal import JournalConfig
-from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration, parse_exploration
 from replaylake.datastore.lake.policies.package import check_package, load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
-from replaylake.datastore.storage.locations import Location, check_shareable, parse_location
+from replaylake.datastore.storage.locations import check_shareable
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.feedback_join_process import FeedbackJoinProcess
@@ -31,8 +31,8 @@ from replaylake.serve.versions.state_tokens import StateSigner
 
 # Without --log-to nobody may feed back, so the key that signs ids need not outlive the process.
 _UNLOGGED: Final = b"nothing is logged"
-# A look costs two requests there.
-_REMOTE_FACTOR: Final = 10
+# A look at an object store costs two requests.
+_METERED_FACTOR: Final = 10
 
 
 def check_exploration(exploration: Exploration, spec: PolicySpec) -> None:
@@ -73,7 +73,7 @@ def load_serving(config: ServeConfig) -> ServingState:
     lake = open_lake(config.lake)
     main = replace(main, promotion=_promotion(lake.registry, main.name, main.version))
     router = Router(main, _load_canaries(lake.registry, config, main, exploration))
-    follower = _follower(lake.registry, config, router, exploration)
+    follower = _follower(lake, config, router, exploration)
     if config.log_to is None:
         signer = DecisionSigner(_UNLOGGED, config.policy)
         return ServingState(router, signer, exploration=exploration, follower=follower, **common)
@@ -164,13 +164,13 @@ def _promotion(registry: Registry, name: str, version: int) -> dict[str, Any] | 
 
 
 def _follower(
-    registry: Registry, config: ServeConfig, router: Router, exploration: Exploration
+    lake: Lake, config: ServeConfig, router: Router, exploration: Exploration
 ) -> AliasFollower | None:
     """Return what keeps the router where its aliases are, having looked once; None for never.
 
     A worker that is started again, long after its server, so begins where the others are.
     """
-    spec = router.one.policy.spec
+    registry, spec = lake.registry, router.one.policy.spec
 
     def load(name: str, version: int, reference: str) -> ServedPolicy:
         ref = registry.resolve(f"{name}:{version}")
@@ -181,9 +181,7 @@ def _follower(
     followed = [FollowedAlias(arm, *alias) for arm, alias in named if alias is not None]
     if not followed or not config.follow_s:
         return None
-    assert config.lake is not None, "it has a registry"
-    is_remote = isinstance(parse_location(config.lake), Location)
-    interval_s = config.follow_s * (_REMOTE_FACTOR if is_remote else 1)
+    interval_s = config.follow_s * (_METERED_FACTOR if lake.storage.is_metered else 1)
     follower = AliasFollower(registry, router, load, followed, interval_s)
     follower.poll()
     return follower

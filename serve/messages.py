@@ -1,4 +1,4 @@
-"""What passes between the door and an endpoint: a request that was let in, and its answer."""
+"""Messages between the request handler and an endpoint: a request, its response, and errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Final
 import orjson
 
 JSON: Final = "application/json"
+RETRY_AFTER_S: Final = 1  # what every 503 names, in its text and in Retry-After
+RETRY_LATER: Final = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
 
 
 # Not frozen: that costs a microsecond a request, here and below.
@@ -31,7 +33,7 @@ class Request:
 
 @dataclass(slots=True)
 class Response:
-    """What is sent back."""
+    """A response with its whole body."""
 
     status: int
     body: bytes
@@ -43,27 +45,37 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class RequestRefusedError(Exception):
-    """A request that gets an error status, made by serve/http/request_handler.py alone."""
+    """A request that gets an error status, made by serve/http/request_handler.py alone.
+
+    field: the place in the request, or the part of the server, that is at fault. message: the
+    cause, then the fix. Where a value is wrong `found` and `expected` take its place.
+    """
 
     def __init__(
         self,
         status: int,
         field: str,
-        found: str,
-        expected: str,
+        message: str | None = None,
+        *,
+        found: str | None = None,
+        expected: str | None = None,
         headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
-        super().__init__(f"{field}: found {found}, expected {expected}")
+        self.message = message or f"found {found}, expected {expected}"
+        super().__init__(f"{field}: {self.message}")
         self.status, self.field, self.found, self.expected = status, field, found, expected
         self.headers = headers
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """Return an answer of JSON."""
     return Response(status, orjson.dumps(content))
 
 
 def error_response(error: RequestRefusedError) -> Response:
-    """Return `{"error": {"field", "found", "expected"}}`, as all errors are."""
-    body = {"field": error.field, "found": error.found, "expected": error.expected}
+    """Return `{"error": {"field", "message"}}`, with `found` and `expected` of a wrong value."""
+    body = {"field": error.field, "message": error.message}
+    if error.found is not None:
+        body["found"] = error.found
+    if error.expected is not None:
+        body["expected"] = error.expected
     return Response(error.status, orjson.dumps({"error": body}), JSON, error.headers)

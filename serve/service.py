@@ -28,8 +28,8 @@ app = create_app(load)
 # Here, because BentoML's uvicorn has chosen its protocol by the time it makes a PolicyService.
 _SAFETY: Final = Safety.from_environment(os.environ)
 limit_connections(_SAFETY.connection_limits)
-# Of a request that its app left unanswered BentoML says nothing for this long; its own default is
-# 60 s, which would also cut short a longer deadline.
+# BentoML answers a request itself if the app has not by then; its default of 60 s would cut short
+# a longer deadline.
 _TIMEOUT_S: Final = math.ceil(_SAFETY.deadline_s) + 5
 
 

@@ -21,11 +21,22 @@ _MAX_BACKOFF_S: Final = 2.0
 
 
 class RequestFailedError(ReplayLakeError):
-    """The server refused: `field` of the request, what it `found` there and `expected`."""
+    """The server refused: the `field` at fault and a `message`.
 
-    def __init__(self, status: int, field: str, found: str, expected: str) -> None:
-        super().__init__(f"HTTP {status}: {field}: found {found}, expected {expected}.")
-        self.status, self.field, self.found, self.expected = status, field, found, expected
+    `found` and `expected` are those of a wrong value, else None.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        field: str,
+        message: str,
+        found: str | None = None,
+        expected: str | None = None,
+    ) -> None:
+        super().__init__(f"HTTP {status}: {field}: {message}.")
+        self.status, self.field, self.message = status, field, message
+        self.found, self.expected = found, expected
 
 
 class ServerUnreachableError(ReplayLakeError):
@@ -167,7 +178,9 @@ def _seconds(retry_after: str | None, otherwise_s: float) -> float:
 def _request_failed_error(status: int, data: bytes) -> RequestFailedError:
     try:
         error = json.loads(data)["error"]
-        return RequestFailedError(status, error["field"], error["found"], error["expected"])
-    except (ValueError, KeyError, TypeError):
-        found = data[:120].decode("utf-8", "replace") or "an empty answer"
-        return RequestFailedError(status, "answer", found, "one of a ReplayLake server")
+        found, expected = error.get("found"), error.get("expected")
+        return RequestFailedError(status, error["field"], error["message"], found, expected)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        answer = data[:120].decode("utf-8", "replace") or "an empty body"
+        message = f"not an answer of a ReplayLake server: {answer}. Check the URL"
+        return RequestFailedError(status, "answer", message)

@@ -27,6 +27,20 @@ for name in ("cartpole", "cartpole_old"):
         )
         for i in range(4)
     ])
+positions = np.random.default_rng(9).random((50, 2)).astype(np.float32)
+lake.dataset("reach").append([
+    rl.Episode(
+        episode_id="reach/0",
+        observations={
+            "observation": positions,
+            "achieved_goal": positions,
+            "desired_goal": np.full((50, 2), 0.5, np.float32),
+        },
+        actions=np.arange(50) % 4,
+        rewards=-np.ones(50),
+        terminated=True,
+    )
+])
 dataset = lake.dataset("cartpole")
 newer_view = offline = online = lake.snapshot("cartpole").replay()
 learner = types.SimpleNamespace(version=4, update=lambda batch: None)

@@ -70,8 +70,7 @@ def ope(
         typer.Option(
             "--estimator",
             metavar="NAME",
-            help="Such as ips, snips, dr, dm, wpdis, fqe. Repeatable; by default all that suit "
-            "but fqe_d3rlpy.",
+            help="Such as ips, snips, dr, dm, wpdis, fqe. Repeatable; by default all that suit.",
         ),
     ] = None,
     where: Annotated[

@@ -62,7 +62,7 @@ class Watchers:
         Raises: ConfigInvalidError where W&B refuses the run.
         """
         folder = self._lake.storage.state_folder(f"{RUNS}/{run_id}")
-        if self._lake.storage.is_remote:
+        if not self._lake.storage.shares_state:
             self._report.print_message(f"event files in {folder / 'tensorboard'}")
         if self._wandb is not None:
             self._begin_wandb(folder, run_id)

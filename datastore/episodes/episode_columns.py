@@ -65,7 +65,6 @@ class EpisodeColumns(Sequence[Episode]):
 
     @property
     def num_steps(self) -> int:
-        """T."""
         return len(self.steps)
 
     def validate(

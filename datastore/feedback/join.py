@@ -71,6 +71,7 @@ from replaylake.datastore.feedback.set_aside import (
     UNWRITABLE,
     SetAside,
     find_unwritable,
+    join_producer,
     record_set_aside,
 )
 from replaylake.datastore.feedback.timeline import TimelineEpisode, cut_episodes, number_steps
@@ -116,7 +117,6 @@ class JoinReceipt:
     received: ReceivedResult = field(default_factory=ReceivedResult)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
     @property
@@ -199,7 +199,7 @@ def join_once(
     now = time.time_ns() // 1000 if now_s is None else int(now_s * 1e6)
     window = int(window_s * 1e6)
     moved = move_received(handle, now_s=now / 1e6, window_s=window_s)
-    producer = f"sessionise:{dataset}"
+    producer = join_producer(dataset)
     recovered = NOTHING_RECOVERED
     unwritable: dict[str, str] = {}
     while True:

@@ -43,7 +43,6 @@ class LoggedDecisions:
 
     @property
     def num(self) -> int:
-        """N."""
         return num_values(self.observations)
 
     def slice_rows(self, rows: slice) -> LoggedDecisions:

@@ -198,12 +198,13 @@ def read_logged_feedback(
     read: written without it, it would have a false successor, and that one's step number twice when
     it comes. What is in a journal yet is no older than its first record; what gets into one after
     we looked was decided after `now`, but for the moment between taking its time and writing it,
-    which a live worker may be in. Of a remote lake other machines may have journals too: what was
-    decided within a minute waits. For the same reason a report by other names than decision_id is
-    looked at once it is older than the horizon: then the decision that it means is known.
+    which a live worker may be in. Where journals are no part of the lake other machines may have
+    some too: what was decided within a minute waits. For the same reason a report by other names
+    than decision_id is looked at once it is older than the horizon: then the decision that it means
+    is known.
     """
     looked = now - _IN_FLIGHT_US if has_live_worker(dataset.decisions) else now
-    if dataset.table.storage.is_remote:
+    if not dataset.table.storage.shares_state:
         looked = now - OTHER_SERVER_LAG_US
     horizon = min([looked, *first_pending(dataset.decisions, TIMESTAMP)])
     rewards, finals = read_rewards(dataset.rewards.snapshot())
@@ -211,7 +212,11 @@ def read_logged_feedback(
     logged = LoggedFeedback(decisions, horizon, finals, num_rewards=rewards.num_rows)
     narrow = read_decisions(decisions)
     logged.num_decisions = narrow.num_rows
-    tables = {"decisions": narrow, "rewards": rewards, "written": read_written(snapshot)}
+    tables = {
+        "decisions": _rename(narrow, _FEEDBACK_NAMES),
+        "rewards": _rename(rewards, _FEEDBACK_NAMES),
+        "written": _rename(read_written(snapshot), _WRITTEN_NAMES),
+    }
     with scan_connection(tables) as connection:
         # Views are too slow here: each is asked several times.
         for statement in JOIN_SQL.format(horizon=horizon, elsewhere=OTHER_SERVER_LAG_US).split(";"):
@@ -325,6 +330,34 @@ def _add_named_report(
         timeline.recut(decision.key)
 
 
+# What the SQL below calls columns of the tables of decisions and of rewards, and of served steps.
+_FEEDBACK_NAMES: Final = {
+    DECISION_ID: "key",
+    EPISODE_ID: "source",
+    REQUEST_ID: "request",
+    STEP: "step",
+    TIMESTAMP: "ts",
+    FEEDBACK_ID: "feedback",
+    MODE: "mode",
+    REWARD: "reward",
+    TERMINATED: "terminated",
+    TRUNCATED: "truncated",
+}
+_WRITTEN_NAMES: Final = {
+    DECISION_ID: "key",
+    EPISODE_ID: "episode",
+    STEP: "number",
+    REWARD: "reward",
+    TERMINATED: "terminated",
+    TRUNCATED: "truncated",
+    REPORTED: "reported",
+}
+
+
+def _rename(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
+    return table.rename_columns([names.get(name, name) for name in table.column_names])
+
+
 # decision: each decision, with its step if it is one, and until when what was said of it is there;
 # that is not known of a sum, as a part of one may be found later. meant: of reports by other names
 # the client's episode, and the decision as far as it can be told here; it may be another where one
@@ -332,41 +365,38 @@ def _add_named_report(
 # changing: those in which a report may count.
 JOIN_SQL: Final = """
 CREATE TEMP TABLE decision AS
-SELECT d.decision_id AS key, d.episode_id AS source, d.request_id AS request, d.step,
-    d."timestamp" AS ts, d.file, coalesce('e' || d.episode_id, 'd' || d.decision_id) AS client,
-    w.decision_id IS NULL AS open, w.step AS number, w.episode_id AS episode,
-    w.reward, w.terminated, w.truncated, w.since,
-    w.reported, w.step = last.step AS is_last,
+SELECT d.key, d.source, d.request, d.step, d.ts, d.file,
+    coalesce('e' || d.source, 'd' || d.key) AS client, w.key IS NULL AS open, w.number, w.episode,
+    w.reward, w.terminated, w.truncated, w.since, w.reported, w.number = last.number AS is_last,
     CASE WHEN w.reported IS NULL THEN w.since END AS until
-FROM decisions d LEFT JOIN written w ON w.decision_id = d.decision_id
-LEFT JOIN (SELECT episode_id, max(step) AS step FROM written GROUP BY episode_id) last
-    ON last.episode_id = w.episode_id;
+FROM decisions d LEFT JOIN written w ON w.key = d.key
+LEFT JOIN (SELECT episode, max(number) AS number FROM written GROUP BY episode) last
+    ON last.episode = w.episode;
 CREATE TEMP TABLE client AS
 SELECT client, max(ts) FILTER (open) AS last_open FROM decision GROUP BY client;
 CREATE TEMP TABLE asked AS
-SELECT request_id, "timestamp" AS ts, row FROM rewards
-WHERE decision_id IS NULL AND request_id IS NOT NULL;
+SELECT request, ts, row FROM rewards WHERE key IS NULL AND request IS NOT NULL;
 CREATE TEMP TABLE meant AS
 SELECT a.row, d.ts, d.until,
     coalesce(d.client, CASE WHEN n.ts - a.ts <= {elsewhere} THEN n.client END) AS client
 FROM asked a
 ASOF LEFT JOIN (SELECT request, ts, client, until FROM decision WHERE request IS NOT NULL) d
-    ON d.request = a.request_id AND a.ts >= d.ts
+    ON d.request = a.request AND a.ts >= d.ts
 ASOF LEFT JOIN (SELECT request, ts, client FROM decision WHERE request IS NOT NULL) n
-    ON n.request = a.request_id AND a.ts <= n.ts;
+    ON n.request = a.request AND a.ts <= n.ts;
 CREATE TEMP TABLE numbered AS
-SELECT 'e' || episode_id AS client, step, "timestamp" AS ts, row FROM rewards
-WHERE decision_id IS NULL AND request_id IS NULL;
+SELECT 'e' || source AS client, step, ts, row FROM rewards
+WHERE key IS NULL AND request IS NULL;
 INSERT INTO meant
 SELECT n.row, d.ts, d.until, c.client FROM numbered n
 LEFT JOIN client c ON c.client = n.client
 ASOF LEFT JOIN (SELECT client, number, ts, until FROM decision WHERE number IS NOT NULL) d
     ON d.client = n.client AND d.number = n.step AND n.ts >= d.ts;
 CREATE TEMP TABLE report AS
-SELECT r.decision_id AS key, r.request_id AS request, r.step, r."timestamp" AS ts, r.row, r.reward,
-    r.terminated, r.truncated, r.mode, r.feedback_id, r.final_row,
-    coalesce(d.client, m.client) AS client, coalesce(d.until, m.until) AS until, m.ts AS meant_ts
-FROM rewards r LEFT JOIN decision d ON d.key = r.decision_id LEFT JOIN meant m ON m.row = r.row;
+SELECT r.key, r.request, r.step, r.ts, r.row, r.reward, r.terminated, r.truncated, r.mode,
+    r.feedback, r.final_row, coalesce(d.client, m.client) AS client,
+    coalesce(d.until, m.until) AS until, m.ts AS meant_ts
+FROM rewards r LEFT JOIN decision d ON d.key = r.key LEFT JOIN meant m ON m.row = r.row;
 CREATE TEMP TABLE changing AS
 SELECT DISTINCT r.client FROM report r JOIN client c ON c.client = r.client
 WHERE (r.until IS NULL OR r.ts > r.until OR c.last_open > r.meant_ts)
@@ -381,7 +411,7 @@ FROM decision SEMI JOIN changing USING (client) ORDER BY key
 """
 ACTIVE_REPORTS_SQL: Final = """
 SELECT key, CASE WHEN key IS NULL THEN client END, request, step, mode, ts, row,
-    reward, terminated, truncated, feedback_id, final_row
+    reward, terminated, truncated, feedback, final_row
 FROM report SEMI JOIN changing USING (client)
 WHERE key IS NOT NULL OR ts < {horizon} ORDER BY ts, row
 """

@@ -79,7 +79,6 @@ class ReceivedPiece:
 
     @property
     def num_steps(self) -> int:
-        """T."""
         return int(self.rows.num_rows)
 
     @property

@@ -14,11 +14,17 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, TypeVar
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from replaylake.datastore.errors import AlreadyExistsError, EpisodeInvalidError
-from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.lake.rejected_rows import REJECTED_SCHEMA
+from replaylake.datastore.feedback.decisions import DECISION_ID
+from replaylake.datastore.lake.dataset import REJECTED_SCHEMA, Dataset
+from replaylake.datastore.query.statements import literal
+from replaylake.datastore.query.table_files import (
+    fetch_files,
+    from_clause,
+    query_rows,
+    scan_connection,
+)
 
 # The names of the checks, as `checks` has them.
 REWARD_CHECK: Final = "reward_sum"
@@ -47,6 +53,11 @@ class SetAside(NamedTuple):
         return json.dumps(self.about)
 
 
+def join_producer(dataset: str) -> str:
+    """Return the producer under which the join of a dataset commits."""
+    return f"sessionise:{dataset}"
+
+
 def find_unwritable(
     items: Sequence[_T], check: Callable[[Sequence[_T]], object]
 ) -> list[tuple[_T, str]]:
@@ -64,8 +75,8 @@ def find_unwritable(
 def record_set_aside(dataset: Dataset, found: Sequence[SetAside], *, producer: str) -> int:
     """Put steps that were set aside into quarantine, each once; return how many are new there.
 
-    Raises: StorageError, ShardCorruptError. Cost: a scan of the quarantine where anything was
-    found.
+    Raises: StorageError, QueryError. Cost: where anything was found, a scan of the quarantine's
+    producers, and of the rows of this one.
     """
     if not found:
         return 0
@@ -75,11 +86,13 @@ def record_set_aside(dataset: Dataset, found: Sequence[SetAside], *, producer: s
             table.create(REJECTED_SCHEMA)
     # First: of two runs at once the later finds its sequence taken, and adds nothing.
     sequence = table.next_sequence(producer)
-    known: set[tuple[str, str]] = set()
-    for batch in table.snapshot().batches(["producer", "checks", "row"]):
-        ours = batch.filter(pc.equal(batch.column("producer"), producer))
-        checks, rows = ours.column("checks").to_pylist(), ours.column("row").to_pylist()
-        known.update((names[0], row) for names, row in zip(checks, rows, strict=True))
+    wanted = pa.table({"about": pa.array([one.row for one in found], pa.string())})
+    known = _query(
+        dataset,
+        f'SELECT checks[1], "row" FROM {{source}} WHERE producer = {literal(producer)} '
+        'AND "row" IN (SELECT about FROM wanted)',
+        {"wanted": wanted},
+    )
     fresh = [one for one in found if (one.check, one.row) not in known]
     if not fresh:
         return 0
@@ -102,3 +115,33 @@ def record_set_aside(dataset: Dataset, found: Sequence[SetAside], *, producer: s
     rows = pa.Table.from_arrays(arrays, schema=REJECTED_SCHEMA)
     done = table.append(rows, producer=producer, sequence=sequence, operation=_OPERATION)
     return 0 if done.already_present else num
+
+
+def read_set_aside(dataset: Dataset, check: str, *, producer: str) -> set[str]:
+    """Return the ids of decisions that a check ever set aside; some may be steps since.
+
+    Raises: QueryError. Cost: a scan of the quarantine's producers.
+    """
+    rows = _query(
+        dataset,
+        f"SELECT json_extract_string(\"row\", '$.{DECISION_ID}') AS key FROM {{source}} "
+        f"WHERE producer = {literal(producer)} AND checks[1] = {literal(check)} "
+        "AND key IS NOT NULL",
+    )
+    return {key for (key,) in rows}
+
+
+def _query(
+    dataset: Dataset, text: str, tables: Mapping[str, pa.Table] | None = None
+) -> set[tuple[Any, ...]]:
+    """Return the distinct rows of a query over the quarantine, of which `{source}` is the name.
+
+    Parquet's statistics spare DuckDB the row groups of other producers, such as an ingest.
+    """
+    if not dataset.rejected.exists():
+        return set()
+    snapshot = dataset.rejected.snapshot()
+    if not snapshot.files:
+        return set()
+    with fetch_files(snapshot, snapshot.files) as paths, scan_connection(tables) as connection:
+        return set(query_rows(connection, text.format(source=from_clause(snapshot, paths))))

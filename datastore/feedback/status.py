@@ -20,37 +20,48 @@ from replaylake.datastore.feedback.decisions import (
     REWARDED_AT,
 )
 from replaylake.datastore.feedback.logged_feedback import LoggedFeedback, read_logged_feedback
+from replaylake.datastore.feedback.set_aside import STEP_CHECK, join_producer, read_set_aside
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.table_files import query_rows, scan_connection
 
+# Columns of the table of decisions by what the query below calls them.
+_DECISION_COLUMNS: Final = {
+    "key": DECISION_ID,
+    "episode": EPISODE_ID,
+    "request": REQUEST_ID,
+    "ts": TIMESTAMP,
+    "policy": POLICY,
+    "version": POLICY_VERSION,
+}
+
 # A decision is joined if it is a step, or has a report; of several of one request one is. One whose
-# reports come to nothing that a step can have is set aside, whether it is a step already or not.
+# reports come to nothing that a step can have is set aside, whether it is a step already or not;
+# one that a join found to be no step is, until a later join makes one of it.
 _COUNTS: Final = """
 WITH known AS (
-    SELECT d.policy, d.policy_version, d.timestamp AS ts,
-        d.decision_id IN (SELECT key FROM aside) AS is_aside,
-        d.decision_id NOT IN (SELECT key FROM aside) AND (d.decision_id IN (SELECT key FROM said)
-            OR w.decision_id IS NOT NULL) AS joined, coalesce(w.late, false) AS late,
-        coalesce(w.since, s.ts) - epoch_us(d.timestamp) AS lag, d.episode_id, d.request_id
-    FROM decisions d LEFT JOIN written w USING (decision_id)
-    LEFT JOIN said s ON s.key = d.decision_id
+    SELECT d.policy, d.version, d.ts, d.key IN (SELECT key FROM aside) AS is_aside,
+        d.key NOT IN (SELECT key FROM aside) AND (d.key IN (SELECT key FROM said)
+            OR w.key IS NOT NULL) AS joined, coalesce(w.late, false) AS late,
+        coalesce(w.since, s.ts) - epoch_us(d.ts) AS lag, d.episode, d.request
+    FROM decisions d LEFT JOIN written w ON w.key = d.key
+    LEFT JOIN said s ON s.key = d.key
 ), asked AS (
-    SELECT DISTINCT episode_id, request_id, true AS was_joined FROM known
-    WHERE joined AND request_id IS NOT NULL AND episode_id IS NOT NULL
+    SELECT DISTINCT episode, request, true AS was_joined FROM known
+    WHERE joined AND request IS NOT NULL AND episode IS NOT NULL
 ), counted AS (
     SELECT k.*, coalesce(a.was_joined, false) AND NOT (joined OR is_aside) AS repeated,
         NOT (joined OR is_aside) AND epoch_us(ts) >= {closing} AS is_open
-    FROM known k LEFT JOIN asked a USING (episode_id, request_id)
+    FROM known k LEFT JOIN asked a USING (episode, request)
 )
-SELECT policy, policy_version, count(*), count(*) FILTER (joined),
+SELECT policy, version, count(*), count(*) FILTER (joined),
     count(*) FILTER (is_open AND NOT repeated),
     count(*) FILTER (NOT joined AND NOT is_open AND NOT repeated AND NOT is_aside),
     count(*) FILTER (repeated), count(*) FILTER (is_aside), count(*) FILTER (late),
     quantile_cont(lag, 0.5) / 1e6, quantile_cont(lag, 0.95) / 1e6
-FROM counted GROUP BY GROUPING SETS ((policy, policy_version), ())
-ORDER BY policy NULLS LAST, policy_version
+FROM counted GROUP BY GROUPING SETS ((policy, version), ())
+ORDER BY policy NULLS LAST, version
 """
 
 _COLUMNS: Final = (
@@ -74,12 +85,12 @@ class FeedbackCounts:
 
     joined: those with a reward. waiting: those without whose window is open. unrewarded: those
     whose window has passed. repeated: those without whose request was asked again and rewarded.
-    set_aside: those whose reports come to no finite reward; one that is a step keeps what it has.
-    The five add up to decisions. late: steps whose reward came, or changed, after they were
-    written. orphaned: rewarded decisions that are not there, and reports by a client's own names
-    for which none came within the window; of those the policy is not known. join_rate: joined of
-    all that no longer wait nor were repeated. lag_p50_s and lag_p95_s: from a decision to the
-    report that its reward is from.
+    set_aside: those whose reports come to no finite reward, of which one that is a step keeps what
+    it has, and those that the last join found to be no valid step. The five add up to decisions.
+    late: steps whose reward came, or changed, after they were written. orphaned: rewarded decisions
+    that are not there, and reports by a client's own names for which none came within the window;
+    of those the policy is not known. join_rate: joined of all that no longer wait nor were
+    repeated. lag_p50_s and lag_p95_s: from a decision to the report that its reward is from.
     """
 
     policy: str | None
@@ -102,7 +113,6 @@ class FeedbackCounts:
         return self.joined / settled if settled else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "join_rate": self.join_rate}
 
 
@@ -117,7 +127,6 @@ class FeedbackStatus:
     by_version: list[FeedbackCounts]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "dataset": self.dataset,
             "version": self.version,
@@ -168,7 +177,7 @@ def feedback_status(
 
 
 def _tables(handle: Dataset, snapshot: Snapshot, logged: LoggedFeedback) -> dict[str, pa.Table]:
-    names = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP, POLICY, POLICY_VERSION]
+    decisions = logged.decisions.read(list(_DECISION_COLUMNS.values()))
     there = [n for n in (DECISION_ID, REWARDED_AT, REWARD_LATE) if n in snapshot.spec.extras]
     written = {DECISION_ID: pa.array([], pa.string())}
     if DECISION_ID in there:
@@ -177,14 +186,20 @@ def _tables(handle: Dataset, snapshot: Snapshot, logged: LoggedFeedback) -> dict
     num = len(written[DECISION_ID])
     since = written.get(REWARDED_AT, pa.nulls(num, pa.int64())).cast(pa.int64())
     late = written.get(REWARD_LATE, pa.nulls(num, pa.bool_()))
+    aside = {*logged.set_aside}
+    invalid = read_set_aside(handle, STEP_CHECK, producer=join_producer(handle.name))
+    if invalid:
+        aside |= invalid - {*written[DECISION_ID].to_pylist()}
     rewards = logged.rewards
     said = {
         "key": pa.array(list(rewards), pa.string()),
         "ts": pa.array([reward.timestamp for reward in rewards.values()], pa.int64()),
     }
     return {
-        "decisions": logged.decisions.read(names),
-        "written": pa.table({DECISION_ID: written[DECISION_ID], "since": since, "late": late}),
+        "decisions": pa.table(
+            {ours: decisions.column(name) for ours, name in _DECISION_COLUMNS.items()}
+        ),
+        "written": pa.table({"key": written[DECISION_ID], "since": since, "late": late}),
         "said": pa.table(said),
-        "aside": pa.table({"key": pa.array(list(logged.set_aside), pa.string())}),
+        "aside": pa.table({"key": pa.array(sorted(aside), pa.string())}),
     }

@@ -56,7 +56,6 @@ class TimelineEpisode:
 
     @property
     def decisions(self) -> list[Decision]:
-        """All of its decisions."""
         return [decision for slot in self.slots for decision in slot.decisions]
 
     def number(self, place: int) -> int:

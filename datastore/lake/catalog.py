@@ -13,14 +13,14 @@ from typing import Final
 import pyarrow as pa
 
 from replaylake.datastore.errors import NotFoundError, QueryRefusedError
-from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.dataset import REJECTED_SCHEMA, Dataset
 from replaylake.datastore.lake.policies.registry import Registry
-from replaylake.datastore.lake.rejected_rows import snapshot_rejected
 from replaylake.datastore.lake.runs.metrics import read_metrics
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.tags import Tags
 from replaylake.datastore.storage.storage import Storage
-from replaylake.datastore.storage.table.table import TableSnapshot
+from replaylake.datastore.storage.table.delta_schema import with_field_ids
+from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 _TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 _COMMITS: Final = pa.schema(
@@ -156,7 +156,7 @@ class LakeCatalog:
                 )
             return log.snapshot()
         steps = handle.snapshot().table
-        return snapshot_rejected(handle.rejected) if view == "quarantine" else steps
+        return _snapshot_rejected(handle.rejected) if view == "quarantine" else steps
 
     def relation(self, name: str) -> pa.Table | None:
         """Return a lake-wide relation; `datasets` and `shards` show what is pinned."""
@@ -281,3 +281,10 @@ def runs(registry: Registry) -> pa.Table:
 
 def _time(milliseconds: int | None) -> datetime | None:
     return None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+def _snapshot_rejected(table: Table) -> TableSnapshot:
+    """Return a dataset's newest rejected rows: none where nothing was ever rejected."""
+    if table.exists():
+        return table.snapshot()
+    return TableSnapshot(0, with_field_ids(REJECTED_SCHEMA), (), {}, table.storage, table.root)

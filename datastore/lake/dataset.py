@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -13,7 +13,11 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.inference import infer_spec
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import (
+    AGENT_ID,
+    EPISODE_ID,
+    SOURCE_EPISODE_ID,
     STANDARD_COLUMNS,
+    TIMESTAMP_TYPE,
     DatasetSpec,
     arrow_schema,
     check_names,
@@ -35,15 +39,35 @@ from replaylake.datastore.lake.commit import (
     WrittenEpisodes,
     commit_counts,
 )
-from replaylake.datastore.lake.episode_writer import EpisodeWriter as EpisodeWriter
+from replaylake.datastore.lake.episode_writer import EpisodeWriter
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import check_dataset_name, new_ulid
 from replaylake.datastore.replay.live.live_view import LiveView, Since
 from replaylake.datastore.storage.log.commit_file import transaction_id
 from replaylake.datastore.storage.log.state import LogState
-from replaylake.datastore.storage.storage import LocalStorage, Storage
+from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.table import Table, TableCommit
 from replaylake.datastore.storage.table.table_schema import read_configuration, table_schema
+
+# Rows that the door of `ingest` refused: `<dataset>/_rejected`, which SQL sees as
+# `<dataset>.quarantine`.
+REJECTED_SCHEMA: Final = pa.schema(
+    [
+        pa.field(EPISODE_ID, pa.string(), nullable=False),
+        pa.field(AGENT_ID, pa.string(), nullable=False),
+        pa.field(SOURCE_EPISODE_ID, pa.string(), nullable=False),
+        pa.field("row_number", pa.int64(), nullable=False),
+        pa.field("file", pa.string()),
+        pa.field("file_row", pa.int64()),
+        pa.field("checks", pa.list_(pa.string()), nullable=False),
+        pa.field("reasons", pa.list_(pa.string()), nullable=False),
+        pa.field("row", pa.string()),
+        # JSON of ours to theirs: the columns of `row` that are fields of ours, where that is known.
+        pa.field("mapping", pa.string()),
+        pa.field("producer", pa.string(), nullable=False),
+        pa.field("ingested_at", TIMESTAMP_TYPE, nullable=False),
+    ]
+)
 
 
 class Dataset:
@@ -70,12 +94,13 @@ class Dataset:
 
         Raises: NotFoundError where the lake is on an object store.
         """
-        if not isinstance(self._storage, LocalStorage):
+        folder = self._storage.local_folder(self.name)
+        if folder is None:
             raise NotFoundError(
                 f"dataset {self.name!r}: found no folder of this machine, as the lake is at "
                 f"{self._storage.url}, expected one. Use `url`."
             )
-        return self._storage.local(self.name)
+        return folder
 
     @property
     def url(self) -> str:

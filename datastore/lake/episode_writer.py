@@ -80,7 +80,7 @@ class EpisodeWriter:
     called: a thread commits it. What goes wrong there is tried again and raised by the next `flush`
     or `close`. Threads may share a writer.
 
-    `refused` holds the episodes that a flush found invalid, each with its error. They are in no
+    `rejected` holds the episodes that a flush found invalid, each with its error. They are in no
     later flush, so that the others are never held up by them.
     """
 

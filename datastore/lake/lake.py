@@ -22,7 +22,7 @@ from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, r
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.log.commit_log import CommitLog
 from replaylake.datastore.storage.log.purges import Purges
-from replaylake.datastore.storage.storage import LocalStorage, Storage
+from replaylake.datastore.storage.storage import Storage
 
 _KEY_PATH: Final = "_lake/keys/signing"
 _KEY_BYTES: Final = 32
@@ -74,11 +74,12 @@ class Lake:
     @property
     def path(self) -> Path:
         """The folder. Raises: NotFoundError where the lake is on an object store."""
-        if not isinstance(self._storage, LocalStorage):
+        folder = self._storage.local_folder("")
+        if folder is None:
             raise NotFoundError(
                 f"lake {self.url}: found no folder of this machine, expected one. Use `url`."
             )
-        return self._storage.root
+        return folder
 
     def dataset(self, name: str) -> Dataset:
         """Return a handle; the dataset need not exist yet. Raises: InvalidNameError."""

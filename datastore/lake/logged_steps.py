@@ -76,12 +76,10 @@ class LoggedSteps:
 
     @property
     def num_episodes(self) -> int:
-        """E."""
         return len(self.offsets) - 1
 
     @property
     def num_steps(self) -> int:
-        """M."""
         return len(self.rewards)
 
     @cached_property

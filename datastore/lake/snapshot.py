@@ -39,7 +39,6 @@ class Snapshot:
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """The shards."""
         return self.table.files
 
     @property

@@ -78,7 +78,6 @@ class CompactReceipt:
     num_conflicts: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

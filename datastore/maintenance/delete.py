@@ -23,21 +23,17 @@ from replaylake.datastore.feedback.decisions import DECISION_ID, recover_feedbac
 from replaylake.datastore.feedback.received_table import recover_received
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.received_removal import (
-    count_received,
-    remove_received,
-    select_waiting,
-)
-from replaylake.datastore.maintenance.rejected_removal import (
-    count_rejected,
-    remove_rejected,
-    select_rejected,
-)
 from replaylake.datastore.maintenance.removal import (
     count_decisions,
+    count_received,
+    count_rejected,
     find_decisions,
     plan_removal,
     remove_decisions,
+    remove_received,
+    remove_rejected,
+    select_rejected,
+    select_waiting,
     set_aside_of,
 )
 from replaylake.datastore.names import new_ulid
@@ -77,7 +73,6 @@ class DeleteReceipt:
     num_undecided: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

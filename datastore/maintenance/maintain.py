@@ -28,7 +28,6 @@ from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.maintenance.vacuum import vacuum, vacuum_leftovers
 from replaylake.datastore.query.summaries import refresh
 from replaylake.datastore.storage.log.expiry import expire
-from replaylake.datastore.storage.remote.shard_cache import trim_cache
 from replaylake.datastore.storage.table.table import Table
 
 # Called with (the dataset or "", what is done to it).
@@ -55,7 +54,6 @@ class MaintainReceipt:
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 
@@ -215,9 +213,8 @@ class _Round:
         self._on_step("", "removing leftovers")
         try:
             found = vacuum_leftovers(self._lake, now_ms=self._now_ms)
-            if self._lake.storage.is_remote:
-                # Copies of all lakes share one folder: the least of what their datasets ask for.
-                trim_cache(min(self._caps, default=None))
+            # Copies of all lakes share one folder: the least of what their datasets ask for.
+            self._lake.storage.trim_copies(min(self._caps, default=None))
             return MaintainReceipt("", vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
         except ReplayLakeError as error:
             return MaintainReceipt("", error=f"{type(error).__name__}: {error}")

@@ -1,4 +1,8 @@
-"""Removal: planning that the rows of some keys leave a table, as trim and delete do it."""
+"""Removal: planning that rows leave the tables of a dataset, as trim, delete and purge do it.
+
+Of steps, of decisions with the rewards given for them, of received steps and of quarantined rows:
+which are those of some episodes, and how they leave.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID, STEP, TIMESTAMP
 from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.feedback.set_aside import REWARD_CHECK, STEP_CHECK
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.query.episode_views import episodes_sql, group_rows_sql
+from replaylake.datastore.query.expressions import bound_condition, select_episode_keys
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
@@ -297,3 +304,176 @@ def _drop_rows(rows: list[int]) -> ChangeRows:
         return table.filter(pa.array(kept))
 
     return change
+
+
+def select_waiting(dataset: Dataset, steps: TableSnapshot, condition: str) -> pa.Array:
+    """Return the ids of received episodes of which no step is in the dataset yet.
+
+    Those that a condition over `episodes` selects, in DuckDB's spelling. Raises: QueryError.
+    """
+    if not dataset.received.exists():
+        return pa.array([], pa.string())
+    found = select_received(dataset.received.snapshot(), condition)
+    return found.filter(pc.invert(pc.is_in(found, value_set=_find_written(steps, found))))
+
+
+def select_received(received: TableSnapshot, condition: str) -> pa.Array:
+    """Return the ids of the episodes among received steps that a condition selects."""
+    return select_episode_keys(received, condition).column(EPISODE_ID).combine_chunks().unique()
+
+
+def count_received(dataset: Dataset, keys: pa.Array) -> int:
+    """Return how many rows `remove_received` would remove."""
+    return count_rows(dataset.received, EPISODE_ID, keys)
+
+
+def remove_received(dataset: Dataset, keys: pa.Array, operation: str) -> int:
+    """Remove the received steps of episodes, by episode id; return how many.
+
+    Done before the steps leave the dataset: `sessionise` would else bring them back.
+    """
+    return remove_rows(dataset.received, EPISODE_ID, keys, operation)
+
+
+def find_written_received(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+    """Return those of the ids that have both received steps and steps in the dataset."""
+    if not len(episodes) or not dataset.received.exists():
+        return pa.array([], pa.string())
+    received = dataset.received.snapshot()
+    return _find_written(steps, _find_written(received, episodes))
+
+
+def _find_written(steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
+    """Return those of the ids that a table of steps has one of."""
+    if not steps.files or not len(episodes):
+        return pa.array([], pa.string())
+    tables = {"keys": pa.table({"key": episodes})}
+    with fetch_files(steps, steps.files) as paths, scan_connection(tables) as connection:
+        found = query_arrow(
+            connection,
+            f"SELECT DISTINCT {EPISODE_ID} AS key FROM {from_clause(steps, paths)} "
+            f"WHERE {EPISODE_ID} IN (SELECT key FROM keys)",
+        )
+    return found.column("key").combine_chunks()
+
+
+_NONE = pa.array([], pa.string())
+# What `episodes` is made of. Of a row that is refused only who and where it is can be trusted, and
+# that is in columns but for the policy, which is where the log has it: under the name that
+# `mapping` has for it, where there is one. Rows that came before there was a `mapping` are asked
+# for our own name, and tell nothing where they lack it.
+_AS_STEPS = f"""
+    {schema.EPISODE_ID}, {schema.AGENT_ID}, {schema.SOURCE_EPISODE_ID},
+    CAST(row_number AS INTEGER) AS {schema.STEP}, CAST(NULL AS INTEGER) AS {schema.ENV_STEP},
+    CAST(NULL AS DOUBLE) AS {schema.REWARD}, CAST(NULL AS BOOLEAN) AS {schema.TERMINATED},
+    CAST(NULL AS BOOLEAN) AS {schema.TRUNCATED}, CAST(NULL AS TIMESTAMPTZ) AS {schema.TIMESTAMP}
+"""
+_KNOWN: Final = {
+    schema.EPISODE_ID: "true",
+    schema.AGENT_ID: "true",
+    schema.SOURCE_EPISODE_ID: "true",
+    "num_steps": "true",
+    "policy": f'"{schema.POLICY} is known"',
+    "min_policy_version": f'"{schema.POLICY_VERSION} is known"',
+    "max_policy_version": f'"{schema.POLICY_VERSION} is known"',
+}
+
+
+@dataclass(frozen=True)
+class RejectedEpisodes:
+    """Quarantined episodes by id: `selected`, and those of which it cannot be told: `undecided`."""
+
+    selected: pa.Array
+    undecided: pa.Array
+
+
+def select_rejected(snapshot: TableSnapshot, condition: str) -> RejectedEpisodes:
+    """Return the quarantined episodes that a condition over `episodes` selects.
+
+    Their ids, num_steps, policy and its versions are known, all else is not. The policy is not
+    where the log did not say which column it is, or where the rows of an episode have several.
+    `condition` is in DuckDB's spelling. Raises: QueryError.
+    """
+    if not (entries := snapshot.files):
+        return RejectedEpisodes(_NONE, _NONE)
+    surely, maybe = bound_condition(condition, _KNOWN)
+    names = (schema.POLICY, schema.POLICY_VERSION)
+    logged = ", ".join(
+        f"{_extract_field(snapshot, name, kind)} AS {name}, "
+        f'{_is_field_known(snapshot, name, kind)} AS "{name} is known"'
+        # A row of frames takes long to parse: only where the condition asks.
+        if f'"{name} is known"' in maybe
+        else f'CAST(NULL AS {kind}) AS {name}, false AS "{name} is known"'
+        for name, kind in zip(names, ("VARCHAR", "BIGINT"), strict=True)
+    )
+    with fetch_files(snapshot, entries) as paths, scan_connection() as connection:
+        rows = f"SELECT {_AS_STEPS}, {logged} FROM {from_clause(snapshot, paths)}"
+        connection.execute(f"CREATE TEMP TABLE rows AS {rows}")
+        # The condition is somebody's text.
+        connection.execute("SET enable_external_access = false")
+        key = f"{EPISODE_ID}, {schema.AGENT_ID}"
+        known = ", ".join(
+            f'bool_and("{name} is known") AND count(DISTINCT {name}) <= 1 '
+            f'AND count({name}) IN (0, count(*)) AS "{name} is known"'
+            for name in names
+        )
+        flags = f"SELECT {key}, {known} FROM rows GROUP BY {key}"
+        view = f"({episodes_sql(group_rows_sql('rows'))}) AS episodes JOIN ({flags}) USING ({key})"
+        found = query_arrow(
+            connection,
+            f"SELECT {EPISODE_ID} AS key, bool_or(coalesce({surely}, false)) AS selected, "
+            f"bool_or(coalesce({maybe}, false)) AS possible FROM {view} GROUP BY key",
+        )
+    keys, selected = found.column("key"), found.column("selected")
+    undecided = pc.and_not(found.column("possible"), selected)
+    parts = (keys.filter(mask).combine_chunks() for mask in (selected, undecided))
+    return RejectedEpisodes(*parts)
+
+
+def _extract_field(snapshot: TableSnapshot, name: str, kind: str) -> str:
+    """Return the value that a row of the log has for a field of ours."""
+    pointer = _point_to_field(snapshot, name)
+    return f'TRY_CAST(json_extract_string("row", {pointer}) AS {kind})'
+
+
+def _is_field_known(snapshot: TableSnapshot, name: str, kind: str) -> str:
+    """Return whether a row of the log says what its field of ours is, be it NULL."""
+    pointer = _point_to_field(snapshot, name)
+    is_there = f'json_type("row", {pointer}) IS NOT NULL'
+    if "mapping" in snapshot.schema.names:
+        is_there = f"(mapping IS NOT NULL OR {is_there})"
+    value = _extract_field(snapshot, name, kind)
+    is_of_kind = f'(json_extract_string("row", {pointer}) IS NULL OR {value} IS NOT NULL)'
+    return f'("row" IS NOT NULL AND {is_there} AND {is_of_kind})'
+
+
+def _point_to_field(snapshot: TableSnapshot, name: str) -> str:
+    """Return the JSON pointer to a field of ours in `row`; NULL if the log has no such column."""
+    if "mapping" not in snapshot.schema.names:
+        return f"'/{name}'"
+    theirs = f"json_extract_string(mapping, '/{name}')"
+    escaped = f"replace(replace({theirs}, '~', '~0'), '/', '~1')"
+    return f"(CASE WHEN mapping IS NULL THEN '/{name}' ELSE '/' || {escaped} END)"
+
+
+def select_rejected_before(dataset: Dataset, cutoff_us: int) -> pa.Array:
+    """Return the ids of the episodes that came into quarantine before a time (us since 1970)."""
+    if not dataset.rejected.exists() or not (snapshot := dataset.rejected.snapshot()).files:
+        return _NONE
+    with fetch_files(snapshot, snapshot.files) as paths, scan_connection() as connection:
+        found = query_arrow(
+            connection,
+            f"SELECT {EPISODE_ID} AS key FROM {from_clause(snapshot, paths)} GROUP BY key "
+            f"HAVING max(epoch_us(ingested_at)) < {cutoff_us}",
+        )
+    return found.column("key").combine_chunks()
+
+
+def count_rejected(dataset: Dataset, keys: pa.Array) -> int:
+    """Return how many rows `remove_rejected` would remove."""
+    return count_rows(dataset.rejected, EPISODE_ID, keys)
+
+
+def remove_rejected(dataset: Dataset, keys: pa.Array, operation: str) -> int:
+    """Remove the quarantined rows of episodes, by episode id; return how many."""
+    return remove_rows(dataset.rejected, EPISODE_ID, keys, operation)

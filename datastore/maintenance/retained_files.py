@@ -8,7 +8,6 @@ through all of them.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -29,7 +28,6 @@ DEFAULT_RETENTION_S: Final = 7 * 86_400.0
 # any more, and is not expected to go on.
 _RUN_MS: Final = 30 * 86_400_000
 _RESUMABLE: Final = ("running", "interrupted")
-_COMMIT_NAME: Final = re.compile(r"(\d{20})\.json")
 
 
 @dataclass(frozen=True, order=True)
@@ -162,41 +160,23 @@ def _recent(table: Table, horizon_ms: int) -> tuple[list[VersionPin], set[str]]:
     """Return the newest version and those whose successor is younger, and all their files."""
     state = table.log.newest()
     # Only now: of a version that is committed after the listing, nothing would say how old it is.
-    committed = _read_commit_times(table)
+    # A copy of the files is younger than they are, and so kept longer.
+    committed = table.log.folder.read_commit_times()
     paths = {*state.files}
     pins = [VersionPin(table.root, state.version, "newest")]
     replaced = takewhile(
         lambda version: committed.get(version, 0) >= horizon_ms, range(state.version, 0, -1)
     )
     while successors := list(islice(replaced, FETCH_BATCH)):
-        for version, actions in zip(
-            successors, table.log.folder.read_commits(successors), strict=True
-        ):
-            if actions is None:  # dropped from the log since it was listed
+        for change in table.log.folder.read_changes(successors):
+            if change is None:  # dropped from the log since it was listed
                 return pins, _below(table, paths)
             # What is live at a version is live at its successor or was removed by it.
-            paths.update(action["remove"]["path"] for action in actions if "remove" in action)
-            pins.append(VersionPin(table.root, version - 1, "recent"))
+            paths.update(change.removed)
+            pins.append(VersionPin(table.root, change.version - 1, "recent"))
     return pins, _below(table, paths)
 
 
 def _below(table: Table, paths: Iterable[str]) -> set[str]:
     """Return paths below the lake's root."""
     return {f"{table.root}/{path}" for path in paths}
-
-
-def _read_commit_times(table: Table) -> dict[int, int]:
-    """Return when each version was committed, by the storage's clock.
-
-    Never less than for a version before it: a commit that a slow clock stamped came after them all
-    the same. A copy of the files is younger than they are, and so kept longer.
-    """
-    folder = f"{table.root}/_delta_log"
-    stamps = {}
-    for file in table.storage.files(folder):
-        if match := _COMMIT_NAME.fullmatch(file.path.removeprefix(f"{folder}/")):
-            stamps[int(match.group(1))] = file.modified_ms
-    committed, latest = {}, 0
-    for version in sorted(stamps):
-        committed[version] = latest = max(latest, stamps[version])
-    return committed

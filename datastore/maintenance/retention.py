@@ -53,7 +53,6 @@ class Retention:
                 raise ConfigInvalidError(f"{name}: found {value}, expected more than 0, or none.")
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

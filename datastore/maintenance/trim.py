@@ -26,21 +26,17 @@ from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import OPEN_S
-from replaylake.datastore.maintenance.received_removal import (
-    count_received,
-    find_written_received,
-    remove_received,
-)
-from replaylake.datastore.maintenance.rejected_removal import (
-    count_rejected,
-    remove_rejected,
-    select_rejected_before,
-)
 from replaylake.datastore.maintenance.removal import (
     count_decisions,
+    count_received,
+    count_rejected,
     find_decisions,
+    find_written_received,
     plan_removal,
     remove_decisions,
+    remove_received,
+    remove_rejected,
+    select_rejected_before,
     set_aside_of,
 )
 from replaylake.datastore.names import new_ulid
@@ -80,7 +76,6 @@ class TrimReceipt:
     num_received: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 
@@ -305,7 +300,7 @@ def _read_commit_times(table: Table, snapshot: TableSnapshot) -> pa.Table:
     times = {entry.since: 0 for entry in snapshot.files}
     for version in times:
         with suppress(NotFoundError):
-            times[version] = int(table.log.info(version).get("timestamp") or 0)
+            times[version] = table.log.read_change(version).timestamp_ms
     versions = sorted(times)
     following = dict(pairwise(versions))
     stamps = []

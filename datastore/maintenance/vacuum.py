@@ -10,7 +10,6 @@ in them, too. Files of other kinds or names are not ours to touch, links are not
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,7 +32,7 @@ from replaylake.datastore.names import LAKE_ROOT
 from replaylake.datastore.query import summaries
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
 from replaylake.datastore.replay.cache.view_cache import ViewCache
-from replaylake.datastore.storage.storage import LocalStorage, Storage, StoredFile
+from replaylake.datastore.storage.storage import Storage, StoredFile
 from replaylake.datastore.storage.table.shard import FOLDER
 
 _ULID: Final = "[0-9a-hjkmnp-tv-z]{26}"
@@ -80,7 +79,6 @@ class VacuumReceipt:
         return sum(file.size_bytes for file in self.garbage)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "deleted": self.deleted,
             "num_files": len(self.garbage),
@@ -203,7 +201,7 @@ class _Vacuum:
         if delete:
             views.remove(stale)
         for view in stale:
-            path = str(view.folder) if self._storage.is_remote else f"{name}/{VIEWS}/{view.name}"
+            path = f"{name}/{VIEWS}/{view.name}" if self._storage.shares_state else str(view.folder)
             self.garbage.append(Garbage("view", path, view.size_bytes))
 
     def leftovers(self, age_s: float, delete: bool) -> None:
@@ -270,7 +268,7 @@ class _Vacuum:
         if self._is_below_link(folder):
             return
         for file in self._storage.files(folder):
-            if not _is_link(self._storage, file.path):
+            if not self._storage.is_link(file.path):
                 yield file
 
     def _is_below_link(self, folder: str) -> bool:
@@ -288,8 +286,4 @@ def _link_above(storage: Storage, folder: str) -> str | None:
     """Return the part of a folder's path that is a link; None if there is none."""
     parts = folder.split("/")
     paths = ["/".join(parts[: end + 1]) for end in range(len(parts))]
-    return next((path for path in paths if _is_link(storage, path)), None)
-
-
-def _is_link(storage: Storage, path: str) -> bool:
-    return isinstance(storage, LocalStorage) and os.path.islink(storage.root / path)
+    return next((path for path in paths if storage.is_link(path)), None)

@@ -6,19 +6,13 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from replaylake.datastore.query.connections import connect as connect
 from replaylake.datastore.query.connections import session
-from replaylake.datastore.query.scan import scan as scan
-from replaylake.datastore.query.statements import check_select as check_select
-from replaylake.datastore.query.statements import execute as execute
-from replaylake.datastore.query.statements import execute_interruptibly
-from replaylake.datastore.query.statements import find_tables as named_tables
-from replaylake.datastore.query.statements import literal as literal
-from replaylake.datastore.query.statements import parse as parse
-from replaylake.datastore.query.statements import walk as walk
-from replaylake.datastore.query.views import STEP_VIEWS, Views
-from replaylake.datastore.query.views import Catalog as Catalog
-from replaylake.datastore.query.views import plan_views as plan_views
+from replaylake.datastore.query.statements import (
+    check_select,
+    execute_interruptibly,
+    find_tables,
+)
+from replaylake.datastore.query.views import STEP_VIEWS, Catalog, Views, plan_views
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 
@@ -34,7 +28,7 @@ def run_query(
     with session() as connection:
         check_select(connection, query)
         # Only the views that the query names; making all of them is slow in a wide lake.
-        views = plan_views(named_tables(connection, query), catalog)
+        views = plan_views(find_tables(connection, query), catalog)
         try:
             views.create(connection)
             return execute_interruptibly(connection, query, parameters)
@@ -51,7 +45,7 @@ def run_snapshot_query(
     """
     with session() as connection:
         check_select(connection, query)
-        named = {view for schema, view in named_tables(connection, query) if not schema}
+        named = {view for schema, view in find_tables(connection, query) if not schema}
         views = Views()
         try:
             if chosen := [view for view in STEP_VIEWS if view in named]:

@@ -57,7 +57,6 @@ def read_frame(stream: BinaryIO, most: int) -> bytes | None:
 
 
 def write_frame(stream: BinaryIO, body: bytes | memoryview) -> None:
-    """Write one frame."""
     stream.write(len(body).to_bytes(_SIZE_BYTES, "little"))
     stream.write(body)
     stream.flush()

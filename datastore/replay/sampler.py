@@ -50,7 +50,6 @@ class FixedCandidates:
 
     @property
     def is_fixed(self) -> bool:
-        """True."""
         return True
 
     def bounds(self) -> tuple[int, int]:

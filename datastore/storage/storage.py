@@ -51,8 +51,13 @@ class Storage(Protocol):
         ...
 
     @property
-    def is_remote(self) -> bool:
-        """Whether this is an object store: no folder, and reads are requests, best many at once."""
+    def is_metered(self) -> bool:
+        """Whether each operation is a request: slow, paid for, and best made many at once."""
+        ...
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether all who open the lake have one `state_folder`; else each machine has its own."""
         ...
 
     def put(self, path: str, data: bytes | memoryview) -> None:
@@ -95,6 +100,24 @@ class Storage(Protocol):
         """Return a local file that holds the blob, which is never written again."""
         ...
 
+    def local_folder(self, path: str) -> Path | None:
+        """Return the folder of this machine that is the lake's at `path`, "" for the whole lake.
+
+        None where the lake is no folder of this machine.
+        """
+        ...
+
+    def open_original(self, path: str) -> BinaryIO:
+        """Open the blob as the lake has it, never a copy of this machine's.
+
+        Raises: FileNotFoundError, OSError, StorageError.
+        """
+        ...
+
+    def is_link(self, path: str) -> bool:
+        """Whether a blob or folder is a symbolic link, which may lead out of the lake."""
+        ...
+
     def fetch(self, blobs: Sequence[Blob]) -> list[Path]:
         """Return local files that hold the blobs, in their order; copies are made side by side.
 
@@ -109,6 +132,13 @@ class Storage(Protocol):
 
     def forget(self, paths: Iterable[str]) -> None:
         """Remove this machine's copies of blobs, even those in use; the blobs stay."""
+        ...
+
+    def trim_copies(self, max_bytes: int | None = None) -> None:
+        """Remove the copies that were not used for longest until those of all lakes fit.
+
+        By default into the cap that the environment names. Raises: StorageError.
+        """
         ...
 
     def state_folder(self, path: str) -> Path:
@@ -134,9 +164,12 @@ class LocalStorage:
         return str(self.root)
 
     @property
-    def is_remote(self) -> bool:
-        """False."""
+    def is_metered(self) -> bool:
         return False
+
+    @property
+    def shares_state(self) -> bool:
+        return True
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write a temporary, fsync it, rename it, fsync the folder."""
@@ -221,6 +254,17 @@ class LocalStorage:
             self._check_inside(target)
         return Path(target)
 
+    def local_folder(self, path: str) -> Path | None:
+        """Return the folder. Raises: InvalidNameError if the path leads out of the lake."""
+        return self.local(path)
+
+    def open_original(self, path: str) -> BinaryIO:
+        """Open the file. Raises: FileNotFoundError, OSError, InvalidNameError."""
+        return self.local(path).open("rb")
+
+    def is_link(self, path: str) -> bool:
+        return os.path.islink(self.root / path)
+
     def fetch(self, blobs: Sequence[Blob]) -> list[Path]:
         """Return the files themselves, unchecked: readers check what they read."""
         return [self.local(blob.path) for blob in blobs]
@@ -229,6 +273,9 @@ class LocalStorage:
         """Do nothing: there are no copies."""
 
     def forget(self, paths: Iterable[str]) -> None:
+        """Do nothing: there are no copies."""
+
+    def trim_copies(self, max_bytes: int | None = None) -> None:
         """Do nothing: there are no copies."""
 
     def state_folder(self, path: str) -> Path:

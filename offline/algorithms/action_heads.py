@@ -44,7 +44,7 @@ class EncodedActions(NamedTuple):
 
 
 class Distribution(Protocol):
-    """Of the actions in M observations."""
+    """A policy's distribution of actions at M observations."""
 
     def log_probs(self, actions: torch.Tensor) -> torch.Tensor:
         """Return ln pi(a|s) of one action each, float [M]."""

@@ -8,8 +8,8 @@ the user's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
-from typing import Any, Final
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
 
 import torch
 
@@ -31,8 +31,8 @@ from replaylake.offline.d3rlpy.learner import D3rlpyLearner
 from replaylake.offline.d3rlpy.options import check_options as check_d3rlpy_options
 from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.learner import GradientLearner, Learner
+from replaylake.offline.learning.learner_wrapper import FrameStackLearner
 from replaylake.offline.learning.options import check_keys, from_options, near_matches
-from replaylake.offline.learning.single_frames import SingleFrames
 from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.frame_stack import stack_space
 
@@ -124,85 +124,72 @@ def check_options(
         check_keys(options, known, f"algorithm {name}", others)
 
 
-def check_masks(name: str, action_space: Space) -> None:
-    """Refuse an algorithm that ignores action masks.
+Capability = Literal["action masks", "unknown rewards", "logs", "priorities", "gradients"]
 
-    Raises: SpaceUnsupportedError, NotFoundError.
+
+@dataclass(frozen=True)
+class _Requirement:
+    """What only some algorithms can take or give, and how the others are refused.
+
+    refusal: may name `able`, the algorithms for the same actions that meet it.
     """
-    info = check_algorithm(name, action_space)
-    if info.honors_masks:
-        return
-    able = sorted({i.name for i in algorithms() if i.honors_masks})
-    raise SpaceUnsupportedError(
-        f"algorithm {name}: found action masks that are not all true, expected none: it would "
-        f"learn from and choose actions that were not allowed. Algorithms that honour masks: "
-        f"{', '.join(able)}."
-    )
+
+    is_met: Callable[[AlgorithmInfo], bool]
+    refusal: str
+    error: type[ConfigInvalidError | SpaceUnsupportedError] = ConfigInvalidError
 
 
-def check_rewards(name: str, action_space: Space, num_unknown: int, num_steps: int) -> None:
-    """Refuse steps without a reward to an algorithm that learns from it.
+_REQUIREMENTS: Final[Mapping[Capability, _Requirement]] = {
+    "action masks": _Requirement(
+        lambda info: info.honors_masks,
+        "found action masks that are not all true, expected none: it would learn from and choose "
+        "actions that were not allowed. Algorithms that honor masks: {able}.",
+        SpaceUnsupportedError,
+    ),
+    "unknown rewards": _Requirement(
+        lambda info: not info.uses_rewards,
+        "{num_unknown} of {num_steps} steps have no reward, expected one for each. Clone behavior "
+        "with {able}, give rewards with `replaylake annotate`, or say in SQL what an unknown one "
+        "counts as (--reward 'coalesce(reward, 0)').",
+    ),
+    "logs": _Requirement(
+        lambda info: not info.consumes_once,
+        "found a log to learn from, expected what its own policy is doing: it learns from each "
+        "step once, soon after it was taken. Use `replaylake train online`, or one that learns "
+        "from logs: {able}.",
+    ),
+    "priorities": _Requirement(
+        lambda info: info.gives_priorities,
+        "found no priorities in what it learns, expected one for each step of a batch, to sample "
+        "by. Leave prioritized out, or use one that has them: {able}.",
+    ),
+    "gradients": _Requirement(
+        lambda info: info.has_gradients,
+        "found d3rlpy's, which steps its gradients down itself, expected one whose gradients "
+        "several learners can average: {able}. Leave learners out, or use one of these.",
+    ),
+}
 
-    `num_unknown` of `num_steps` that may be sampled have none. Raises: ConfigInvalidError,
-    NotFoundError, SpaceUnsupportedError.
+
+def require(info: AlgorithmInfo, capability: Capability, **found: int) -> None:
+    """Refuse an algorithm without the capability, naming those that have it.
+
+    found: num_unknown and num_steps, where it is "unknown rewards". Raises: SpaceUnsupportedError
+    where it is "action masks", else ConfigInvalidError.
     """
-    info = check_algorithm(name, action_space)
-    if not num_unknown or not info.uses_rewards:
-        return
+    if not _REQUIREMENTS[capability].is_met(info):
+        raise missing_capability_error(info, capability, **found)
+
+
+def missing_capability_error(
+    info: AlgorithmInfo, capability: Capability, **found: int
+) -> ConfigInvalidError | SpaceUnsupportedError:
+    """Return the error that `require` raises."""
+    requirement = _REQUIREMENTS[capability]
     fitting = [other for other in algorithms() if other.actions == info.actions]
-    able = sorted({other.name for other in fitting if not other.uses_rewards})
-    raise ConfigInvalidError(
-        f"algorithm {name}: {num_unknown} of {num_steps} steps have no reward, expected one for "
-        f"each. Clone behaviour with {' or '.join(able)}, give rewards with `replaylake annotate`, "
-        "or say in SQL what an unknown one counts as (--reward 'coalesce(reward, 0)')."
-    )
-
-
-def check_replayable(name: str, action_space: Space) -> None:
-    """Refuse one that cannot learn from a log. Raises: ConfigInvalidError, as check_algorithm."""
-    if check_algorithm(name, action_space).consumes_once:
-        raise not_replayable_error(name, action_space)
-
-
-def not_replayable_error(name: str, action_space: Space) -> ConfigInvalidError:
-    """Return the error of an algorithm that was given a log to learn from."""
-    kind = _actions_kind(action_space)
-    fitting = [info for info in algorithms() if info.actions == kind and not info.consumes_once]
-    return ConfigInvalidError(
-        f"algorithm {name}: found a log to learn from, expected what its own policy is doing: it "
-        "learns from each step once, soon after it was taken. Use `replaylake train online`, or "
-        f"one that learns from logs: {', '.join(sorted({i.name for i in fitting}))}."
-    )
-
-
-def check_priorities(name: str, action_space: Space) -> None:
-    """Refuse one without priorities to sample by.
-
-    Raises: ConfigInvalidError, as check_algorithm.
-    """
-    info = check_algorithm(name, action_space)
-    if info.gives_priorities:
-        return
-    fitting = [i for i in algorithms() if i.gives_priorities and i.actions == info.actions]
-    able = ", ".join(sorted({i.name for i in fitting})) or "none for these actions"
-    raise ConfigInvalidError(
-        f"algorithm {name}: found no priorities in what it learns, expected one for each step of a "
-        f"batch, to sample by. Leave prioritized out, or use one that has them: {able}."
-    )
-
-
-def check_gradients(name: str, action_space: Space) -> None:
-    """Refuse one whose gradients are its own. Raises: ConfigInvalidError, as check_algorithm."""
-    info = check_algorithm(name, action_space)
-    if info.has_gradients:
-        return
-    fitting = [i for i in algorithms() if i.has_gradients and i.actions == info.actions]
-    able = sorted({i.name for i in fitting})
-    raise ConfigInvalidError(
-        f"algorithm {name}: found d3rlpy's, which steps its gradients down itself, expected one "
-        f"whose gradients several learners can average: {', '.join(able)}. Leave learners out, or "
-        "use one of these."
-    )
+    able = sorted({other.name for other in fitting if requirement.is_met(other)})
+    refusal = requirement.refusal.format(able=", ".join(able) or "none for these actions", **found)
+    return requirement.error(f"algorithm {reference(info)}: {refusal}")
 
 
 def make_learner(
@@ -238,7 +225,7 @@ def make_learner(
     """
     info = check_algorithm(name, action_space)
     if reduce is not None:
-        check_gradients(name, action_space)
+        require(info, "gradients")
     device = _parse_device(device)
     if frame_stack > 1:
         learner = make_learner(
@@ -252,7 +239,7 @@ def make_learner(
             facts=facts,
             reduce=reduce,
         )
-        return SingleFrames(learner, frame_stack)
+        return FrameStackLearner(learner, frame_stack)
     if info.provider == "d3rlpy":
         return D3rlpyLearner(
             d3rlpy_row(info),

@@ -129,11 +129,9 @@ class _IMPALA:
         return AdvantageEstimates(advantages, trace.targets)
 
     def policy_loss(self, judged: MinibatchTerms) -> torch.Tensor:
-        """Return the policy gradient's."""
         return policy_gradient(judged.log_probs_tm1, judged.advantages_tm1)
 
     def value_loss(self, judged: MinibatchTerms) -> torch.Tensor:
-        """Return the squared error."""
         return value_loss(judged.v_tm1, judged.targets_tm1)
 
     def metrics(self, judged: MinibatchTerms) -> Mapping[str, torch.Tensor]:

@@ -111,7 +111,6 @@ class _PPO:
         return AdvantageEstimates(advantages, targets)
 
     def policy_loss(self, judged: MinibatchTerms) -> torch.Tensor:
-        """Return the clipped surrogate."""
         return clipped_surrogate(judged.log_rho_tm1, judged.advantages_tm1, self.config.clip)
 
     def value_loss(self, judged: MinibatchTerms) -> torch.Tensor:

@@ -88,7 +88,6 @@ class FeedforwardModel:
         self.spec = head.spec
 
     def network(self) -> nn.Module:
-        """Make an actor-critic."""
         head = self._head
         return self._kind(
             head.spec.observation_space,
@@ -123,7 +122,6 @@ class FeedforwardModel:
     def rows(
         self, batch: Batch, steps: Batch, mask: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> Batch:
-        """Return the steps."""
         return replace(steps, columns={name: value[mask] for name, value in columns.items()})
 
     def outputs(self, network: Any, batch: Batch) -> tuple[Batch, Outputs]:

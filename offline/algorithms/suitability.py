@@ -17,11 +17,9 @@ from replaylake.offline.algorithms.catalog import (
     algorithms,
     builtin_row,
     check_algorithm,
-    check_masks,
-    check_replayable,
-    check_rewards,
     d3rlpy_row,
     reference,
+    require,
 )
 from replaylake.offline.algorithms.description import needs
 from replaylake.offline.algorithms.info import AlgorithmInfo
@@ -66,7 +64,6 @@ class _TrainingSteps:
 
     @cached_property
     def statistics(self) -> DatasetStatistics:
-        """What they are scaled by."""
         return fit_statistics([self._snapshot])
 
 
@@ -79,15 +76,17 @@ def _is_superseded(info: AlgorithmInfo, action_space: Space) -> bool:
 
 
 def _refusal(info: AlgorithmInfo, data: _TrainingSteps) -> str | None:
-    name, space = reference(info), data.spec.action_space
     try:
-        check_replayable(name, space)
+        check_algorithm(reference(info), data.spec.action_space)
+        require(info, "logs")
         view = data.view
         if view.has_masked_actions:
-            check_masks(name, space)
-        check_rewards(name, space, view.num_unknown_rewards, len(view.packed.steps))
+            require(info, "action masks")
+        if num_unknown := view.num_unknown_rewards:
+            num_steps = len(view.packed.steps)
+            require(info, "unknown rewards", num_unknown=num_unknown, num_steps=num_steps)
         if info.kind == "bandit":
-            check_bandit_log(name, view)
+            check_bandit_log(reference(info), view)
         _check_successors(info, view)
         _check_observations(info, data)
     except ReplayLakeError as error:
@@ -99,7 +98,7 @@ def _check_successors(info: AlgorithmInfo, view: ReplayView) -> None:
     if "next_observations" in needs(info) and not view.num_transitions:
         raise ConfigInvalidError(
             f"algorithm {reference(info)}: found {len(view.packed.steps):,} steps without what was "
-            "seen next, expected some with it. Clone behaviour with bc, or log final observations."
+            "seen next, expected some with it. Clone behavior with bc, or log final observations."
         )
 
 

@@ -6,10 +6,12 @@ normalised here, as a part of the exported graph, and rewards before a batch is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.spaces import Array, Box, Discrete, Space
@@ -21,9 +23,7 @@ from replaylake.offline.d3rlpy.algorithms import D3rlpyAlgorithm
 from replaylake.offline.d3rlpy.batches import D3rlpyBatches
 from replaylake.offline.d3rlpy.features import Frames, observation_features
 from replaylake.offline.d3rlpy.graphs import policy_graph
-from replaylake.offline.d3rlpy.optimizations import apply_optimizations
 from replaylake.offline.d3rlpy.options import EXCLUDED_OPTIONS, algorithm_label, make_config
-from replaylake.offline.d3rlpy.random_state import IsolatedRandomState
 from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
 from replaylake.offline.learning.learner import Update
@@ -90,19 +90,18 @@ class D3rlpyLearner:
             is_compiled=config.compile_graph,
         )
         self._device = device
-        self._randomness = IsolatedRandomState(seed, device)
+        self._randomness = _IsolatedRandomState(seed, device)
         with self._randomness.activate():
             self._d3rlpy = self._create_algorithm(config, shape, options)
         self._impl = self._d3rlpy.impl
         if not config.compile_graph:
-            apply_optimizations(self._impl)
+            _apply_optimizations(self._impl)
         # d3rlpy keeps one for all learners of a process.
         self._neighbours = _new_neighbors(self._impl)
         self._num_updates = 0
 
     @property
     def discount(self) -> float:
-        """Gamma."""
         return self._item.discount
 
     @property
@@ -255,3 +254,91 @@ def _move_to_device(observations: Any, device: torch.device) -> Any:
     if isinstance(observations, torch.Tensor):
         return observations.to(device)
     return {name: _move_to_device(value, device) for name, value in observations.items()}
+
+
+def _apply_optimizations(impl: Any) -> None:
+    """Fuse Adam, and spare the critics gradients that nothing uses.
+
+    Not for one that is compiled to a CUDA graph: there the optimizers of temperatures are a part of
+    the graph, and what it captures must stay as it was.
+
+    Measured at 256x256, batch 256, one thread: the fused step makes IQL and SAC 1.05 times as fast,
+    TD3+BC and BC 1.09; the spared gradients SAC and TD3+BC 1.08 (2 cores, 2026-11).
+    """
+    for value in vars(impl.modules).values():
+        optimizer = getattr(value, "optim", None)
+        # Exactly these: a subclass may step in another way.
+        if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            _fuse(optimizer)
+    if hasattr(impl, "update_actor") and hasattr(impl.modules, "q_funcs"):
+        impl.update_actor = _freeze_critics(impl.update_actor, impl.modules.q_funcs)
+
+
+def _fuse(optimizer: Any) -> None:
+    """Let it step all parameters in one pass; the same as its constructor's fused=True."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
+def _freeze_critics(update: Callable[[Any], Any], critics: nn.Module) -> Callable[[Any], Any]:
+    """Return the actor's update with frozen critics.
+
+    d3rlpy differentiates the actor's loss by the critics' parameters too, and sets those gradients
+    to zero before the critics are next stepped.
+    """
+    parameters = [p for p in critics.parameters() if p.requires_grad]
+
+    def updated(batch: Any) -> Any:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        try:
+            return update(batch)
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+
+    return updated
+
+
+class _IsolatedRandomState:
+    """The states of the CPU's generator and, where it learns there, of the GPU's.
+
+    Lending both costs 2 us on the CPU.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        """Take the states that `seed` gives; the global ones are left as they were."""
+        self._gpu = device if device.type == "cuda" else None
+        before = self._global()
+        torch.manual_seed(seed)
+        self._own = self._global()
+        self._set(before)
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """Lend the states to the global generators for the block."""
+        before = self._global()
+        self._set(self._own)
+        try:
+            yield
+        finally:
+            self._own = self._global()
+            self._set(before)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self._own)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue with them; those of a device that is not used here are left out."""
+        self._own = {**self._own, **{name: state[name] for name in self._own if name in state}}
+
+    def _global(self) -> dict[str, torch.Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        if self._gpu is not None:
+            states["cuda"] = torch.cuda.get_rng_state(self._gpu)
+        return states
+
+    def _set(self, states: Mapping[str, torch.Tensor]) -> None:
+        torch.set_rng_state(states["cpu"])
+        if self._gpu is not None:
+            torch.cuda.set_rng_state(states["cuda"], self._gpu)

@@ -45,7 +45,6 @@ class Outcome:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the agent is out."""
         return self.terminated or self.truncated
 
 

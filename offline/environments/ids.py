@@ -32,13 +32,6 @@ from replaylake.offline.learning import user_code
 _VERSIONED: Final = re.compile(r"-v\d+$")
 _PETTINGZOO: Final = "pettingzoo"
 
-# Imported when it is made.
-gymnasium.register(
-    "ReplayLake/FrameGrid-v0",
-    entry_point="replaylake.offline.environments.frame_grid:FrameGrid",
-    max_episode_steps=10,
-)
-
 
 def make(env_id: str, /, **env_args: Any) -> Environment:
     """Make an environment of one agent.

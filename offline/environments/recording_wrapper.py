@@ -20,7 +20,8 @@ from replaylake.datastore.episodes.spaces import (
     copy_value,
 )
 from replaylake.datastore.errors import ConfigInvalidError, EpisodeInvalidError, SchemaMismatchError
-from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter, new_episode_id
+from replaylake.datastore.lake.dataset import Dataset, new_episode_id
+from replaylake.datastore.lake.episode_writer import EpisodeWriter
 from replaylake.offline.environments.spaces import (
     Environment,
     action_mask,

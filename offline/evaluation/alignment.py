@@ -6,11 +6,12 @@ normalised observations, rewards of the step before. Each of them is tried where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Array
@@ -18,19 +19,54 @@ from replaylake.datastore.interchange.ingest.alignment import Alignment
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
 from replaylake.offline.environments.spaces import Environment
-from replaylake.offline.evaluation.env_states import state_setter
-from replaylake.offline.evaluation.logged_rows import (
-    TOLERANCE,
-    LoggedRows,
-    Replay,
-    collect_rows,
-    make_replay,
-    step_all,
-)
+from replaylake.offline.evaluation.env_states import state_setter, transition_table
 
+_Mask = NDArray[np.bool_]
+
+# Room for observations in float32 or with five digits; a wrong action moves them by far more.
+_TOLERANCE: Final = 1e-4
 # A cause is named if most rows agree under it that did not before.
 _CAUSE_SHARE: Final = 0.9
 _PASS_SHARE: Final = 0.99
+
+
+@dataclass(frozen=True)
+class _LoggedRows:
+    """n sampled rows, with the logged actions and rewards of the rows around them (NaN: none)."""
+
+    observations: Array
+    actions: Array
+    rewards: Array
+    terminated: _Mask
+    next_observations: Array
+    actions_before: Array
+    actions_after: Array
+    rewards_before: Array
+    rewards_after: Array
+    has_before: _Mask
+    has_after: _Mask
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    def where(self, rows: _Mask) -> _LoggedRows:
+        return _LoggedRows(**{name: array[rows] for name, array in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """Which rows the environment confirms, bool [n] each."""
+
+    states: _Mask
+    rewards: _Mask
+    ends: _Mask
+
+    @property
+    def share(self) -> float:
+        return float(self.states.mean()) if len(self.states) else 0.0
+
+
+_Replay = Callable[[_LoggedRows], _Agreement]
 
 
 @dataclass(frozen=True)
@@ -39,7 +75,7 @@ class _Cause:
 
     text: str
     advice: str
-    rows: LoggedRows
+    rows: _LoggedRows
 
 
 def check_alignment(
@@ -60,8 +96,8 @@ def check_alignment(
     try:
         if isinstance(env, Game):
             return None
-        replay = make_replay(env)
-        rows = collect_rows(episodes)
+        replay = _make_replay(env)
+        rows = _collect_rows(episodes)
         if replay is None or rows is None:
             return None
         return _check_rows(env_id, env, rows, replay)
@@ -69,7 +105,7 @@ def check_alignment(
         env.close()
 
 
-def _check_rows(env_id: str, env: Environment, rows: LoggedRows, replay: Replay) -> Alignment:
+def _check_rows(env_id: str, env: Environment, rows: _LoggedRows, replay: _Replay) -> Alignment:
     found = replay(rows)
     answer = Alignment(
         environment=env_id,
@@ -85,7 +121,9 @@ def _check_rows(env_id: str, env: Environment, rows: LoggedRows, replay: Replay)
     return answer
 
 
-def _find_cause(answer: Alignment, env: Environment, rows: LoggedRows, replay: Replay) -> Alignment:
+def _find_cause(
+    answer: Alignment, env: Environment, rows: _LoggedRows, replay: _Replay
+) -> Alignment:
     before = answer.num_agree / answer.num_checked
     best: tuple[float, _Cause, int] | None = None
     for cause in _causes(env, rows):
@@ -115,7 +153,7 @@ def _find_cause(answer: Alignment, env: Environment, rows: LoggedRows, replay: R
     )
 
 
-def _causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
+def _causes(env: Environment, rows: _LoggedRows) -> Iterator[_Cause]:
     later, earlier = rows.where(rows.has_after), rows.where(rows.has_before)
     yield _Cause(
         "actions are shifted by one step: a row has the action of the row before it",
@@ -132,7 +170,7 @@ def _causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
     else:
         yield from _count_causes(env, rows)
     low, high = (np.asarray(getattr(env.observation_space, n, np.inf)) for n in ("low", "high"))
-    if np.isfinite([low, high]).all() and np.abs(rows.observations).max() <= 1 + TOLERANCE:
+    if np.isfinite([low, high]).all() and np.abs(rows.observations).max() <= 1 + _TOLERANCE:
         scaled = low + (rows.observations + 1) / 2 * (high - low)
         following = low + (rows.next_observations + 1) / 2 * (high - low)
         yield _Cause(
@@ -142,7 +180,7 @@ def _causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
         )
 
 
-def _unit_causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
+def _unit_causes(env: Environment, rows: _LoggedRows) -> Iterator[_Cause]:
     low, high = (np.asarray(getattr(env.action_space, name)) for name in ("low", "high"))
     scale = _fit_action_scale(env, rows)
     tried = [scale, *np.unique(high[np.isfinite(high) & (high != 0)]).tolist(), -1.0]
@@ -163,7 +201,7 @@ def _unit_causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
         )
 
 
-def _count_causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
+def _count_causes(env: Environment, rows: _LoggedRows) -> Iterator[_Cause]:
     start = int(getattr(env.action_space, "start", 0))
     num = int(getattr(env.action_space, "n", 0))
     if rows.actions.ndim == 1 and num:
@@ -179,7 +217,7 @@ def _count_causes(env: Environment, rows: LoggedRows) -> Iterator[_Cause]:
         )
 
 
-def _fit_action_scale(env: Environment, rows: LoggedRows) -> float | None:
+def _fit_action_scale(env: Environment, rows: _LoggedRows) -> float | None:
     """Return the factor on actions under which the dynamics, taken as linear in them, fit best."""
     setter = state_setter(env)
     if setter is None:
@@ -187,8 +225,8 @@ def _fit_action_scale(env: Environment, rows: LoggedRows) -> float | None:
     # Small actions: an environment clips those beyond its bounds, which would look like no effect.
     high = np.asarray(getattr(env.action_space, "high", np.inf), np.float64)
     small = min(1.0, float(0.5 * high.min() / max(1e-9, float(np.abs(rows.actions).max()))))
-    still = step_all(env, setter, rows.observations, np.zeros_like(rows.actions))[0]
-    moved = step_all(env, setter, rows.observations, rows.actions * small)[0]
+    still = _step_all(env, setter, rows.observations, np.zeros_like(rows.actions))[0]
+    moved = _step_all(env, setter, rows.observations, rows.actions * small)[0]
     effect, needed = (moved - still) / small, rows.next_observations - still
     ends = (~np.isnan(effect) & ~np.isnan(needed)).reshape(len(rows), -1).all(axis=1)
     effect, needed = (a.reshape(len(rows), -1)[ends] for a in (effect, needed))
@@ -199,7 +237,7 @@ def _fit_action_scale(env: Environment, rows: LoggedRows) -> float | None:
     return float(np.median((effect * needed).sum(axis=1)[strong] / power[strong]))
 
 
-def _find_reward_cause(answer: Alignment, rows: LoggedRows, replay: Replay) -> Alignment:
+def _find_reward_cause(answer: Alignment, rows: _LoggedRows, replay: _Replay) -> Alignment:
     causes = [
         (
             "rewards are shifted by one step: a row has the reward of the row before it",
@@ -233,3 +271,102 @@ def _looks_normalized(observations: Array) -> bool:
         return False
     means, deviations = flat.mean(axis=0), flat.std(axis=0)
     return bool((np.abs(means) < 0.25).all() and (np.abs(deviations - 1) < 0.25).all())
+
+
+def _collect_rows(episodes: Sequence[Episode]) -> _LoggedRows | None:
+    parts = [_rows_of(e) for e in episodes if isinstance(e.observations, np.ndarray)]
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    names = vars(known[0])
+    return _LoggedRows(**{n: np.concatenate([getattr(part, n) for part in known]) for n in names})
+
+
+def _rows_of(episode: Episode) -> _LoggedRows | None:
+    observations, actions = np.asarray(episode.observations), np.asarray(episode.actions)
+    num = len(episode) if episode.final_observation is not None else len(episode) - 1
+    if num < 1 or observations.dtype.kind not in "fiu" or actions.dtype.kind not in "fiu":
+        return None
+    tail = [] if episode.final_observation is None else [np.asarray(episode.final_observation)]
+    following = np.concatenate([observations[1:], *(part[None] for part in tail)])
+    terminated = np.zeros(len(episode), dtype=np.bool_)
+    terminated[-1] = episode.terminated
+    has_before = np.arange(len(episode)) > 0
+    rows = slice(num)
+    return _LoggedRows(
+        observations=observations[rows],
+        actions=actions[rows],
+        rewards=episode.rewards[rows],
+        terminated=terminated[rows],
+        next_observations=following,
+        actions_before=np.roll(actions, 1, axis=0)[rows],
+        actions_after=np.roll(actions, -1, axis=0)[rows],
+        rewards_before=np.roll(episode.rewards, 1)[rows],
+        rewards_after=np.roll(episode.rewards, -1)[rows],
+        has_before=has_before[rows],
+        has_after=has_before[::-1][rows],
+    )
+
+
+def _make_replay(env: Environment) -> _Replay | None:
+    table = transition_table(env)
+    if table is not None:
+        return lambda rows: _check_against_table(table, rows)
+    setter = state_setter(env)
+    if setter is None:
+        return None
+
+    def replay(rows: _LoggedRows) -> _Agreement:
+        following, rewards, ends = _step_all(env, setter, rows.observations, rows.actions)
+        return _Agreement(
+            _within_tolerance(following, rows.next_observations),
+            _within_tolerance(rewards[:, None], rows.rewards[:, None]),
+            np.asarray(ends == rows.terminated),
+        )
+
+    return replay
+
+
+def _step_all(
+    env: Environment, set_state: Any, observations: Array, actions: Array
+) -> tuple[Array, Array, Array]:
+    """Step once from each observation; NaN where the environment does not take it."""
+    following = np.full(observations.shape, np.nan)
+    rewards = np.full(len(observations), np.nan)
+    ends = np.full(len(observations), np.nan)
+    inner = env.unwrapped
+    inner.reset(seed=0)
+    for row, (observation, action) in enumerate(zip(observations, actions, strict=True)):
+        try:
+            set_state(env, observation)
+            chosen = action.astype(env.action_space.dtype)
+            if env.action_space.dtype is not None and chosen.dtype.kind in "iu":
+                if not env.action_space.contains(chosen):
+                    continue
+                chosen = chosen if chosen.ndim else int(chosen)
+            following[row], rewards[row], ends[row] = inner.step(chosen)[:3]
+        except (AssertionError, ValueError, IndexError, TypeError, ArithmeticError):
+            # What it says to a state or action that is none of its own: the row disagrees.
+            continue
+    return following, rewards, ends
+
+
+def _check_against_table(table: Any, rows: _LoggedRows) -> _Agreement:
+    agree = np.zeros((3, len(rows)), dtype=np.bool_)
+    each = zip(rows.observations, rows.actions, rows.next_observations, rows.rewards, strict=True)
+    for row, (state, action, following, reward) in enumerate(each):
+        try:
+            outcomes = table[int(state)][int(action)]
+        except (KeyError, IndexError, TypeError):
+            continue
+        possible = [o for o in outcomes if o[0] > 0 and o[1] == int(following)]
+        agree[0, row] = bool(possible)
+        agree[1, row] = any(abs(o[2] - reward) <= _TOLERANCE for o in possible)
+        agree[2, row] = any(bool(o[3]) == bool(rows.terminated[row]) for o in possible)
+    return _Agreement(agree[0], agree[1], agree[2])
+
+
+def _within_tolerance(found: Array, expected: Array) -> _Mask:
+    with np.errstate(invalid="ignore"):
+        near = np.abs(found - expected) <= _TOLERANCE * (1 + np.abs(expected))
+    return np.asarray(near.reshape(len(near), -1).all(axis=1))

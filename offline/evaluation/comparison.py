@@ -32,7 +32,6 @@ class PolicyComparison:
     share_equal: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "evaluation": self.evaluation.to_json()}
 
 

@@ -53,7 +53,6 @@ class Evaluation:
     agent_returns: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items()}
 
 
@@ -178,7 +177,7 @@ def _policies_by_agent(
 
 
 class _EpisodeReturns(NamedTuple):
-    """Of each episode its return and length; of each of several agents its mean return."""
+    """Each episode's return and length, and of several agents each one's mean return."""
 
     returns: list[float]
     lengths: list[int]

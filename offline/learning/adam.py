@@ -75,7 +75,7 @@ def clip_gradients(parameters: Sequence[torch.Tensor], max_norm: float | None) -
 
 @dataclass
 class _Moments:
-    """Of one parameter: the averages of its gradient and of its square, and how many steps."""
+    """One parameter's averages of its gradient and of its square, and its number of steps."""
 
     mean: torch.Tensor
     square: torch.Tensor
@@ -99,7 +99,6 @@ class FusedAdam:
         weight_decay: float = 0.0,
         max_gradient_norm: float | None = None,
     ) -> None:
-        """Start all moments at 0."""
         self._max_norm = max_gradient_norm
         self._weight_decay = weight_decay
         self._groups = [(g["params"], float(g.get("lr", learning_rate))) for g in groups]

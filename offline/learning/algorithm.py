@@ -119,7 +119,7 @@ class Algorithm:
     gets. What it computes for them goes into the batch's `columns`. update_periods and the periods
     of targets then count minibatches.
 
-    config: the options it was made with, for the manifest; normalisation: likewise.
+    config: the options it was made with, for the manifest; normalization: likewise.
     """
 
     spec: PolicySpec

@@ -145,7 +145,6 @@ class GradientLearner:
 
     @property
     def discount(self) -> float:
-        """Gamma."""
         return self._item.discount
 
     @property
@@ -155,12 +154,10 @@ class GradientLearner:
 
     @property
     def on_policy(self) -> OnPolicy | None:
-        """The algorithm's own."""
         return self._algorithm.on_policy
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The algorithm's resolved options."""
         return self._algorithm.config
 
     @property

@@ -42,7 +42,6 @@ class RMSProp:
         eps: float,
         max_gradient_norm: float | None = None,
     ) -> None:
-        """Start all averages at 0."""
         self._parameters: list[torch.Tensor] = [p for group in groups for p in group["params"]]
         self._squares = [torch.zeros_like(p, requires_grad=False) for p in self._parameters]
         self._learning_rate, self._decay, self._eps = learning_rate, decay, eps

@@ -95,7 +95,6 @@ class SeparateActorCritic(nn.Module):
         return Outputs(self.actor(observations), self.critic(observations))
 
     def compute_values(self, observations: Any) -> torch.Tensor:
-        """Return the values alone."""
         values: torch.Tensor = self.critic(observations)
         return values
 
@@ -126,7 +125,6 @@ class SharedActorCritic(nn.Module):
         return Outputs(self.bounded(outputs[:, : self._num]), outputs[:, self._num])
 
     def compute_values(self, observations: Any) -> torch.Tensor:
-        """Return the values alone."""
         values: torch.Tensor = self.both(observations)[:, self._num]
         return values
 

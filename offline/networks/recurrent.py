@@ -89,7 +89,6 @@ class GRUCore(RecurrentCore):
     def step(
         self, features: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take one step; see RecurrentCore.step."""
         of_input, of_hidden = self._gates(features, state)
         reset_x, update_x, new_x = of_input.chunk(3, dim=1)
         reset_h, update_h, new_h = of_hidden.chunk(3, dim=1)
@@ -114,7 +113,6 @@ class LSTMCore(RecurrentCore):
     def step(
         self, features: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take one step; see RecurrentCore.step."""
         hidden, cell = state.chunk(2, dim=1)
         of_input, of_hidden = self._gates(features, hidden)
         enter, forget, new, output = (of_input + of_hidden).chunk(4, dim=1)

@@ -137,10 +137,10 @@ def open_ray(
 
 
 def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
-    """Refuse at once what Ray would wait for without an end: processes that no node has room for.
+    """Check that the cluster's nodes have room for `num` processes at once.
 
-    num: of them at once, each with so many CPUs and GPUs of one node; what: they are, for people.
-    Raises: ConfigInvalidError.
+    Ray would wait for room without an end. cpus, gpus: what each needs of one node. what: the name
+    of the processes in the error. Raises: ConfigInvalidError.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     rooms = [
@@ -159,8 +159,8 @@ def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
         each = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
         raise ConfigInvalidError(
             f"{what}: found {found['CPU']:g} CPUs and {found['GPU']:g} GPUs on {len(nodes)} nodes "
-            f"of Ray's, expected {each} of one node for each of {num} {what}. Take fewer, or ask "
-            "for less."
+            f"of the Ray cluster, expected {each} on one node for each of {num} {what}. Run fewer "
+            "at once, or request less for each."
         )
 
 

@@ -21,7 +21,7 @@ from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.datastore.names import new_ulid
-from replaylake.offline.algorithms.catalog import check_gradients
+from replaylake.offline.algorithms.catalog import check_algorithm, require
 from replaylake.offline.evaluation.evaluate import Evaluation
 from replaylake.offline.learning.learner import torch_threads
 from replaylake.offline.running.distributed import run_distributed
@@ -207,7 +207,7 @@ def _run_distributed(lake: Lake, work: _RunSpec, callbacks: Callbacks) -> TrainR
     """Let several processes do a run together, and wait for them."""
     config = work.request.config
     action_space = lake.snapshot(work.request.datasets[0]).spec.action_space
-    check_gradients(config.algorithm, action_space)
+    require(check_algorithm(config.algorithm, action_space), "gradients")
     try:
         run_distributed(_run_process, (lake.url, work), config.learners, config.device, callbacks)
     except BaseException as error:

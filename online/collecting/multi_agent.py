@@ -307,7 +307,6 @@ class AgentActors:
 
     @property
     def action_space(self) -> Any:
-        """Of each agent."""
         return self._spaces[1]
 
     @property

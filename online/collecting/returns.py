@@ -37,7 +37,7 @@ class ReturnTotals:
 
     @property
     def mean(self) -> float:
-        """Of the games, each the sum of its agents' returns, as the view `games` has it."""
+        """Mean over the games of the sum of their agents' returns, as the view `games` has it."""
         return sum(self._totals.values()) / max(1, self.num_games)
 
     @property
@@ -77,7 +77,7 @@ class RecentReturns:
 
     @property
     def sums(self) -> Sequence[float]:
-        """Of the last games, oldest first."""
+        """Sums of the last games, oldest first."""
         return self._sums
 
     @property
@@ -96,13 +96,11 @@ class RecentReturns:
         return {f"return/{agent}": mean for agent, mean in means.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return them, JSON-able."""
         by_agent = {agent: list(kept) for agent, kept in self._by_agent.items()}
         seen = {"has_sum": self._has_sum, "has_return": self._has_return}
         return {"sums": list(self._sums), "by_agent": by_agent, **seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from them."""
         self._sums.extend(state["sums"])
         for agent, kept in state["by_agent"].items():
             self._by_agent[agent] = deque(kept, maxlen=_MAX_RECENT)

@@ -58,7 +58,7 @@ class RolloutBatch:
     episodes themselves, where the worker does not record. ends: episodes that ended, open_episodes:
     ids of those that did not, and of which pieces were handed over. num_steps: that were collected
     for it. first_step_at, last_step_at: when (Unix time, s) the oldest and the newest step in it
-    were taken. exhausted: nothing follows. trouble: what the storage said no with; what was
+    were taken. exhausted: nothing follows. blocked_reason: what the storage said no with; what was
     collected waits in the worker, which collects no more until it is written.
     """
 
@@ -118,7 +118,6 @@ class RecordingWorker:
         return replace(waiting, pieces=(), written=written)
 
     def close(self) -> None:
-        """Close the environments."""
         if self._worker is not None:
             self._worker.close()
 

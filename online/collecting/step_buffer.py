@@ -45,8 +45,8 @@ class _EpisodePiece:
 class RolloutEpisode:
     """An episode that goes on.
 
-    num_steps: until now; num_taken of them were taken, under `episode_id`. ret: the sum of rewards.
-    began: Unix time (s).
+    num_steps: until now; num_taken of them were taken, under `episode_id`. episode_return: the sum
+    of rewards. began: Unix time (s).
     """
 
     number: int

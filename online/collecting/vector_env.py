@@ -46,8 +46,8 @@ class _EnvSlot:
 class VectorEnv:
     """Steps environments together until there is no episode left for them.
 
-    tracks: what there is to take, also of environments that are closed; see `seal`. ends: the
-    episodes that ended. Whoever takes either empties it.
+    tracks: what there is to take, also of environments that are closed; see `flush_block`. ends:
+    the episodes that ended. Whoever takes either empties it.
     """
 
     def __init__(
@@ -197,7 +197,6 @@ class VectorEnv:
         ]
 
     def close(self) -> None:
-        """Close the environments."""
         for lane in self._lanes:
             lane.env.close()
         self._lanes = []

@@ -41,7 +41,6 @@ class LinkUse:
         return self.num_bytes / self.seconds / 1e6 if is_busy else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "items_per_s": self.items_per_s, "mb_per_s": self.mb_per_s}
 
 
@@ -65,7 +64,6 @@ class RunProfile:
         return 1 + self.num_workers
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "wall_s": self.wall_s,
             "workers": self.num_workers,

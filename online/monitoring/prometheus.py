@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.online.monitoring.metric_families import (
-    LAST_UPDATE_TIME,
-    METRIC_FAMILIES,
-    UPDATES,
-    MetricFamily,
-    iter_samples,
-    labels_of,
-)
+from replaylake.online.monitoring.timings import PROFILE
 
 
 class MetricsServer:
@@ -62,7 +57,6 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where Prometheus finds it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/metrics"
 
@@ -94,12 +88,12 @@ class _RunValues(Collector):
 
     def set(self, update: int, values: Mapping[str, float]) -> None:
         with self._lock:
-            for family, label, value in iter_samples(values):
+            for family, label, value in _iter_samples(values):
                 self._values[family][label] = value
             # What is measured at the end is of whichever update was best: no step back.
-            updates = self._values[UPDATES]
+            updates = self._values[_UPDATES]
             updates[None] = max(float(update), updates.get(None, 0.0))
-            self._values[LAST_UPDATE_TIME][None] = time.time()
+            self._values[_LAST_UPDATE_TIME][None] = time.time()
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         if self.labels is None:
@@ -108,7 +102,142 @@ class _RunValues(Collector):
             values = {family: dict(found) for family, found in self._values.items() if found}
         for family, found in values.items():
             cls = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            made = cls(family.name, family.description, labels=list(labels_of(family)))
+            made = cls(family.name, family.description, labels=list(_labels_of(family)))
             for label, value in found.items():
                 made.add_metric([*self.labels, *([] if label is None else [label])], value)
             yield made
+
+
+_Kind = Literal["counter", "gauge"]
+_RUN_LABELS: Final = ("run_id", "policy", "env")
+
+
+@dataclass(frozen=True)
+class MetricFamily:
+    """One family: its samples differ by their labels alone.
+
+    name: without the `_total` that Prometheus adds to a counter. metric_name: the run's metric;
+    empty where it is none and every metric sets it. scale: of the exported number to the run's, as
+    Prometheus has base units. label: its own, beside _RUN_LABELS.
+    """
+
+    name: str
+    kind: _Kind
+    metric_name: str
+    description: str
+    scale: float = 1.0
+    label: str | None = None
+
+
+_UPDATES: Final = MetricFamily("replaylake_run_updates", "counter", "", "Updates of the learner.")
+_OTHERS: Final = MetricFamily(
+    "replaylake_run_metric",
+    "gauge",
+    "*",
+    "Any other metric of the run, such as the learner's losses, by its name.",
+    label="metric",
+)
+_LAST_UPDATE_TIME: Final = MetricFamily(
+    "replaylake_run_last_metrics_timestamp_seconds",
+    "gauge",
+    "",
+    "When the run last had metrics, in seconds since 1970.",
+)
+METRIC_FAMILIES: Final = (
+    _UPDATES,
+    MetricFamily("replaylake_run_env_steps", "counter", "env_steps", "Environment steps taken."),
+    MetricFamily("replaylake_run_episodes", "counter", "episodes", "Episodes ended."),
+    MetricFamily(
+        "replaylake_run_return", "gauge", "return", "Mean return of the last 100 episodes."
+    ),
+    MetricFamily(
+        "replaylake_run_evaluation_return",
+        "gauge",
+        "evaluation/return",
+        "Mean return of the policy that was chosen, on seeds of its own.",
+    ),
+    MetricFamily(
+        "replaylake_run_selection_environment",
+        "gauge",
+        "selection/environment",
+        "Mean return that the policy is chosen by.",
+    ),
+    MetricFamily(
+        "replaylake_run_staleness_versions",
+        "gauge",
+        "staleness",
+        "Mean number of policy versions that sampled steps are behind.",
+    ),
+    MetricFamily(
+        "replaylake_run_samples_per_insert",
+        "gauge",
+        "samples_per_insert",
+        "Steps sampled for each step that came.",
+    ),
+    MetricFamily(
+        "replaylake_run_latency_seconds",
+        "gauge",
+        "latency_ms",
+        "Median time from a step taken to that step samplable.",
+        0.001,
+    ),
+    MetricFamily(
+        "replaylake_run_updates_per_second",
+        "gauge",
+        "updates_per_s",
+        "Updates a second, as the run measured them.",
+    ),
+    MetricFamily(
+        "replaylake_run_env_steps_per_second",
+        "gauge",
+        "steps_per_s",
+        "Environment steps a second, as the run measured them.",
+    ),
+    MetricFamily(
+        "replaylake_run_link_seconds",
+        "counter",
+        f"{PROFILE}/*/seconds",
+        "Seconds that a link took, of all processes together.",
+        label="link",
+    ),
+    MetricFamily(
+        "replaylake_run_link_items",
+        "counter",
+        f"{PROFILE}/*/items",
+        "Items (steps, shards, batches, ...) that passed a link.",
+        label="link",
+    ),
+    MetricFamily(
+        "replaylake_run_link_bytes",
+        "counter",
+        f"{PROFILE}/*/bytes",
+        "Bytes that passed a link.",
+        label="link",
+    ),
+    _OTHERS,
+    _LAST_UPDATE_TIME,
+)
+_BY_METRIC: Final = {
+    one.metric_name: one for one in METRIC_FAMILIES if one.label is None and one.metric_name
+}
+_BY_LINK: Final = {one.metric_name: one for one in METRIC_FAMILIES if one.label == "link"}
+
+
+def _iter_samples(values: Mapping[str, float]) -> Iterator[tuple[MetricFamily, str | None, float]]:
+    """Yield (family, its label's value, number) for each of a run's metrics, by name."""
+    for name, value in values.items():
+        if (family := _BY_METRIC.get(name)) is not None:
+            yield family, None, value * family.scale
+            continue
+        first, _, rest = name.partition("/")
+        link, _, what = rest.rpartition("/")
+        family = _BY_LINK.get(f"{PROFILE}/*/{what}") if first == PROFILE and link else None
+        if family is not None:
+            yield family, link, value
+        else:
+            yield _OTHERS, name, value
+
+
+def _labels_of(family: MetricFamily) -> Iterable[str]:
+    """Return the names of a family's labels, in order."""
+    return _RUN_LABELS if family.label is None else (*_RUN_LABELS, family.label)

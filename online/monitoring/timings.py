@@ -58,7 +58,6 @@ class Timings:
         self.add(link, time.perf_counter() - started, items, num_bytes)
 
     def merge(self, other: Timings) -> None:
-        """Add another's totals."""
         for link, total in other.totals.items():
             self.add(link, total.seconds, total.items, total.num_bytes)
 
@@ -68,7 +67,6 @@ class Timings:
         return taken
 
     def to_metrics(self) -> Mapping[str, float]:
-        """Return them by metric name."""
         return {
             f"{PROFILE}/{link}/{what}": float(value)
             for link, total in self.totals.items()

@@ -28,7 +28,6 @@ class LocalPool:
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
         return len(self._workers)
 
     def request_steps(self, worker: int, num_steps: int) -> None:
@@ -49,6 +48,5 @@ class LocalPool:
         return self._workers[worker].ship(num_steps, self._interval_s, acting, self._with_open)
 
     def close(self) -> None:
-        """Close the environments."""
         for worker in self._workers:
             worker.close()

@@ -38,8 +38,8 @@ class _NodeCheck:
 class Nodes:
     """The nodes of a Ray that were asked, by Ray's id of each.
 
-    should_end: asked while they are waited for. seeing: those that see the lake. blind: those that
-    do not see the lake, with what people call the node and what it found.
+    should_end: asked while they are waited for. with_lake: those that see the lake. without_lake:
+    those that do not see the lake, with what people call the node and what it found.
     """
 
     ray: Any

@@ -101,7 +101,6 @@ class RayPool:
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
         return len(self._seats)
 
     @property
@@ -334,7 +333,7 @@ class NodeWorker(RecordingWorker):
         self._answered_at: float | None = None
 
     def ship(self, *args: Any, **kwargs: Any) -> RolloutBatch:
-        """See RecordingWorker; the time since the last answer is what it waited to be asked."""
+        """Collect as RecordingWorker does, and time how long the worker waited for the request."""
         asked_at = time.perf_counter()
         shipment = super().ship(*args, **kwargs)
         if self._answered_at is not None:
@@ -381,7 +380,7 @@ _DEATH_PATTERNS: Final = {
 class WorkerState:
     """One worker of a pool.
 
-    order: what that process was made with. ended: numbers of its episodes that ended; num_begun: at
+    spec: what that process was made with. ended: numbers of its episodes that ended; num_begun: at
     most so many were begun. owed: steps that were asked for and not handed over. unwritten: a
     shipment that the writer has still to write. deaths: in a row, without a shipment in between.
     ready: what is answered once the process runs. seated_at, started_at, asked_at: when it was

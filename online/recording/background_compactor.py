@@ -34,7 +34,7 @@ _END_S: Final = 5.0
 
 @dataclass(frozen=True)
 class CompactionRound:
-    """What one round did; `trouble` is what stopped it, if anything did.
+    """What one round did; `blocked_reason` is what stopped it, if anything did.
 
     Shards are those of the steps that were live before and after; vacuumed are files, of which
     those are left that the dataset's own `keep_versions_s` still keeps.

@@ -37,8 +37,8 @@ class EpisodeCommitter:
 
     What was handed over is acknowledged when it is committed. Where the store refuses in passing (a
     full disk) nothing is dropped: the same is tried again, under the same sequence, until it is
-    taken, and `trouble` says so meanwhile; whoever hands over is to stop then. Use it as a context
-    manager.
+    taken, and `blocked_reason` says so meanwhile; whoever hands over is to stop then. Use it as a
+    context manager.
     """
 
     def __init__(

@@ -77,12 +77,10 @@ class DirectFeed:
 
     @property
     def blocked_reason(self) -> str | None:
-        """Of the recorder."""
         return None if self._recorder is None else self._recorder.blocked_reason
 
     @property
     def is_behind(self) -> bool:
-        """Of the recorder."""
         return self._recorder is not None and self._recorder.is_behind
 
     def add(self, shipment: RolloutBatch) -> None:
@@ -94,7 +92,6 @@ class DirectFeed:
         self._arrived.append(ArrivedSteps(shipment.num_steps, _latency(shipment)))
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
-        """See Recorder.abandon."""
         if self._recorder is not None:
             self._recorder.abandon(episode_ids)
 
@@ -106,11 +103,9 @@ class DirectFeed:
         return arrived
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for the recorder."""
         return self._recorder is None or self._recorder.flush(timeout_s)
 
     def take_timings(self) -> Timings:
-        """Of the recorder."""
         return Timings() if self._recorder is None else self._recorder.timings.take()
 
 
@@ -146,12 +141,10 @@ class LakeFeed:
 
     @property
     def blocked_reason(self) -> str | None:
-        """Of the recorder."""
         return self._recorder.blocked_reason
 
     @property
     def is_behind(self) -> bool:
-        """Of the recorder."""
         return self._recorder.is_behind
 
     def add(self, shipment: RolloutBatch) -> None:
@@ -163,7 +156,6 @@ class LakeFeed:
         self._handed.append(shipment)
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
-        """See Recorder.abandon."""
         self._recorder.abandon(episode_ids)
 
     def take_arrived(self) -> list[ArrivedSteps]:
@@ -188,7 +180,7 @@ class LakeFeed:
         return self._view.wait_for(version=self._recorder.last_version, timeout_s=timeout_s)
 
     def take_timings(self) -> Timings:
-        """Of the recorder, and of the view that follows."""
+        """Take those of the committer and of the view that follows the dataset."""
         timings = self._recorder.timings.take()
         timings.merge(_take_follow_timings(self._view))
         return timings

@@ -72,7 +72,6 @@ class AgentViews:
         self.by_agent = views
 
     def close(self) -> None:
-        """Follow no longer."""
         with ExitStack() as stack:
             for view in self.by_agent.values():
                 stack.callback(view.close)
@@ -104,31 +103,26 @@ class AgentLearners:
 
     @property
     def discount(self) -> float:
-        """Of all."""
         return self._first.discount
 
     @property
     def item(self) -> Transitions | Sequences:
-        """Of all."""
         return self._first.item
 
     @property
     def on_policy(self) -> OnPolicy | None:
-        """Of all."""
         return self._first.on_policy
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Of all."""
         return self._first.config
 
     @property
     def normalization(self) -> Mapping[str, Any]:
-        """Of all: an online learner knows none of its data beforehand."""
+        """The same of all: an online learner knows none of its data beforehand."""
         return self._first.normalization
 
     def prepare(self, view: ReplayView) -> None:
-        """Let each look."""
         for learner in self.by_agent.values():
             learner.prepare(view)
 
@@ -151,7 +145,6 @@ class AgentLearners:
         }
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Continue from what state_dict returned."""
         for agent, learner in self.by_agent.items():
             own = f"{agent}/"
             learner.load_state_dict(
@@ -175,7 +168,6 @@ class AgentBatches:
 
     @property
     def version(self) -> int:
-        """The newest that acts."""
         return self._version
 
     @version.setter
@@ -219,7 +211,6 @@ class AgentBatches:
         return {"agents": each, "order": list(self._order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it."""
         self._order = deque(state["order"])
         for agent, supply in self._supplies.items():
             supply.load_state_dict(state["agents"][agent])
@@ -233,12 +224,10 @@ class AgentBehaviorSources:
 
     @property
     def policies(self) -> Mapping[str, Policy]:
-        """By agent."""
         return {agent: one.policies for agent, one in self._behaviors.items()}
 
     @property
     def random_steps(self) -> int:
-        """The same for all."""
         return max(one.random_steps for one in self._behaviors.values())
 
     def make_behavior_policy(self, version: int, num_steps: int) -> Mapping[str, BehaviorPolicy]:

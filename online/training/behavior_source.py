@@ -55,12 +55,10 @@ class SingleBehaviorSource:
 
     @property
     def policies(self) -> TorchPolicy:
-        """The learner's one."""
         return self._policy
 
     @property
     def random_steps(self) -> int:
-        """As configured."""
         return self._exploring.random_steps
 
     def make_behavior_policy(self, version: int, num_steps: int) -> BehaviorPolicy:

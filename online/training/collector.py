@@ -82,13 +82,12 @@ class Collector:
 
     @property
     def mean_return(self) -> float | None:
-        """Of the last hundred episodes, as they were collected; of games their agents' sums."""
+        """Mean over the last hundred episodes as collected; in games, of their agents' sums."""
         returns = list(self.returns.sums)[-_MAX_RETURNS:]
         return float(np.mean(returns)) if returns else None
 
     @property
     def staleness(self) -> float:
-        """See Broadcaster.staleness."""
         return self._broadcaster.staleness
 
     def poll(self, update: int, *, can_update: bool) -> None:
@@ -158,7 +157,6 @@ class Collector:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was collected, JSON-able."""
         return {
             "num_steps": self.num_steps,
             "num_episodes": self.num_episodes,
@@ -330,7 +328,7 @@ class Broadcaster:
 
     @property
     def version(self) -> int:
-        """Of the newest policy that was handed out."""
+        """Version of the newest policy that was handed out."""
         return self._version
 
     @property

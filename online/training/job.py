@@ -17,10 +17,9 @@ from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.storage.locations import check_shareable
 from replaylake.offline.algorithms.catalog import (
     check_algorithm,
-    check_masks,
     check_options,
-    check_priorities,
     make_learner,
+    require,
 )
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.environments.ids import spaces_of
@@ -99,7 +98,7 @@ def prepare(
             "`replaylake train offline`."
         )
     if config.prioritized:
-        check_priorities(config.algorithm, spaces[1])
+        require(algorithm, "priorities")
     if config.env_runner == "ray":
         check_shareable(lake.url, "rollout workers")
     agents = agents_of(request.env_id, request.env_args)
@@ -107,7 +106,7 @@ def prepare(
     _check_steps(config, learner)
     mask_size = _mask_size(request)
     if mask_size is not None:
-        check_masks(config.algorithm, spaces[1])
+        require(algorithm, "action masks")
     if config.mix and learner.on_policy is not None:
         raise ConfigInvalidError(
             f"algorithm {config.algorithm}: found mix {dict(config.mix)}, expected none: it takes "

@@ -106,7 +106,6 @@ class RateLimiter:
         self.num_deletes += num
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts."""
         return {
             "num_inserts": self.num_inserts,
             "num_samples": self.num_samples,
@@ -114,7 +113,6 @@ class RateLimiter:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue with them."""
         self.num_inserts = state["num_inserts"]
         self.num_samples = state["num_samples"]
         self.num_deletes = state["num_deletes"]

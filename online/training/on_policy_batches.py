@@ -155,7 +155,6 @@ class _ConsumedSequences:
         return {"keys": self.keys, "lengths": np.concatenate(lengths)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from them."""
         self._parts.clear()
         self._num_steps = 0
         self._note(np.asarray(state["keys"]), np.asarray(state["lengths"]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class OnlineProgress:
     """Where a run is: steps collected of all, updates, mean return of the last episodes, or None.
 
-    trouble: why it waits, if it does.
+    blocked_reason: why it waits, if it does.
     """
 
     num_steps: int

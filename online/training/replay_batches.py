@@ -115,7 +115,6 @@ class ReplayBatches:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's position."""
         return {"sampler": self._sampler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

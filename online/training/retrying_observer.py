@@ -25,7 +25,6 @@ class RetryingObserver:
         return self._run.last_saved
 
     def record_metrics(self, update: int, values: Mapping[str, float]) -> None:
-        """Add to the run's metrics."""
         try:
             self._run.record_metrics(update, values)
         except TransientStorageError:

@@ -76,7 +76,7 @@ _LOOK_S: Final = 0.25
 class RunAttempt:
     """A process's part of a run: the whole of it, or what is left since it was interrupted.
 
-    record: as it is written down. lease: held by this process. goes_on: whether an attempt came
+    record: as it is written down. lease: held by this process. resumed: whether an attempt came
     before.
     """
 

@@ -26,7 +26,7 @@ from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import ServedPolicy
 
 _MAX_READERS: Final = 16
-# Alone. Of those that take longer some are better worked on in threads, at the same time.
+# For one request alone. Some of those that take longer run better in threads, in parallel.
 _QUICK_S: Final = 0.0003
 
 
@@ -178,8 +178,8 @@ class ActEndpoint:
                 action_mask=mask,
             )
         except (EpisodeInvalidError, SpaceUnsupportedError) as error:
-            expected = "what the policy can act on; /policy says its space"
-            raise RequestRefusedError(422, asked.field, str(error), expected) from error
+            message = f"{str(error).rstrip('.')}; GET /policy has the observation space"
+            raise RequestRefusedError(422, asked.field, message) from error
         group = _group(part, act, manner, raw, mask, asked.field)
         self._metrics.observe_acts(
             served,
@@ -205,11 +205,11 @@ class ActEndpoint:
 def _check_allowed(serving: ServingState, asked: ActRequest) -> None:
     log = serving.log
     if asked.action_mask is not None and log is not None and not log.takes_masks:
-        expected = f"none, because dataset {log.dataset.name} keeps no masks"
-        raise RequestRefusedError(422, "action_mask", "a mask", expected)
+        message = f"dataset {log.dataset.name} stores no action masks; leave the mask out"
+        raise RequestRefusedError(422, "action_mask", message)
     if not serving.takes_options and (field := asked.options.exploring_field):
-        expected = "none: this server explores as it was started to"
-        raise RequestRefusedError(422, field, "an option", expected)
+        message = f"this server takes no exploration options (request_options); leave {field} out"
+        raise RequestRefusedError(422, field, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,15 +270,16 @@ def _resume_row(serving: ServingState, token: str, place: str) -> _Row:
     state = serving.states.read(token)
     if state is None:
         raise invalid_value_error(
-            place, token, "a state that this server, or one with its key, answered"
+            place, token, "a state issued by this server or by one with the same key"
         )
     served = serving.router.find_version(state.policy, state.version)
     if served is None:
-        found = f"the state of {state.policy}:{state.version}, which is no longer served"
-        raise RequestRefusedError(410, place, found, "none: let the episode begin anew")
+        version = f"{state.policy}:{state.version}"
+        message = f"state expired, {version} is no longer served; start a new episode"
+        raise RequestRefusedError(410, place, message)
     if len(state.numbers) != served.policy.spec.state_size:
-        expected = f"one of {served.policy.spec.state_size}"
-        raise RequestRefusedError(422, place, f"a state of {len(state.numbers)} numbers", expected)
+        found, expected = f"{len(state.numbers)} numbers", f"{served.policy.spec.state_size}"
+        raise RequestRefusedError(422, place, found=found, expected=expected)
     return _Row(served, state.numbers)
 
 
@@ -305,8 +306,11 @@ def _group(
     field: str,
 ) -> Group:
     if act.actions.dtype.kind == "f" and not np.isfinite(act.actions).all():
-        found = "one that the policy answers with an action that is not finite"
-        raise RequestRefusedError(422, field, found, "one of the scale that it learned from")
+        message = (
+            "the policy's action for it is not finite; "
+            "send observations in the range of the training data"
+        )
+        raise RequestRefusedError(422, field, message)
     return Group(
         served=part.served,
         rows=part.rows,

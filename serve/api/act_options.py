@@ -70,9 +70,7 @@ def read_options(fields: Mapping[str, Any]) -> ActOptions:
     if temperature and temperature < _TEMPERATURES[0]:
         raise invalid_value_error("temperature", temperature, "0 (the mode), or 1e-6 to 1e6")
     if deterministic and temperature:
-        raise invalid_value_error(
-            "temperature", temperature, "none or 0 beside deterministic: true"
-        )
+        raise invalid_value_error("temperature", temperature, "0 or none with deterministic: true")
     seed = optional(fields, "seed", int, "a whole number")
     if seed is not None and not 0 <= seed <= _MAX_SEED:
         raise invalid_value_error("seed", seed, f"a whole number from 0 to {_MAX_SEED}")
@@ -112,15 +110,14 @@ def _resolve_acting_mode(
 ) -> ActingMode:
     mode, temperature, epsilon = options.deterministic, options.temperature, options.epsilon
     if epsilon and isinstance(spec.action_space, Box):
-        raise invalid_value_error(
-            "epsilon", epsilon, "none: continuous actions explore with a temperature"
-        )
+        message = "epsilon applies to discrete actions, these are continuous; use temperature"
+        raise RequestRefusedError(422, "epsilon", message)
     if temperature and spec.head in _WITHOUT_DENSITY:
-        raise invalid_value_error(
-            "temperature", temperature, f"none: the head {spec.head} has no density"
-        )
+        message = f"head {spec.head} has no density to draw from; leave temperature out"
+        raise RequestRefusedError(422, "temperature", message)
     if options.q_values and spec.head != "q_values":
-        raise RequestRefusedError(422, "q_values", "true", f"none: the head {spec.head} has none")
+        message = f"head {spec.head} has no q-values; leave q_values out"
+        raise RequestRefusedError(422, "q_values", message)
     if temperature is None and epsilon is None:
         if mode is None:
             mode = not exploration.is_on

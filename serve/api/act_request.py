@@ -72,13 +72,17 @@ class ActReader:
         raw = fields.get("observation")
         if "observations" in fields:
             if "observation" in fields:
-                raise RequestRefusedError(422, "observation", "both", "observation or observations")
+                message = "both observation and observations are given; send one of them"
+                raise RequestRefusedError(422, "observation", message)
             raw = fields["observations"]
             return self._many(fields, raw, "observations", max_batch)
         if "observation" not in fields:
             check_fields(fields, _OF_MANY)  # it may be there under a name that is not quite it
-            expected = "observation (one, or one more dimension) or observations (a list)"
-            raise RequestRefusedError(422, "observation", "neither", expected)
+            message = (
+                "no observation is given; send observation (one, or a batch by one more "
+                "dimension) or observations (a list)"
+            )
+            raise RequestRefusedError(422, "observation", message)
         if depth_of(raw, self._object_dims) == self._num_dims + 1:
             return self._many(fields, raw, "observation", max_batch)
         return self._one(fields, raw)
@@ -107,11 +111,12 @@ class ActReader:
             raise invalid_value_error(field, raw, f"a list of 1 to {max_batch} observations")
         num = len(raw)
         if num > max_batch:
-            raise RequestRefusedError(413, field, f"{num}", f"at most {max_batch} a request")
+            found, expected = f"{num} observations", f"at most {max_batch}"
+            raise RequestRefusedError(413, field, found=found, expected=expected)
         request_id = fields.get("request_id")
         request_ids = _column(fields, "request_id", num, check_name)
         if request_id is not None and type(request_id) is not list:
-            # Of rows of one name only one is a step.
+            # Rows of one request_id would become one step.
             request_ids = [f"{request_id}/{row}" for row in range(num)]
         mask, name = _read_either(fields, "action_mask")
         states = _column(fields, "state", num, _check_token)
@@ -130,8 +135,9 @@ class ActReader:
     def _mask(self, rows: Any, field: str, num: int, is_batch: bool) -> Array:
         num_allowed = num_actions(self.spec.action_space)
         if num_allowed is None:
-            expected = f"nothing, because actions are {describe(self.spec.action_space)}"
-            raise invalid_value_error(field, rows if is_batch else rows[0], expected)
+            space = describe(self.spec.action_space)
+            message = f"masks apply to discrete actions, these are {space}; leave the mask out"
+            raise RequestRefusedError(422, field, message)
         if type(rows) is np.ndarray:
             if rows.dtype != np.bool_ or rows.shape != (num, num_allowed):
                 raise invalid_value_error(field, rows, f"bool [{num}, {num_allowed}]")
@@ -188,7 +194,8 @@ def _read_either(fields: Mapping[str, Any], one: str) -> tuple[Any, str]:
     if fields.get(many) is None:
         return fields.get(one), one
     if one in fields:
-        raise RequestRefusedError(422, many, f"both {one} and {many}", "one of them")
+        message = f"both {one} and {many} are given; send one of them"
+        raise RequestRefusedError(422, many, message)
     return fields[many], many
 
 
@@ -214,4 +221,4 @@ def _check_step(value: Any, place: str) -> None:
 
 def _check_token(value: Any, place: str) -> None:
     if value is not None and (type(value) is not str or not value):
-        raise invalid_value_error(place, value, "the state that the last answer gave, or none")
+        raise invalid_value_error(place, value, "the state of the previous answer, or null")

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.serve.api.values import describe_value, shorten
+from replaylake.serve.api.values import invalid_value_error, shorten
 from replaylake.serve.messages import RequestRefusedError
 
 _KINDS: Final = (
@@ -43,9 +43,11 @@ def read_npy(body: bytes) -> Array:
     Raises: RequestRefusedError if it is none, or not whole.
     """
     if body[:4] == b"PK\x03\x04":
-        raise RequestRefusedError(422, "body", "an archive (.npz)", "one array as .npy")
+        message = "body is an archive (.npz); send one array as numpy.save writes it"
+        raise RequestRefusedError(422, "body", message)
     if not body.startswith(_NPY_MAGIC):
-        raise RequestRefusedError(422, "body", "no .npy file", "one array as numpy.save writes it")
+        message = "body is not a .npy file; send one array as numpy.save writes it"
+        raise RequestRefusedError(422, "body", message)
     file = io.BytesIO(body)
     try:
         with warnings.catch_warnings():
@@ -58,11 +60,13 @@ def read_npy(body: bytes) -> Array:
             shape, is_fortran, dtype = read(file, max_header_size=_MAX_HEADER_BYTES)
     # The header is a Python literal: of bytes made for it its parser raises nearly anything.
     except Exception as error:
-        found = f"a .npy header that cannot be read: {type(error).__name__}"
-        raise RequestRefusedError(422, "body", found, "one array as numpy.save writes it") from None
+        cause = type(error).__name__
+        message = f"unreadable .npy header ({cause}); send one array as numpy.save writes it"
+        raise RequestRefusedError(422, "body", message) from None
     if dtype.str not in _DTYPES:
         found = f"an array of {shorten(str(dtype))}"
-        raise RequestRefusedError(422, "body", found, f"one of {', '.join(_KINDS)}")
+        expected = f"one of {', '.join(_KINDS)}"
+        raise RequestRefusedError(422, "body", found=found, expected=expected)
     data = memoryview(body)[file.tell() :]
     return _array(data, dtype, shape, "body", "F" if is_fortran else "C")
 
@@ -72,9 +76,9 @@ def read_map(fields: Mapping[str, Any]) -> Array:
     name, shape, data = fields["dtype"], fields["shape"], fields["data"]
     dtype = _DTYPES.get(name) if type(name) is str else None
     if dtype is None:
-        raise RequestRefusedError(422, "dtype", describe_value(name), f"one of {', '.join(_KINDS)}")
+        raise invalid_value_error("dtype", name, f"one of {', '.join(_KINDS)}")
     if type(shape) is not list:
-        raise RequestRefusedError(422, "shape", describe_value(shape), "a list of whole numbers")
+        raise invalid_value_error("shape", shape, "a list of whole numbers")
     return _array(data, dtype, tuple(shape), "data", "C")
 
 
@@ -92,19 +96,15 @@ def is_array_map(fields: Mapping[str, Any]) -> bool:
 def _array(data: Any, dtype: np.dtype[Any], shape: Any, field: str, order: Any) -> Array:
     """Give bytes their shape, copying none; the caller's numbers count for nothing till then."""
     if len(shape) > _MAX_DIMS or any(type(size) is not int or size < 1 for size in shape):
-        found = shorten(str(list(shape)))
-        raise RequestRefusedError(
-            422, field, f"the shape {found}", "up to 32 whole numbers from 1 up"
-        )
+        found = f"shape {shorten(str(list(shape)))}"
+        expected = f"at most {_MAX_DIMS} dimensions, each 1 or more"
+        raise RequestRefusedError(422, field, found=found, expected=expected)
     num_bytes = prod(shape) * dtype.itemsize  # Python's integers: no product overflows
     if num_bytes != len(data):
-        raise RequestRefusedError(
-            422,
-            field,
-            f"{len(data)} bytes of numbers",
-            shorten(f"{num_bytes} for {dtype.name} {list(shape)}"),
-        )
+        expected = shorten(f"{num_bytes} bytes for {dtype.name} {list(shape)}")
+        raise RequestRefusedError(422, field, found=f"{len(data)} bytes", expected=expected)
     if dtype.kind == "b" and np.frombuffer(data, np.uint8).max() > 1:
-        raise RequestRefusedError(422, field, "bytes that are neither 0 nor 1", "booleans")
+        message = "bool array has bytes other than 0 and 1; send one of the two for each element"
+        raise RequestRefusedError(422, field, message)
     array: Array = np.frombuffer(data, dtype).reshape(shape, order=order)
     return array.astype(dtype.newbyteorder("="), copy=False)

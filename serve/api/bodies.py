@@ -5,7 +5,7 @@
     application/x-npy     the observation as numpy.save writes it; every other field in the query
 
 Nothing here unpickles or unpacks: other types are 415. So are those that a page of any website may
-send without being asked back, text/plain and the two of forms, and none at all.
+send without a CORS preflight (text/plain and the two of forms), and none at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgpack
 import orjson
 
 from replaylake.serve.api.arrays import is_array_map, read_map, read_npy
-from replaylake.serve.api.values import describe_value, invalid_value_error, shorten
+from replaylake.serve.api.values import invalid_value_error, shorten
 from replaylake.serve.messages import JSON, Request, RequestRefusedError
 
 MSGPACK: Final = "application/msgpack"
@@ -26,16 +26,16 @@ NPY: Final = "application/x-npy"
 MAX_NAME_CHARS: Final = 256
 _MSGPACK_TYPES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 _MAX_QUERY_FIELDS: Final = 32
-# What a list may claim to hold, as its room is made at once and lists nest a thousand deep: longer
-# ones are sent as arrays.
+# Elements that a list may claim to hold: its room is allocated at once and lists nest a thousand
+# deep. Longer ones are sent as arrays.
 _MAX_LIST: Final = 65_536
 
 
 def read_fields(request: Request, in_query: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """Return a body's fields, by its type. in_query: those that may come in the query, and as what.
+    """Read a body's fields by its content type.
 
-    Only where there are such is a `.npy` body taken, as the field `observation`. Raises:
-    RequestRefusedError.
+    in_query: the fields that the query may have, and their types. With any, a `.npy` body is
+    accepted as the field `observation`. Raises: RequestRefusedError.
     """
     kind = request.content_type
     if kind == JSON:
@@ -46,7 +46,9 @@ def read_fields(request: Request, in_query: Mapping[str, type] | None = None) ->
         fields = {"observation": read_npy(request.body)}
     else:
         taken = f"{JSON} or {MSGPACK}" if in_query is None else f"{JSON}, {MSGPACK} or {NPY}"
-        raise RequestRefusedError(415, "content-type", shorten(kind) or "nothing", taken)
+        if not kind:
+            raise RequestRefusedError(415, "content-type", f"content-type is missing; send {taken}")
+        raise RequestRefusedError(415, "content-type", found=shorten(kind), expected=taken)
     if request.query and in_query is not None:
         _add_query(fields, request.query, in_query)
     return fields
@@ -60,7 +62,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise RequestRefusedError(422, "body", f"no JSON: {error}", "one JSON object") from None
+        raise RequestRefusedError(422, "body", f"not valid JSON: {error}") from None
     if type(parsed) is not dict:
         raise invalid_value_error("body", parsed, "a JSON object")
     return parsed
@@ -80,8 +82,8 @@ def parse_msgpack(body: bytes) -> dict[str, Any]:
     except RequestRefusedError:
         raise
     except (ValueError, msgpack.UnpackException, TypeError, MemoryError) as error:
-        found = shorten(f"no msgpack: {type(error).__name__} {error}")
-        raise RequestRefusedError(422, "body", found, "one msgpack map") from None
+        message = shorten(f"not valid msgpack: {type(error).__name__} {error}")
+        raise RequestRefusedError(422, "body", message) from None
     if type(parsed) is not dict:
         raise invalid_value_error("body", parsed, "a msgpack map")
     return parsed
@@ -91,8 +93,8 @@ def check_fields(fields: Mapping[str, Any], allowed: Collection[str]) -> None:
     """Refuse a field that is not one of the allowed. Raises: RequestRefusedError."""
     for name in fields:
         if name not in allowed:
-            expected = f"only {', '.join(sorted(allowed))}"
-            raise RequestRefusedError(422, shorten(name), "an unknown field", expected)
+            message = f"unknown field; use {', '.join(sorted(allowed))}"
+            raise RequestRefusedError(422, shorten(name), message)
 
 
 def optional(fields: Mapping[str, Any], name: str, kind: type, expected: str) -> Any:
@@ -112,19 +114,18 @@ def check_name(name: Any, place: str) -> None:
 def _hook(fields: dict[Any, Any]) -> Any:
     """Return a map, or the array that it stands for. Raises: RequestRefusedError.
 
-    Of a key that is there twice the last counts, as in JSON: the hook that is given all of them has
-    room made for as many as the map claims to have, and maps nest a thousand deep.
+    If a key is there twice the last value counts, as in JSON: the hook that gets all pairs
+    allocates room for as many as the map claims to have, and maps nest a thousand deep.
     """
     for key in fields:
         if type(key) is not str:  # msgpack's own check lets bytes pass
-            raise RequestRefusedError(
-                422, "body", f"a map with the key {describe_value(key)}", "texts as keys"
-            )
+            raise invalid_value_error("body", key, "strings as the keys of a map")
     return read_map(fields) if is_array_map(fields) else fields
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:
-    raise RequestRefusedError(422, "body", f"the msgpack extension {code}", "none")
+    message = f"msgpack extension type {code} is not supported; send plain values"
+    raise RequestRefusedError(422, "body", message)
 
 
 def _add_query(fields: dict[str, Any], query: bytes, kinds: Mapping[str, type]) -> None:
@@ -138,14 +139,15 @@ def _add_query(fields: dict[str, Any], query: bytes, kinds: Mapping[str, type]) 
             max_num_fields=_MAX_QUERY_FIELDS,
         )
     except ValueError as error:
-        found = shorten(f"one that cannot be read: {error}")
-        raise RequestRefusedError(422, "query", found, "name=value&name=value") from None
+        message = shorten(f"not a query of name=value&name=value: {error}")
+        raise RequestRefusedError(422, "query", message) from None
     for name, text in pairs:
         if name not in kinds:
-            expected = f"only {', '.join(sorted(kinds))}"
-            raise RequestRefusedError(422, shorten(name), "an unknown field of the query", expected)
+            message = f"unknown query field; use {', '.join(sorted(kinds))}"
+            raise RequestRefusedError(422, shorten(name), message)
         if name in fields:
-            raise RequestRefusedError(422, name, "it twice", "it once, in the body or in the query")
+            message = "field is given twice; send it once, in the body or in the query"
+            raise RequestRefusedError(422, name, message)
         fields[name] = _parse_query_value(name, text, kinds[name])
 
 

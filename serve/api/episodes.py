@@ -23,13 +23,19 @@ from replaylake.datastore.feedback.received_table import ReceivedPiece, make_rec
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
 from replaylake.serve.api.values import (
-    describe_value,
     encode_observations,
     invalid_value_error,
     read_values,
     shorten,
 )
-from replaylake.serve.messages import Request, RequestRefusedError, Response, json_response
+from replaylake.serve.messages import (
+    RETRY_AFTER_S,
+    RETRY_LATER,
+    Request,
+    RequestRefusedError,
+    Response,
+    json_response,
+)
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.recording.received_log import ContradictionError, ReceivedLog
@@ -71,9 +77,8 @@ class EpisodesEndpoint:
 
     def _answer(self, serving: ServingState, request: Request) -> Response:
         if serving.log is None:
-            raise RequestRefusedError(
-                404, "path", "a server that logs nothing", "one started with --log-to"
-            )
+            message = "this server logs nothing; start it with --log-to"
+            raise RequestRefusedError(404, "path", message)
         fields = read_fields(request)
         check_fields(fields, ("episodes",))
         given = fields.get("episodes")
@@ -88,7 +93,7 @@ class EpisodesEndpoint:
             log.write(pieces)
         except ContradictionError as error:
             place = f"episodes[{error.piece}]"
-            raise RequestRefusedError(409, place, error.found, error.expected) from None
+            raise RequestRefusedError(409, place, str(error)) from None
         self._metrics.set_pending("received", log.num_pending)
         num_steps = sum(piece.num_steps for piece in pieces)
         return json_response({"episodes": len(pieces), "steps": num_steps}, 202)
@@ -98,7 +103,8 @@ class EpisodesEndpoint:
         with self._opening:
             if serving.received is None:
                 if serving.log is None:
-                    raise RequestRefusedError(503, "server", "one that is stopping", "a ready one")
+                    message = f"stopping; retry in {RETRY_AFTER_S} s"
+                    raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
                 worker, config = serving.signer.worker, serving.log.decisions.config
                 serving.received = ReceivedLog(serving.log.dataset, worker, config)
             return serving.received
@@ -129,15 +135,15 @@ class _Reader:
             try:
                 found.append(make_received_piece(episode, self._spec, received_at))
             except (EpisodeInvalidError, SchemaMismatchError) as error:
-                expected = "what the dataset takes; /policy says its spaces"
-                raise RequestRefusedError(422, place, shorten(str(error)), expected) from None
+                message = f"{shorten(str(error))} GET /policy has the spaces."
+                raise RequestRefusedError(422, place, message) from None
         return found
 
     def _episode(self, fields: Mapping[str, Any], place: str) -> Episode:
         check_fields(fields, EPISODE_FIELDS)
         for name in _REQUIRED:
             if fields.get(name) is None:
-                raise RequestRefusedError(422, name, "nothing", "a value")
+                raise RequestRefusedError(422, name, "required field is missing")
         check_name(fields["episode_id"], "episode_id")
         num = self._num_steps(fields)
         spec = self._spec
@@ -171,11 +177,11 @@ class _Reader:
     def _num_steps(self, fields: Mapping[str, Any]) -> int:
         rewards = fields["rewards"]
         if not _is_list(rewards) or not len(rewards):
-            raise invalid_value_error("rewards", rewards, "a list of at least one, one a step")
+            raise invalid_value_error("rewards", rewards, "a list of one reward or more")
         self._left -= len(rewards)
         if self._left < 0:
-            found = f"more than {self._max_steps} steps"
-            raise RequestRefusedError(413, "rewards", found, f"at most {self._max_steps} a request")
+            message = f"request has more than {self._max_steps} steps; send several requests"
+            raise RequestRefusedError(413, "rewards", message)
         return len(rewards)
 
     def _column(self, fields: Mapping[str, Any], name: str, num: int, place: str) -> Any:
@@ -198,7 +204,9 @@ class _Reader:
         if above.any() and is_countable(self._spec.action_space):
             i = int(np.argmax(above))
             expected = "at most 0, the natural logarithm of a probability"
-            raise RequestRefusedError(422, f"log_probs[{i}]", f"{log_probs[i]:g}", expected)
+            raise RequestRefusedError(
+                422, f"log_probs[{i}]", found=f"{log_probs[i]:g}", expected=expected
+            )
         return log_probs
 
     def _masks(self, fields: Mapping[str, Any], num: int) -> Array | None:
@@ -207,9 +215,8 @@ class _Reader:
             return None
         width = self._spec.mask_size
         if width is None:
-            raise invalid_value_error(
-                "action_masks", raw, "none, because the dataset keeps no masks"
-            )
+            message = "the dataset stores no action masks; leave action_masks out"
+            raise RequestRefusedError(422, "action_masks", message)
         if not _is_list(raw) or len(raw) != num:
             raise invalid_value_error("action_masks", raw, f"a list of {num}, one for each reward")
         if isinstance(raw, np.ndarray):
@@ -243,7 +250,7 @@ def _read_numbers(raw: Any, name: str, num: int, is_optional: bool) -> Array:
         is_fine = np.isfinite(array) | (np.isnan(array) & is_optional)
         if not is_fine.all():
             i = int(np.argmin(is_fine))
-            raise RequestRefusedError(422, f"{name}[{i}]", str(array[i]), expected)
+            raise RequestRefusedError(422, f"{name}[{i}]", found=str(array[i]), expected=expected)
         return array
     if type(raw) is not list or len(raw) != num:
         raise invalid_value_error(name, raw, f"a list of {num} numbers, one for each reward")
@@ -262,7 +269,7 @@ def _read_rewards(raw: Any, num: int, is_optional: bool) -> Array:
     if beyond.any():
         i = int(np.argmax(beyond))
         expected = f"a number from -{MAX_REWARD:g} to {MAX_REWARD:g}, so that returns stay finite"
-        raise RequestRefusedError(422, f"rewards[{i}]", f"{rewards[i]:g}", expected)
+        raise RequestRefusedError(422, f"rewards[{i}]", found=f"{rewards[i]:g}", expected=expected)
     return rewards
 
 
@@ -276,7 +283,7 @@ def _is_finite(value: float) -> bool:
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is not None and type(value) is not bool:
-        raise invalid_value_error(name, value, "true or false, of the last step")
+        raise invalid_value_error(name, value, "true or false")
     return bool(value)
 
 
@@ -304,9 +311,8 @@ def _policies(fields: Mapping[str, Any], num: int) -> Any:
 def _versions(fields: Mapping[str, Any], num: int) -> Array | None:
     version = _whole(fields, "policy_version", 2**63 - 1)
     if version is not None and fields.get("policy") is None:
-        raise invalid_value_error(
-            "policy_version", version, "a policy beside it, of which it is the version"
-        )
+        message = "policy_version without policy; send both"
+        raise RequestRefusedError(422, "policy_version", message)
     return None if version is None else np.full(num, version, np.int64)
 
 
@@ -323,5 +329,5 @@ def _timestamps(fields: Mapping[str, Any], num: int) -> Array | None:
         raise invalid_value_error("timestamps", raw, f"a list of {num}, one for each reward")
     for i, value in enumerate(raw):
         if type(value) is not int or not _TIMESTAMPS[0] <= value <= _TIMESTAMPS[1]:
-            raise RequestRefusedError(422, f"timestamps[{i}]", describe_value(value), expected)
+            raise invalid_value_error(f"timestamps[{i}]", value, expected)
     return np.array(raw, dtype=np.int64)

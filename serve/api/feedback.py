@@ -13,8 +13,24 @@ import numpy as np
 import orjson
 
 from replaylake.datastore.episodes.episode import MAX_STEP
+from replaylake.datastore.episodes.schema import (
+    EPISODE_ID,
+    FINAL_OBSERVATION,
+    REWARD,
+    STEP,
+    TERMINATED,
+    TIMESTAMP,
+    TRUNCATED,
+)
 from replaylake.datastore.feedback.decision_id import DecisionId
-from replaylake.datastore.feedback.decisions import LAST, SUM
+from replaylake.datastore.feedback.decisions import (
+    DECISION_ID,
+    FEEDBACK_ID,
+    LAST,
+    MODE,
+    REQUEST_ID,
+    SUM,
+)
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import check_fields, check_name, optional, read_fields
@@ -67,9 +83,8 @@ class FeedbackEndpoint:
         reports = parse_feedback(fields, spec, serving.limits.batch)
         log = serving.log
         if log is None:
-            raise RequestRefusedError(
-                404, "decision_id", "a server that logs nothing", "one started with --log-to"
-            )
+            message = "this server logs nothing; start it with --log-to"
+            raise RequestRefusedError(404, "decision_id", message)
         with self._lock:
             # One at a time: what a repeat is compared with has been written.
             timestamp = self._clock.now()
@@ -105,9 +120,8 @@ class FeedbackEndpoint:
                 here[name] = said
                 fresh.append(place)
             elif before != said:
-                found = "one that said something else before"
-                expected = "a name for each report; a repeat says the same"
-                raise RequestRefusedError(409, report.field("feedback_id"), found, expected)
+                message = "feedback_id was used for a different report; use another for this one"
+                raise RequestRefusedError(409, report.field("feedback_id"), message)
         return fresh
 
     def _remember(self, reports: Sequence[FeedbackRequest]) -> None:
@@ -128,12 +142,12 @@ def _decision_of(
     decision = serving.signer.read(report.decision_id)
     field = report.field("decision_id")
     if decision is None:
-        expected = f"one that /act answered for dataset {log.dataset.name}"
-        raise RequestRefusedError(404, field, "an id that is not ours", expected)
+        message = f"unknown decision_id; send one of a decision logged to {log.dataset.name}"
+        raise RequestRefusedError(404, field, message)
     if log.is_too_old(decision, timestamp):
         age_s = (timestamp - decision.timestamp) / 1e6
-        expected = f"one of the last {log.window_s:.0f} s, the reward window"
-        raise RequestRefusedError(410, field, f"a decision {age_s:.0f} s old", expected)
+        message = f"decision is {age_s:.0f} s old, past its reward window of {log.window_s:.0f} s"
+        raise RequestRefusedError(410, field, message)
     return decision
 
 
@@ -182,22 +196,25 @@ class FeedbackRequest:
         return self.place + name
 
     def to_record(self, timestamp: int) -> dict[str, Any]:
-        """Return it as the journal has it, received at `timestamp` (us)."""
+        """Return it as the journal has it, received at `timestamp` (us).
+
+        Each column of the table is there, but those of which the report says nothing.
+        """
         names = {
-            "decision_id": self.decision_id,
-            "request_id": self.request_id,
-            "episode_id": self.episode_id,
-            "step": self.step,
-            "feedback_id": self.feedback_id,
-            "final_observation": self.final_observation,
+            DECISION_ID: self.decision_id,
+            REQUEST_ID: self.request_id,
+            EPISODE_ID: self.episode_id,
+            STEP: self.step,
+            FEEDBACK_ID: self.feedback_id,
+            FINAL_OBSERVATION: self.final_observation,
         }
         given = {name: value for name, value in names.items() if value is not None}
         return given | {
-            "mode": self.mode,
-            "timestamp": timestamp,
-            "reward": self.reward,
-            "terminated": self.terminated,
-            "truncated": self.truncated,
+            MODE: self.mode,
+            TIMESTAMP: timestamp,
+            REWARD: self.reward,
+            TERMINATED: self.terminated,
+            TRUNCATED: self.truncated,
         }
 
     def identity(self) -> tuple[bytes, bytes] | None:
@@ -227,8 +244,8 @@ def parse_feedback(
     if type(given) is not list or not given:
         raise invalid_value_error("feedback", given, f"a list of 1 to {max_reports} reports")
     if len(given) > max_reports:
-        found, expected = f"{len(given)} reports", f"at most {max_reports} a request"
-        raise RequestRefusedError(413, "feedback", found, expected)
+        found, expected = f"{len(given)} reports", f"at most {max_reports}"
+        raise RequestRefusedError(413, "feedback", found=found, expected=expected)
     reports = []
     for number, one in enumerate(given):
         place = f"feedback[{number}]"
@@ -246,7 +263,7 @@ def _parse_report(fields: Mapping[str, Any], spec: PolicySpec, place: str) -> Fe
     check_fields(fields, FEEDBACK_FIELDS)
     _check_reference(fields)
     if "reward" not in fields:
-        raise RequestRefusedError(422, "reward", "nothing", "a value")
+        raise RequestRefusedError(422, "reward", "required field is missing")
     reward = fields["reward"]
     # NaN is not, either, and an integer beyond float64 is compared as what it is.
     if type(reward) not in (int, float) or not -MAX_REWARD <= reward <= MAX_REWARD:
@@ -254,12 +271,12 @@ def _parse_report(fields: Mapping[str, Any], spec: PolicySpec, place: str) -> Fe
         raise invalid_value_error("reward", reward, expected)
     mode = fields.get("mode", LAST)
     if mode not in (LAST, SUM):
-        raise invalid_value_error("mode", mode, f"{LAST}, which replaces, or {SUM}, which adds")
+        raise invalid_value_error("mode", mode, f"{LAST} (replace) or {SUM} (add)")
     feedback_id = fields.get("feedback_id")
     check_name(feedback_id, "feedback_id")
     if mode == SUM and feedback_id is None:
-        expected = "a name of this report, so that it does not add twice when it is sent again"
-        raise RequestRefusedError(422, "feedback_id", "nothing", expected)
+        message = "mode sum needs a feedback_id, by which a repeat is added once; send one"
+        raise RequestRefusedError(422, "feedback_id", message)
     return FeedbackRequest(
         place=place,
         decision_id=fields.get("decision_id"),
@@ -279,25 +296,23 @@ def _check_reference(fields: Mapping[str, Any]) -> None:
     """Check that a report names one decision, in one way."""
     given = [name for name in _NAMES if fields.get(name) is not None]
     if len(given) != 1:
-        found = f"both {given[0]} and {given[1]}" if given else "nothing"
-        expected = "one of decision_id, request_id, or episode_id and step"
-        raise RequestRefusedError(422, given[1] if given else "decision_id", found, expected)
+        cause = f"both {given[0]} and {given[1]} are given" if given else "no decision is named"
+        message = f"{cause}; send one of decision_id, request_id, or episode_id and step"
+        raise RequestRefusedError(422, given[1] if given else "decision_id", message)
     value = fields[given[0]]
     if given[0] == "decision_id":
         if type(value) is not str:
-            raise invalid_value_error("decision_id", value, "the decision_id that /act answered")
+            raise invalid_value_error("decision_id", value, "a string, as POST /act answers it")
     else:
         check_name(value, given[0])
     step = fields.get("step")
     if given[0] == "episode_id":
         if "step" not in fields:
-            raise RequestRefusedError(
-                422, "step", "nothing", "the step's number beside an episode_id"
-            )
+            raise RequestRefusedError(422, "step", "episode_id without step; send both")
         if type(step) is not int or not 0 <= step <= MAX_STEP:
-            raise invalid_value_error("step", step, f"the step's number, from 0 to {MAX_STEP}")
+            raise invalid_value_error("step", step, f"a whole number from 0 to {MAX_STEP}")
     elif step is not None:
-        raise invalid_value_error("step", step, "one beside an episode_id only")
+        raise RequestRefusedError(422, "step", "step without episode_id; leave it out or send both")
 
 
 def _final_observation(fields: Mapping[str, Any], spec: PolicySpec) -> Any:

@@ -21,20 +21,20 @@ from replaylake.serve.safety.tokens import role_of
 from replaylake.serve.serving_state import ServingState
 
 _MEANINGS: Final[Mapping[int, str]] = {
-    400: "No Host header, or more than one.",
-    401: "No token, or none of ours.",
-    403: "A token of another role, or a page of another site.",
-    404: "Not ours: another dataset's, or nothing is logged here.",
-    408: "The body did not come in time.",
-    409: "It contradicts what this worker was sent before.",
-    410: "Too old: the reward window has closed, or the version is no longer served.",
-    413: "The body, or what it lists, is too large.",
-    415: "A content type that is not taken.",
-    421: "A host that this server does not answer to; --allowed-host adds one.",
-    422: "A field with the wrong shape, type or range, or an unknown one.",
-    500: "An internal error; the server's log has it.",
-    503: "Not ready, too many requests, or the log cannot be written. Retry-After says when.",
-    504: "No answer in time.",
+    400: "Host header missing, repeated or malformed.",
+    401: "Token missing or unknown.",
+    403: "The token lacks the role, or the request comes from another site's page.",
+    404: "Unknown decision, or the server logs nothing.",
+    408: "Request body not received in time.",
+    409: "The report or step contradicts one received before.",
+    410: "Expired: the reward window has passed, or the version is no longer served.",
+    413: "The body, or a list in it, is too large.",
+    415: "Content type not supported.",
+    421: "Unknown host; --allowed-host adds one.",
+    422: "A field is unknown, missing, or of the wrong shape, type or range.",
+    500: "Internal error; the server's log has it.",
+    503: "Starting or stopping, overloaded, or the log cannot be written; retry after Retry-After.",
+    504: "Not answered in time.",
 }
 _PROBED: Final = (408, 413, 500, 503, 504)
 _ALWAYS: Final = (400, 403, *_PROBED, 421)
@@ -47,7 +47,6 @@ class Docs:
         self._serving = serving
 
     async def __call__(self, request: Request) -> Response:
-        """Answer one request. Raises: RequestRefusedError."""
         return json_response(document(self._serving()))
 
 
@@ -63,16 +62,20 @@ def document(serving: ServingState) -> dict[str, Any]:
             "description": "A served policy: ask for actions, report what they led to.",
         },
         "paths": {
-            "/act": {"post": _act(serving, spec)},
-            "/feedback": {"post": _feedback(serving, spec)},
-            "/episodes": {"post": _episodes(serving, spec)},
-            "/policy": {"get": _get("Which policies answer, and what they take.", "Policy")},
-            "/livez": {"get": _probe("Whether the process lives.", "Alive")},
-            "/readyz": {"get": _probe("Whether requests can be answered and logged.", "Ready")},
-            "/metrics": {"get": _metrics()},
-            "/docs.json": {"get": _get("This document.", "Document")},
+            "/act": {"post": _act_operation(serving, spec)},
+            "/feedback": {"post": _feedback_operation(serving, spec)},
+            "/episodes": {"post": _episodes_operation(serving, spec)},
+            "/policy": {
+                "get": _get_operation("Which policies answer, and what they take.", "Policy")
+            },
+            "/livez": {"get": _probe_operation("Whether the process lives.", "Alive")},
+            "/readyz": {
+                "get": _probe_operation("Whether requests can be answered and logged.", "Ready")
+            },
+            "/metrics": {"get": _metrics_operation()},
+            "/docs.json": {"get": _get_operation("This document.", "Document")},
         },
-        "components": {"schemas": schemas_of(spec)},
+        "components": {"schemas": _schemas(spec)},
     }
     if not serving.tokens.is_empty:
         _add_security(document)
@@ -93,7 +96,7 @@ def _add_security(document: dict[str, Any]) -> None:
     document["components"]["securitySchemes"] = schemes
 
 
-def _act(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
+def _act_operation(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     example = example_of(spec.observation_space)
     examples = {
         "one": {"value": {"observation": example, "episode_id": "visit-1", "step": 0}},
@@ -111,7 +114,7 @@ def _act(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
             "description": "As the field of this name; beside a body of application/x-npy.",
             "schema": drop_null(schema),
         }
-        for name, schema in IN_QUERY.items()
+        for name, schema in _IN_QUERY.items()
     ]
     return {
         "operationId": "act",
@@ -126,7 +129,7 @@ def _act(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     }
 
 
-def _feedback(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
+def _feedback_operation(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     schema = {"oneOf": [ref("Report"), ref("Reports")]}
     content: dict[str, Any] = {kind: {"schema": schema} for kind in (JSON, MSGPACK)}
     named = {"episode_id": "visit-1", "step": 0, "reward": 1.0}
@@ -148,7 +151,7 @@ def _feedback(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     }
 
 
-def _episodes(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
+def _episodes_operation(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     schema = object_of({"episodes": {"type": "array", "items": ref("Episode"), "minItems": 1}})
     content: dict[str, Any] = {kind: {"schema": schema} for kind in (JSON, MSGPACK)}
     observation, action = example_of(spec.observation_space), example_of(spec.action_space)
@@ -175,7 +178,7 @@ def _episodes(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     }
 
 
-def _get(summary: str, schema: str, refusals: Sequence[int] = _ALWAYS) -> dict[str, Any]:
+def _get_operation(summary: str, schema: str, refusals: Sequence[int] = _ALWAYS) -> dict[str, Any]:
     name = schema.lower()
     return {
         "operationId": name,
@@ -184,9 +187,9 @@ def _get(summary: str, schema: str, refusals: Sequence[int] = _ALWAYS) -> dict[s
     }
 
 
-def _probe(summary: str, schema: str) -> dict[str, Any]:
+def _probe_operation(summary: str, schema: str) -> dict[str, Any]:
     """Describe what machines ask, to whom the status says all; BentoML answers no more."""
-    operation = _get(summary, schema, _PROBED)
+    operation = _get_operation(summary, schema, _PROBED)
     empty = {"text/plain; charset=utf-8": {"schema": {"type": "string"}}}
     operation["responses"]["200"]["content"] |= empty
     refused = _answer("Not now.", {"anyOf": [ref(schema), ref("Error")]})
@@ -195,8 +198,8 @@ def _probe(summary: str, schema: str) -> dict[str, Any]:
     return operation
 
 
-def _metrics() -> dict[str, Any]:
-    operation = _get("Prometheus's text.", "Metrics")
+def _metrics_operation() -> dict[str, Any]:
+    operation = _get_operation("Prometheus's text.", "Metrics")
     operation["responses"]["200"] = {
         "description": "Prometheus's text.",
         "content": {CONTENT_TYPE: {"schema": {"type": "string"}}},
@@ -225,15 +228,15 @@ _LOG_PROB: Final[Schema] = {
     "type": ["number", "null"],
     "description": "ln of the probability (density) of the action; null if there is none.",
 }
-OPTIONS: Final[Mapping[str, Schema]] = {
+_OPTIONS: Final[Mapping[str, Schema]] = {
     "deterministic": {**_FLAG, "description": "The mode instead of a draw."},
     "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 1e6},
     "epsilon": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
     "seed": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
     "q_values": {**_FLAG, "description": "Answer the q-values as well."},
 }
-IN_QUERY: Final[Mapping[str, Schema]] = {
-    **OPTIONS,
+_IN_QUERY: Final[Mapping[str, Schema]] = {
+    **_OPTIONS,
     "episode_id": _NAME,
     "request_id": _NAME,
     "step": _STEP,
@@ -241,9 +244,12 @@ IN_QUERY: Final[Mapping[str, Schema]] = {
 }
 
 
-def schemas_of(spec: PolicySpec) -> dict[str, Schema]:
+def _schemas(spec: PolicySpec) -> dict[str, Schema]:
     text: Schema = {"type": "string"}
-    error = object_of({"field": text, "found": text, "expected": text})
+    error = object_of(
+        {"field": text, "message": text, "found": text, "expected": text},
+        required=("field", "message"),
+    )
     return {
         "Observation": observation_schema(spec.observation_space, spec.encoding),
         "Action": {
@@ -251,7 +257,7 @@ def schemas_of(spec: PolicySpec) -> dict[str, Schema]:
             "description": f"{describe(spec.action_space)}, of the head {spec.head}",
         },
         **_act_request_schemas(spec),
-        "Report": _report(),
+        "Report": _report_schema(),
         "Reports": object_of({"feedback": many_of(ref("Report"))}),
         "Taken": {
             "type": "object",
@@ -263,7 +269,7 @@ def schemas_of(spec: PolicySpec) -> dict[str, Schema]:
             },
             "additionalProperties": False,
         },
-        "Episode": _episode(spec),
+        "Episode": _episode_schema(spec),
         "Policy": {
             "type": "object",
             "required": ["policy", "version", "observation_space", "action_space", "head"],
@@ -287,11 +293,11 @@ def _act_request_schemas(spec: PolicySpec) -> dict[str, Schema]:
         "step": _STEP,
         "state": _TOKEN,
     }
-    one = {"observation": observation, **OPTIONS, **rows, "action_mask": mask}
+    one = {"observation": observation, **_OPTIONS, **rows, "action_mask": mask}
     many: dict[str, Schema] = {
         "observation": many_of(observation),
         "observations": many_of(observation),
-        **OPTIONS,
+        **_OPTIONS,
     }
     for name, schema in rows.items():
         column: Schema = {"type": ["array", "null"], "items": schema}
@@ -339,7 +345,7 @@ def _actions_schema() -> Schema:
     )
 
 
-def _report() -> Schema:
+def _report_schema() -> Schema:
     report = object_of(
         {
             "decision_id": {"type": ["string", "null"]},
@@ -359,7 +365,7 @@ def _report() -> Schema:
     return {**report, "oneOf": [{"required": list(names)} for names in named]}
 
 
-def _episode(spec: PolicySpec) -> Schema:
+def _episode_schema(spec: PolicySpec) -> Schema:
     num = num_actions(spec.action_space)
     mask: Schema = {"type": "array", "items": {"type": "boolean"}, "minItems": num, "maxItems": num}
     time: Schema = {"type": "integer", "description": "Microseconds since 1970, UTC."}

@@ -76,8 +76,12 @@ def encode_observations(encoding: Encoding | None, raw: Any, field: str, is_batc
         place = f"{field}[{i}]" if is_batch else field
         if (fault := encoding.find_mismatch(value)) is not None:
             name, found, expected = fault
-            said = "nothing" if found is None else describe_value(found)
-            raise RequestRefusedError(422, shorten(f"{place}.{name}"), said, shorten(expected))
+            is_known = any(name == one.name for one in encoding.fields)
+            name, expected = shorten(f"{place}.{name}"), shorten(expected)
+            if found is None or not is_known:
+                cause = "required field is missing" if is_known else "unknown field"
+                raise RequestRefusedError(422, name, f"{cause}; send {expected}")
+            raise invalid_value_error(name, found, expected)
         vectors.append(encoding.encode_one(value).tolist())
     return vectors
 
@@ -98,7 +102,8 @@ def read_values(space: Space, raw: Any, field: str, is_batch: bool) -> Values:
     except EpisodeInvalidError as error:
         for value, place in zip(raw, places, strict=True):
             _check_lossless(space, value, place)
-        raise RequestRefusedError(422, field, shorten(str(error)), describe(space)) from None
+        message = f"{shorten(str(error))} The space is {describe(space)}."
+        raise RequestRefusedError(422, field, message) from None
 
 
 def _read(space: Space, raw: Any) -> Values | None:
@@ -206,9 +211,9 @@ def _check_lossless(space: Space, value: Any, place: str) -> None:
         try:
             as_values(space, gather(space, [value]), place, 1)
         except EpisodeInvalidError:
-            found = _as_text(value)
+            expected = f"numbers within the dtype of {describe(space)}"
             raise RequestRefusedError(
-                422, place, found, f"numbers that {describe(space)} holds"
+                422, place, found=_as_text(value), expected=expected
             ) from None
 
 
@@ -242,7 +247,8 @@ def _check_array(space: Leaf, array: Array, place: str) -> None:
     if array.shape != value_shape(space):
         raise invalid_value_error(place, array, describe(space))
     if array.dtype.kind not in _ARRAY_KINDS[value_dtype(space).kind]:
-        raise invalid_value_error(place, array, f"{describe(space)}, or what it holds exactly")
+        expected = f"{describe(space)}, or a dtype that it represents exactly"
+        raise invalid_value_error(place, array, expected)
     if not isinstance(space, Box):
         _check_range(space, array.tolist(), place)
 
@@ -256,7 +262,7 @@ def _check_numbers(
             raise invalid_value_error(place, value, expected)
         return
     if type(value) is not list or len(value) != shape[0]:
-        raise invalid_value_error(place, value, f"{expected}, here a list of {shape[0]}")
+        raise invalid_value_error(place, value, f"a list of {shape[0]}, as in {expected}")
     if len(shape) > 1:
         for i, sub in enumerate(value):
             _check_numbers(sub, shape[1:], kinds, f"{place}[{i}]", expected)
@@ -277,7 +283,7 @@ def _check_range(space: Space, value: Any, place: str) -> None:
 
 def invalid_value_error(field: str, value: Any, expected: str) -> RequestRefusedError:
     """Return a refusal (422) of a value."""
-    return RequestRefusedError(422, field, describe_value(value), expected)
+    return RequestRefusedError(422, field, found=describe_value(value), expected=expected)
 
 
 def describe_value(value: Any) -> str:

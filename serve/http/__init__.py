@@ -1,1 +1,1 @@
-"""The door: every request from its first byte to its answer."""
+"""HTTP: every request from its first byte to its answer."""

@@ -16,7 +16,12 @@ import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from replaylake.serve.http.deadlines import ARRIVALS, ARRIVED, ArrivalCounter
-from replaylake.serve.messages import RequestRefusedError, error_response
+from replaylake.serve.messages import (
+    RETRY_AFTER_S,
+    RETRY_LATER,
+    RequestRefusedError,
+    error_response,
+)
 from replaylake.serve.safety.limits import ConnectionLimits
 
 _CHECK_INTERVAL_S: Final = 0.5
@@ -50,7 +55,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._unread_since: float | None = None
         if len(self.connections) > self.limits.num and not self._close_idle_connection():
-            self._refuse(503, "connections", f"{len(self.connections) - 1}", "fewer; try again")
+            self._refuse(
+                503,
+                "connections",
+                f"{len(self.connections) - 1} open connections, the server's limit; "
+                f"retry in {RETRY_AFTER_S} s",
+            )
         if self.server_state not in self._server_states:
             self._server_states.add(self.server_state)
             self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
@@ -61,8 +71,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._head_since is not None:
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.head_bytes:
-                most = f"at most {self.limits.head_bytes} bytes"
-                self._refuse(431, "head", f"{self._head_bytes} bytes and no end", most)
+                limit = self.limits.head_bytes
+                self._refuse(431, "head", f"request head exceeds {limit} bytes; send less")
 
     def on_message_begin(self) -> None:
         """Begin a head."""
@@ -103,19 +113,24 @@ class LimitedProtocol(HttpToolsProtocol):
         """Refuse what is no HTTP, and a path and query that are too long to be taken apart."""
         num_bytes = len(self.url or b"")
         if num_bytes > _MAX_PATH_BYTES:
-            most = f"at most {_MAX_PATH_BYTES} bytes; what is longer goes into the body"
-            self._refuse(431, "head", f"a path and query of {num_bytes} bytes", most)
+            message = (
+                f"path and query of {num_bytes} bytes exceed {_MAX_PATH_BYTES}; "
+                "send long fields in the body"
+            )
+            self._refuse(431, "head", message)
             return
-        self._refuse(400, "request", "no HTTP/1.1", "a request line, headers and a body")
+        message = "not an HTTP/1.1 request; send a request line, headers and a body"
+        self._refuse(400, "request", message)
 
-    def _refuse(self, status: int, field: str, found: str, expected: str) -> None:
+    def _refuse(self, status: int, field: str, message: str) -> None:
         if self.transport.is_closing():
             return
         NUM_REFUSED[status] += 1
-        answer = error_response(RequestRefusedError(status, field, found, expected))
+        answer = error_response(RequestRefusedError(status, field, message))
+        retry = b"".join(b"%s: %s\r\n" % header for header in RETRY_LATER if status == 503)
         head = (
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-            b"connection: close\r\n\r\n" % (status, _REASONS[status], len(answer.body))
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s"
+            b"connection: close\r\n\r\n" % (status, _REASONS[status], len(answer.body), retry)
         )
         self.transport.write(head + answer.body)
         self.transport.close()
@@ -149,8 +164,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._unread_since is not None and now - self._unread_since > limits.unread_timeout_s:
             self.transport.abort()
         elif self._head_since is not None and now - self._head_since > limits.head_timeout_s:
-            found = f"no end of it after {limits.head_timeout_s:g} s"
-            self._refuse(408, "head", found, "it sooner")
+            message = f"request head not received within {limits.head_timeout_s:g} s"
+            self._refuse(408, "head", message)
         elif self._idle_since is not None and now - self._idle_since > limits.idle_timeout_s:
             self.transport.close()
 

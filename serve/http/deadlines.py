@@ -1,6 +1,6 @@
-"""Requests that wait, for the rest of their body or for an endpoint, and the time they may take.
+"""Deadlines of requests that wait for the rest of their body or for an endpoint.
 
-One timer looks after all of them: a timer or a task for each request would cost more than the door.
+One timer serves all of them: a timer or a task for each request would cost more than its handling.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import asyncio
 import time
 from typing import Final
 
-# Of an ASGI scope: time.perf_counter() when the request's head was whole, where the server says.
+# Key of an ASGI scope: time.perf_counter() when the request's head was complete, if it is known.
 ARRIVED: Final = "replaylake.arrived"
-# And of how many came with it: an Arrivals, where the server counts them.
+# Key of an ASGI scope: the ArrivalCounter of the server, if it has one.
 ARRIVALS: Final = "replaylake.arrivals"
 _CHECK_INTERVAL_S: Final = 0.05
 

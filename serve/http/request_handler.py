@@ -1,8 +1,8 @@
-"""The door: each request from its first byte to its answer, around the endpoint that makes it.
+"""Request handler: each request from its first byte to its answer, around its endpoint.
 
-In this order: the host and the origin, the token, the declared size, the body (with a limit on its
-size and its time, and on what all bodies take together), the queue, the endpoint within the
-deadline. Errors become statuses only here. What an endpoint is given has its whole body.
+It checks in this order: host and origin, token, declared size, body (its size, its time, and the
+bytes of all bodies together), queue, and runs the endpoint within the deadline. Errors become
+statuses only here. An endpoint gets a request with its whole body.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from replaylake.datastore.errors import StorageError
 from replaylake.serve.http.deadlines import ARRIVALS, ARRIVED, Deadlines, RequestDeadline
 from replaylake.serve.messages import (
     JSON,
+    RETRY_AFTER_S,
+    RETRY_LATER,
     Endpoint,
     Request,
     RequestRefusedError,
@@ -35,20 +37,19 @@ _logger = logging.getLogger(__name__)
 Scope = Mapping[str, Any]
 _CLIENT_DISCONNECTED: Final = 499  # nobody reads it; it is for the count
 _BEFORE_START: Final = Limits()
-_RETRY_LATER: Final = ((b"retry-after", b"1"),)
 _CLOSE_HEADER: Final = (b"connection", b"close")
 _MAX_ID_BYTES: Final = 128
 _TRACEBACK_EVERY_S: Final = 1.0
-# Probes come by whatever address a machine has, tell nothing and change nothing.
+# Probes use any address that a machine has; they reveal and change nothing.
 _OF_ANY_HOST: Final = ("/livez", "/readyz")
-# Refusals of what a page of another site may have sent, by status and field.
+# Refusals of requests that a page of another site may have sent, by status and field.
 _OF_OTHER_SITES: Final = frozenset(
     {(400, "host"), (421, "host"), (403, "origin"), (415, "content-type")}
 )
 
 
 class HandlerState:
-    """What the doors of one worker share: what is served, who waits, and what that takes."""
+    """The state that all handlers of one worker share: what is served, and what requests take."""
 
     def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
         self.serving, self.metrics = serving, metrics
@@ -67,7 +68,6 @@ class RequestHandler:
         self._complaints = _RateLimitedLog(route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Answer one request."""
         began = scope.get(ARRIVED) or time.perf_counter()
         keeper, serving = self._keeper, self._keeper.serving()
         visit = _RequestState(scope, began, _BEFORE_START if serving is None else serving.limits)
@@ -108,11 +108,11 @@ class RequestHandler:
         except _ClientDisconnectedError:
             raise
         except Exception as error:
-            # Whatever we did not foresee is logged here, and the client learns no internals. A
-            # refusal that cannot be worded is among it: outside of the app BentoML answers nothing.
+            # Any unexpected error is logged here, and the client learns no internals. That includes
+            # an error that cannot be encoded: outside of the app BentoML answers nothing.
             self._complaints.log("unexpected error", error)
             return error_response(
-                RequestRefusedError(500, "server", "an internal error", "an answer; see its log")
+                RequestRefusedError(500, "server", "internal error; see the server's log")
             )
 
     async def _answer_or_refuse(
@@ -130,8 +130,11 @@ class RequestHandler:
             if time.perf_counter() >= visit.wait.due:
                 raise _timeout_error(visit)
             if keeper.num_inside >= visit.limits.queue and self._role is not None:
-                found = f"{keeper.num_inside} requests being worked on"
-                raise RequestRefusedError(503, "server", found, "fewer; try again", _RETRY_LATER)
+                message = (
+                    f"{keeper.num_inside} requests in progress, the server's limit; "
+                    f"retry in {RETRY_AFTER_S} s"
+                )
+                raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
             keeper.num_inside += 1
             try:
                 return await self._endpoint(visit.request(self._route, body))
@@ -148,8 +151,11 @@ class RequestHandler:
         except StorageError as error:
             self._complaints.log(f"decision log: {error}")
             keeper.metrics.count_log_failure()
-            refused = ("log", "a disk that refuses", "room to log; try again later")
-            return error_response(RequestRefusedError(503, *refused, _RETRY_LATER))
+            message = (
+                "the log cannot be written, its disk is full or out of reach; "
+                f"retry in {RETRY_AFTER_S} s"
+            )
+            return error_response(RequestRefusedError(503, "log", message, headers=RETRY_LATER))
 
     def _log(
         self,
@@ -183,7 +189,7 @@ class _ClientDisconnectedError(Exception):
 
 
 class _RequestState:
-    """One request at the door."""
+    """One request while it is handled."""
 
     __slots__ = (
         "accept",
@@ -216,7 +222,7 @@ class _RequestState:
             if name == b"content-type":
                 self.content_type = value.split(b";", 1)[0].strip().lower().decode("latin-1")
             elif name == b"host":
-                # Of two nobody can say which was meant: joined they are none.
+                # Joined, two values are no valid host: neither can be taken for the right one.
                 self.host = value if self.host is None else self.host + b"," + value
             elif name == b"accept":
                 self.accept = value.decode("latin-1")
@@ -247,7 +253,8 @@ class _RequestState:
 async def _read_body(visit: _RequestState, receive: Any, keeper: HandlerState) -> bytes:
     """Read the body without ever holding more than the limits.
 
-    Raises: RequestRefusedError: 413, or 503 where all bodies together are too large; _ClientGone.
+    Raises: RequestRefusedError: 413, or 503 where all bodies together are too large;
+    _ClientDisconnectedError.
     """
     max_bytes = visit.limits.body_bytes
     if visit.declared_bytes > max_bytes:
@@ -277,10 +284,11 @@ async def _read_pieces(
         if len(body) + len(piece) > limits.body_bytes:
             raise _too_large_error(f"more than {limits.body_bytes} bytes", limits.body_bytes)
         if keeper.buffered_bytes + len(piece) > limits.buffered_bytes:
-            found = f"{keeper.buffered_bytes} bytes of other requests"
-            raise RequestRefusedError(
-                503, "body", found, "fewer; try again", (*_RETRY_LATER, _CLOSE_HEADER)
+            message = (
+                f"the bodies of concurrent requests exceed {limits.buffered_bytes} bytes; "
+                f"retry in {RETRY_AFTER_S} s"
             )
+            raise RequestRefusedError(503, "body", message, headers=(*RETRY_LATER, _CLOSE_HEADER))
         visit.buffered_bytes += len(piece)
         keeper.buffered_bytes += len(piece)
         body += piece
@@ -293,21 +301,21 @@ async def _read_pieces(
 
 
 def _too_large_error(found: str, max_bytes: int) -> RequestRefusedError:
-    return RequestRefusedError(413, "body", found, f"at most {max_bytes} bytes")
+    return RequestRefusedError(413, "body", found=found, expected=f"at most {max_bytes} bytes")
 
 
 def _timeout_error(visit: _RequestState) -> RequestRefusedError:
     limits = visit.limits
     if not visit.is_read:
         seconds = min(limits.body_timeout_s, limits.deadline_s)
-        found = f"no end of it after {seconds:g} s"
-        return RequestRefusedError(408, "body", found, "it sooner", (_CLOSE_HEADER,))
-    found = f"no answer after {limits.deadline_s:g} s"
-    return RequestRefusedError(504, "server", found, "one in time; try again, or ask for less")
+        message = f"request body not received within {seconds:g} s"
+        return RequestRefusedError(408, "body", message, headers=(_CLOSE_HEADER,))
+    message = f"not answered within {limits.deadline_s:g} s; retry, or send a smaller request"
+    return RequestRefusedError(504, "server", message)
 
 
 class _RateLimitedLog:
-    """What a route did not foresee, at most once a second: a flood of requests is none of lines."""
+    """Logs a route's unexpected errors at most once a second, so that a flood fills no disk."""
 
     def __init__(self, route: str) -> None:
         self._route = route
@@ -325,7 +333,7 @@ class _RateLimitedLog:
 
 
 class _ResponseHead:
-    """The head of an answer that only its length tells from others; written anew with the date."""
+    """The head of a response up to its length; made again when the date changes."""
 
     def __init__(self) -> None:
         self._of: list[tuple[bytes, bytes]] | None = None
@@ -340,15 +348,38 @@ class _ResponseHead:
 
 
 _head = _ResponseHead()
+# What write_response reads and sets, none of which uvicorn documents: a version that has another
+# cycle answers by ASGI's messages.
+_CYCLE_ATTRIBUTES: Final = frozenset(
+    {
+        "default_headers",
+        "disconnected",
+        "flow",
+        "keep_alive",
+        "message_event",
+        "on_response",
+        "response_complete",
+        "response_started",
+        "transport",
+    }
+)
+
+
+def is_known_cycle(cycle_class: type) -> bool:
+    """Whether a class of uvicorn's makes itself of what write_response uses."""
+    return frozenset(cycle_class.__init__.__code__.co_names) >= _CYCLE_ATTRIBUTES  # type: ignore[misc]
+
+
+_IS_KNOWN_CYCLE: Final = is_known_cycle(RequestResponseCycle)
 
 
 def write_response(send: Any, content_type: str, body: bytes) -> bool:
-    """Write an answer of status 200 at once: ASGI's two messages are two system calls.
+    """Write a response of status 200 in one system call: ASGI's two messages are two.
 
-    Returns False, and writes nothing, where that is not to be done: `send` is not uvicorn's own
-    but of a middleware that has to see what is sent, the client does not read, or leaves.
+    Returns False, and writes nothing, where `send` is not uvicorn's own but that of a middleware,
+    which has to see the response, or where the client does not read or is gone.
     """
-    if getattr(send, "__func__", None) is not RequestResponseCycle.send:
+    if not _IS_KNOWN_CYCLE or getattr(send, "__func__", None) is not RequestResponseCycle.send:
         return False
     cycle: RequestResponseCycle = send.__self__
     if cycle.disconnected or not cycle.keep_alive or cycle.flow.write_paused:

@@ -1,4 +1,4 @@
-"""Exported: what /metrics has; the endpoint and the dashboard go by it."""
+"""The metric families that a server exposes at /metrics."""
 
 from __future__ import annotations
 
@@ -12,25 +12,18 @@ MergeMode = Literal["sum", "mean", "max"]
 
 @dataclass(frozen=True)
 class MetricFamily:
-    """One family of numbers.
+    """One family: its samples differ by their labels alone.
 
-    name: without the `_total` that Prometheus adds to a counter. unit: Grafana's name of what one
-    is. buckets: of a histogram, the upper bounds, ascending.
+    name: without the `_total` that Prometheus adds to a counter. buckets: the upper bounds of a
+    histogram, ascending.
     """
 
     name: str
     kind: Kind
     description: str
     labels: tuple[str, ...] = ()
-    unit: str = "short"
     buckets: tuple[float, ...] = ()
     merge_mode: MergeMode = "sum"
-
-    @property
-    def sample(self) -> str:
-        """The name that its samples have, and that a query asks for."""
-        ends = {"counter": "_total", "histogram": "_bucket", "gauge": ""}
-        return self.name + ends[self.kind]
 
 
 _VERSION: Final = ("policy", "version")
@@ -45,7 +38,6 @@ LATENCY: Final = MetricFamily(
     "histogram",
     "Time from the request's arrival to its answer, by route.",
     ("route",),
-    "s",
     # From a tiny policy on a quiet machine to one that is in trouble.
     (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0),
 )
@@ -58,7 +50,7 @@ REFUSED_CONNECTIONS: Final = MetricFamily(
 REFUSED_HEADERS: Final = MetricFamily(
     "replaylake_refused_headers",
     "counter",
-    "Requests refused as a page of another site may have sent them, by the header that told.",
+    "Requests refused by their Host, Origin or Content-Type header, by that header.",
     ("header",),
 )
 QUEUE: Final = MetricFamily(
@@ -84,7 +76,6 @@ WEIGHT: Final = MetricFamily(
     "gauge",
     "Share of the episodes that this version answers.",
     (*_VERSION, "reference"),
-    "percentunit",
     merge_mode="mean",
 )
 RELOADS: Final = MetricFamily(
@@ -111,14 +102,12 @@ EXPLORATION: Final = MetricFamily(
     "gauge",
     "Share of recent decisions that were not the policy's best action.",
     _VERSION,
-    "percentunit",
 )
 LOG_PROB: Final = MetricFamily(
     "replaylake_log_prob_mean",
     "gauge",
     "Mean log-probability of recent actions, in nats.",
     _VERSION,
-    "none",
 )
 DRIFT: Final = MetricFamily(
     "replaylake_observation_drift",
@@ -126,14 +115,12 @@ DRIFT: Final = MetricFamily(
     "How far the mean of recent observations is from that of the training steps, in the latter's "
     "standard deviations: of the element that is furthest, and the mean over elements.",
     (*_VERSION, "over"),
-    "none",
 )
 SHIFT: Final = MetricFamily(
     "replaylake_observation_shift",
     "gauge",
     "The same of each element, with its sign; of observations of at most 64 elements.",
     (*_VERSION, "element"),
-    "none",
 )
 RECENT_DECISIONS: Final = MetricFamily(
     "replaylake_recent_decisions",
@@ -147,7 +134,6 @@ FEEDBACK_LAG: Final = MetricFamily(
     "histogram",
     "Time from a decision to a reward for it.",
     (),
-    "s",
     (0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 21600.0, 86400.0, 604800.0),
 )
 JOINED: Final = MetricFamily(
@@ -155,7 +141,6 @@ JOINED: Final = MetricFamily(
     "gauge",
     "Share of all logged decisions that have a reward, as `sessionise` last found it.",
     (),
-    "percentunit",
     merge_mode="max",
 )
 ORPHANED: Final = MetricFamily(

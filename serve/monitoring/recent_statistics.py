@@ -135,7 +135,6 @@ class RecentMeans:
     """What sums of a version say."""
 
     def __init__(self, sums: Array) -> None:
-        """Take what `joined` returned."""
         num, num_likely, num_seen = (float(sums[i]) for i in (_NUM, _NUM_LIKELY, _NUM_SEEN))
         self.num = num
         self.exploration_rate = float(sums[_OTHER]) / num if num else None

@@ -45,7 +45,7 @@ os.environ.setdefault("BENTOML_DO_NOT_TRACK", "True")
 from replaylake.serve.package.listen_address import resolve_address  # noqa: E402
 from replaylake.serve.service import PolicyService  # noqa: E402
 
-# Of itself BentoML would listen on every address.
+# BentoML would listen on every address by default.
 address = resolve_address(os.environ)
 port = int(os.environ.get("REPLAYLAKE_SERVE_PORT", "3000"))
 PolicyService.config["http"] = {{"host": address, "port": port}}
@@ -95,7 +95,6 @@ class BentoReceipt:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 
@@ -235,7 +234,7 @@ def _run_build(source: Path, home: Path, version: str, tag: str) -> None:
             "few seconds. Try again."
         ) from error
     if done.returncode != 0:
-        # Of several lines after this, the cause is not the last.
+        # The cause is the first line after this, not the last.
         said = (done.stderr + done.stdout).rpartition("Error: ")[2]
         raise ServeError(
             f"package {tag}: BentoML did not build it: {' '.join(said.split()) or 'no message'}. "

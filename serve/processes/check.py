@@ -38,7 +38,6 @@ class CheckResult:
     found: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 
@@ -158,8 +157,8 @@ def _log(config: ServeConfig) -> str:
             )
     if (difference := find_encoding_mismatch(theirs.encoding, ours.encoding)) is not None:
         raise SchemaMismatchError(
-            f"dataset {config.log_to}: found that of it and of the policy {difference}, expected "
-            "one encoding. Log to another dataset."
+            f"dataset {config.log_to}: encodes observations unlike the policy: {difference}. "
+            "Log to another dataset."
         )
     return f"{config.log_to} has the policy's spaces"
 

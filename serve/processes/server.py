@@ -183,7 +183,6 @@ class _ReadinessWatch(threading.Thread):
                 return
 
     def stop(self) -> None:
-        """Stop polling."""
         self._stopping.set()
         if self.is_alive():
             self.join()

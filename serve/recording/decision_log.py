@@ -11,11 +11,25 @@ from typing import Any, Final
 
 import orjson
 
+from replaylake.datastore.episodes.schema import (
+    ACTION,
+    ACTION_MASK,
+    EPISODE_ID,
+    OBSERVATION,
+    POLICY,
+    POLICY_VERSION,
+    STEP,
+    TIMESTAMP,
+)
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.decision_id import DecisionId
 from replaylake.datastore.feedback.decisions import (
+    DECISION_ID,
     DEFAULT_WINDOW_S,
+    DETERMINISTIC,
+    LOG_PROB,
+    REQUEST_ID,
     decisions_encoder,
     ensure_feedback_tables,
     recover_feedback,
@@ -104,7 +118,7 @@ class DecisionLog:
         Returns whether they were. Raises: StorageError, unless failures are to be served through.
         """
         try:
-            self.decisions.append([record for one in decided for record in _records(one)])
+            self.decisions.append([record for one in decided for record in encode_records(one)])
         except StorageError as error:
             if self.on_failure == REFUSE:
                 raise
@@ -153,19 +167,22 @@ class Clock:
         self._last = 0
 
     def now(self) -> int:
-        """Return the time."""
         self._last = max(self._last, time.time_ns() // 1000)
         return self._last
 
 
-def _records(decided: DecisionBatch) -> list[bytes]:
-    """Return a JSON object for each decision; what all have in common is written out once."""
+def encode_records(decided: DecisionBatch) -> list[bytes]:
+    """Return a JSON object for each decision; what all have in common is written out once.
+
+    Each has every column of the table, null where nothing is known: one that is left out would be
+    null in the table without anybody's notice.
+    """
     common = orjson.dumps(
         {
-            "timestamp": decided.timestamp,
-            "policy": decided.policy,
-            "policy_version": decided.policy_version,
-            "deterministic": decided.deterministic,
+            TIMESTAMP: decided.timestamp,
+            POLICY: decided.policy,
+            POLICY_VERSION: decided.policy_version,
+            DETERMINISTIC: decided.deterministic,
         }
     )
     tail = b"," + common[1:]
@@ -185,14 +202,14 @@ def _records(decided: DecisionBatch) -> list[bytes]:
     return [
         orjson.dumps(
             {
-                "decision_id": decision_id,
-                "request_id": request_id,
-                "episode_id": episode_id,
-                "step": step,
-                "observation": observation,
-                "action": action,
-                "log_prob": log_prob,
-                "action_mask": mask,
+                DECISION_ID: decision_id,
+                REQUEST_ID: request_id,
+                EPISODE_ID: episode_id,
+                STEP: step,
+                OBSERVATION: observation,
+                ACTION: action,
+                LOG_PROB: log_prob,
+                ACTION_MASK: mask,
             },
             option=orjson.OPT_SERIALIZE_NUMPY,
         )[:-1]

@@ -48,7 +48,6 @@ class FeedbackJoinProcess:
         self._thread = threading.Thread(target=self._watch, name="feedback-join", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:

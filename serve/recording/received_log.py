@@ -23,9 +23,9 @@ _MAX_REMEMBERED_STEPS: Final = 131_072
 class ContradictionError(Exception):
     """A piece, by its place, that says otherwise than what this worker holds."""
 
-    def __init__(self, piece: int, found: str, expected: str) -> None:
-        super().__init__(found)
-        self.piece, self.found, self.expected = piece, found, expected
+    def __init__(self, piece: int, message: str) -> None:
+        super().__init__(message)
+        self.piece = piece
 
 
 class ReceivedLog:
@@ -106,11 +106,17 @@ class _EpisodeSteps:
                 self.contents[last] = content
                 is_new = True
             elif self.contents[last] != content:
-                expected = "what it was when it was sent before, or another episode_id"
-                raise ContradictionError(number, f"step {last} with other values", expected)
+                message = (
+                    f"step {last} was received before with other values; "
+                    "send the same values, or another episode_id"
+                )
+                raise ContradictionError(number, message)
         if piece.ends:
             self.end = last if self.end is None else min(last, self.end)
         if self.end is not None and (highest := max(self.contents)) > self.end:
-            found = f"step {highest} after the end at step {self.end}"
-            raise ContradictionError(number, found, "no step after the one that ended the episode")
+            message = (
+                f"step {highest} comes after step {self.end}, which ended the episode; "
+                "send it under another episode_id"
+            )
+            raise ContradictionError(number, message)
         return is_new

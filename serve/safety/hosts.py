@@ -1,8 +1,8 @@
-"""Hosts: what a server may be called by those who ask it, and whose pages may.
+"""Hosts: the names and addresses that a server answers to, and the pages that may use it.
 
 A page of any website can send requests to a server on the reader's own machine, and a name that its
 owner lets point at that server (DNS rebinding) makes them look like requests of the same site. The
-browser tells of both: the Host header has the name that was asked for, Origin that of the page. An
+browser names both: the Host header is the name that was requested, Origin that of the page. An
 address in Host cannot be rebound, so the one that the request came to is allowed.
 """
 
@@ -18,9 +18,13 @@ from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.messages import RequestRefusedError
 
 ANY: Final = "*"
-# RFC 9110, section 7.2: a name or an address, those of IPv6 in brackets, and perhaps a port.
-_AUTHORITY: Final = re.compile(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._~-]{1,255})(?::[0-9]{0,5})?")
+# RFC 9110, section 7.2: a name or an address, those of IPv6 in brackets, and perhaps a port. A zone
+# (`%eth0`, or `%25eth0` as in RFC 6874) names an interface of the machine that sends it.
+_AUTHORITY: Final = re.compile(
+    rb"(\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._~%-]{1,32})?\]|[A-Za-z0-9._~-]{1,255})(?::[0-9]{0,5})?"
+)
 _CACHED: Final = 256
+_MAX_BYTES: Final = 264  # nothing longer is an authority; the cache would hold up to 64 KiB of each
 _SHOWN: Final = 120
 
 
@@ -39,14 +43,15 @@ class AllowedHosts:
         Raises: RequestRefusedError: 400 without one valid Host, 421 of another's (RFC 9110, section
         15.5.20), 403 where a page of another host sent it. Cost: 0.2 us where it was seen before.
         """
-        if host is None or not self._is_allowed(host, address):
+        if host is None or len(host) > _MAX_BYTES or not self._is_allowed(host, address):
             raise _refuse_host(host)
         if origin is not None:
             # Without a scheme it is `null`, of a page that hides where it is from.
             _, scheme, authority = origin.partition(b"://")
-            if ANY not in self._hosts and not (scheme and self._is_allowed(authority, address)):
-                expected = "a page of a host that this server answers to; see --allowed-host"
-                raise RequestRefusedError(403, "origin", _shown(origin), expected)
+            is_known = scheme and len(authority) <= _MAX_BYTES
+            if ANY not in self._hosts and not (is_known and self._is_allowed(authority, address)):
+                message = f"origin {_shown(origin)} is not allowed; allow its host, --allowed-host"
+                raise RequestRefusedError(403, "origin", message)
 
     def _look_up(self, authority: bytes, address: str | None) -> bool:
         name = _name_in(authority)
@@ -88,16 +93,20 @@ def _name_in(authority: bytes) -> str | None:
     name = match[1].decode("ascii")
     if name.startswith("["):
         try:
-            return _plain(str(ipaddress.IPv6Address(name[1:-1])))
+            return _plain(str(ipaddress.IPv6Address(name[1:-1].partition("%")[0])))
         except ValueError:
             return None
     return _plain(name.lower().removesuffix(".")) or None
 
 
 def _plain(name: str) -> str:
-    """Return an address as Python writes it, one of IPv4 in IPv6 as itself; a name as it is."""
+    """Return an address as Python writes it, one of IPv4 in IPv6 as itself; a name as it is.
+
+    The zone of a link-local address is dropped: the socket's address has this machine's (`%eth0`),
+    and clients send their own or none.
+    """
     try:
-        number = ipaddress.ip_address(name)
+        number = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
         return name
     mapped = number.ipv4_mapped if isinstance(number, ipaddress.IPv6Address) else None
@@ -105,11 +114,17 @@ def _plain(name: str) -> str:
 
 
 def _refuse_host(host: bytes | None) -> RequestRefusedError:
-    if host is None or _name_in(host) is None:
-        found = "nothing" if not host else _shown(host)
-        return RequestRefusedError(400, "host", found, "one Host header, with a name or an address")
-    expected = "one that this server answers to: localhost, its address, or an --allowed-host"
-    return RequestRefusedError(421, "host", _shown(host), expected)
+    if not host:
+        message = "Host header is missing; send one, with the server's name or address"
+        return RequestRefusedError(400, "host", message)
+    if _name_in(host) is None:
+        expected = "one Host header with a name or an address, and a port if need be"
+        return RequestRefusedError(400, "host", found=_shown(host), expected=expected)
+    message = (
+        f"unknown host {_shown(host)}; use localhost or the server's address, "
+        "or allow this host, --allowed-host"
+    )
+    return RequestRefusedError(421, "host", message)
 
 
 def _shown(value: bytes) -> str:

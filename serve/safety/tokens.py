@@ -1,4 +1,4 @@
-"""Bearer tokens: who may act, who may feed back, and who may look behind the counter.
+"""Bearer tokens: who may act, who may report feedback, and who may read operational endpoints.
 
 Each role has tokens of its own, several at a time so that they can be changed without a gap. They
 come from a file, one a line, or from the environment; never from arguments, which others can read.
@@ -68,8 +68,8 @@ class Tokens:
             return
         scheme, _, presented = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer":
-            found = "none" if authorization is None else "another scheme"
-            raise _unauthorized_error(found, role)
+            cause = "token missing" if authorization is None else "authorization is not Bearer"
+            raise _unauthorized_error(cause, role)
         presented = presented.strip()
         is_known = is_allowed = False
         for token, its_role in self.pairs:
@@ -77,16 +77,15 @@ class Tokens:
                 is_known = True
                 is_allowed |= its_role == role
         if not is_known:
-            raise _unauthorized_error("one that is not ours", role)
+            raise _unauthorized_error("unknown token", role)
         if not is_allowed:
-            raise RequestRefusedError(403, "token", "one of another role", f"one for {role}")
+            raise RequestRefusedError(403, "token", f"token lacks role {role}")
 
 
-def _unauthorized_error(found: str, role: str) -> RequestRefusedError:
+def _unauthorized_error(cause: str, role: str) -> RequestRefusedError:
     challenge = (b"www-authenticate", b'Bearer realm="replaylake"')
-    return RequestRefusedError(
-        401, "token", found, f"Authorization: Bearer, for {role}", (challenge,)
-    )
+    message = f"{cause}; send Authorization: Bearer with a token of role {role}"
+    return RequestRefusedError(401, "token", message, headers=(challenge,))
 
 
 def read_tokens(

@@ -155,8 +155,8 @@ def parse_canaries(texts: Sequence[str]) -> tuple[Canary, ...]:
     names = [canary.reference for canary in canaries]
     if total >= 1 or len(set(names)) < len(names):
         raise ConfigInvalidError(
-            f"--canary: found {', '.join(texts)}, expected different policies whose weights add "
-            f"up to less than 1, not {total:g}: the policy itself has the rest."
+            f"--canary: found {', '.join(texts)} with a total weight of {total:g}, expected "
+            "different policies with a total below 1: the main policy serves the rest."
         )
     return canaries
 

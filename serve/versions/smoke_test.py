@@ -1,4 +1,4 @@
-"""Trial: what a policy has to show before it answers anybody."""
+"""Smoke test: checks that a policy passes before it answers requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def smoke_test(policy: Policy, exploration: Exploration, what: str) -> int:
                 act = policy.act(batch, policy.initial_state(num), rng=rng, **how)
             except EpisodeInvalidError as error:
                 raise PackageInvalidError(
-                    f"{what}: does not act on samples of its own observation space: {error} "
+                    f"{what}: cannot act on samples of its own observation space: {error} "
                     "Train or package it again."
                 ) from error
             _check_finite(act, what)
@@ -67,22 +67,22 @@ def smoke_test(policy: Policy, exploration: Exploration, what: str) -> int:
 
 
 def check_same_spaces(found: PolicySpec, served: PolicySpec, what: str) -> None:
-    """Refuse a policy that takes or gives other values than one served beside it or before it.
+    """Refuse a policy whose spaces or encoding differ from those of one served with it or before.
 
-    Clients, and the tables that are logged to, know one form of them; bounds may differ, dtypes may
-    not: a request is read before it is known who answers it. Raises: SchemaMismatchError.
+    Clients and the logged tables know one form of both. Bounds may differ, dtypes may not: a
+    request is read before the version that answers it is chosen. Raises: SchemaMismatchError.
     """
     for name in ("observation_space", "action_space"):
         theirs, ours = getattr(found, name), getattr(served, name)
         if not is_compatible(theirs, ours) or _dtypes(theirs) != _dtypes(ours):
             raise SchemaMismatchError(
                 f"{what}: found the {name.replace('_', ' ')} {describe(theirs)}, expected "
-                f"{describe(ours)} as what is served has it. Serve it by itself."
+                f"{describe(ours)} as the served policy has. Serve it on a server of its own."
             )
     if (difference := find_encoding_mismatch(found.encoding, served.encoding)) is not None:
         raise SchemaMismatchError(
-            f"{what}: found that of it and of what is served {difference}, expected the same: the "
-            "same fields would be other numbers. Serve it by itself."
+            f"{what}: encodes observations unlike the served policy: {difference}. "
+            "Serve it on a server of its own."
         )
 
 

@@ -78,7 +78,8 @@ if TYPE_CHECKING:
     from replaylake.datastore.feedback.join import join_feedback
     from replaylake.datastore.interchange.export.export import export
     from replaylake.datastore.interchange.ingest.ingest import ingest
-    from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter
+    from replaylake.datastore.lake.dataset import Dataset
+    from replaylake.datastore.lake.episode_writer import EpisodeWriter
     from replaylake.datastore.lake.lake import Lake
     from replaylake.datastore.lake.lake import open_lake as open
     from replaylake.datastore.lake.policies.package import load_policy
@@ -118,7 +119,7 @@ _LOCATIONS = {
     "Dict": ("datastore.episodes.spaces", "Dict"),
     "Discrete": ("datastore.episodes.spaces", "Discrete"),
     "Episode": ("datastore.episodes.episode", "Episode"),
-    "EpisodeWriter": ("datastore.lake.dataset", "EpisodeWriter"),
+    "EpisodeWriter": ("datastore.lake.episode_writer", "EpisodeWriter"),
     "Episodes": ("datastore.replay.items.episodes", "Episodes"),
     "Hindsight": ("datastore.replay.items.hindsight", "Hindsight"),
     "Lake": ("datastore.lake.lake", "Lake"),

@@ -200,7 +200,7 @@ def test_masks_are_refused_by_those_that_ignore_them(run: Any, write: Write, ope
     masks = np.array([[True, True], [False, True]] * 2 + [[True, True]])
     write("d", action_masks=masks)
     for name in ("d3rlpy:cql", "nfq"):
-        check_one_line(train(run, name), "masks", "Algorithms that honour masks: bc, cql")
+        check_one_line(train(run, name), "masks", "Algorithms that honor masks: bc, cql")
     check_nothing_registered(opened)
     assert train(run, "cql").code == 0
 

@@ -93,7 +93,7 @@ def test_continuous_cloning_learns_means_in_the_environments_units(batch, head, 
     assert errors[0] < 0.25
     assert errors[1] < 0.1
     assert learner.policy().spec.head == head
-    assert learner.normalisation["actions"]["source"] == ["space" if bounded else "dataset"] * 2
+    assert learner.normalization["actions"]["source"] == ["space" if bounded else "dataset"] * 2
 
 
 def test_the_gaussian_learns_the_spread_in_the_environments_units(batch):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from frame_grid import BAR, BEST_RETURN
 
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.offline.environments.frame_grid import BAR, BEST_RETURN
 from replaylake.offline.running.train import TrainConfig, train
 from replaylake.online.train import OnlineResult, train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
@@ -36,7 +36,7 @@ class Bar:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.algorithm}-{self.env_id.split('/')[-1]}"
+        return f"{self.algorithm}-{self.env_id.split(':')[-1]}"
 
     def run(self, lake: Lake, seed: int) -> OnlineResult:
         config = OnlineConfig(
@@ -77,7 +77,7 @@ BARS = (
     Bar("ppo", "CartPole-v1", 475, 300_000, until=495),
     Bar(
         "dqn",
-        "ReplayLake/FrameGrid-v0",
+        "frame_grid:make_frame_grid",
         BAR,
         30_000,
         until=(BAR + BEST_RETURN) / 2,
@@ -96,7 +96,11 @@ BARS = (
 @pytest.mark.bars
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("bar", BARS, ids=str)
-def test_a_bar_is_reached(tmp_path: Path, bar: Bar, seed: int) -> None:
+def test_a_bar_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: Bar, seed: int
+) -> None:
+    # Rollout workers are processes of their own.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "examples"))
     lake = open_lake(tmp_path / "lake", create=True)
     check(bar, bar.run(lake, seed), lake)
 

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -9,7 +8,6 @@ from replaylake.offline.running.training.config import TrainConfig
 from replaylake.online.train import train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAME = "munchausen_dqn:munchausen_dqn"
 SMALL = OnlineConfig(
     NAME,
@@ -21,11 +19,6 @@ SMALL = OnlineConfig(
     selection_episodes=2,
     options={"hidden_sizes": [16], "temperature": 0.05},
 )
-
-
-@pytest.fixture(autouse=True)
-def in_examples(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 def test_an_algorithm_of_ones_own_learns_online_and_offline(lake):

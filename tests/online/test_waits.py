@@ -232,7 +232,8 @@ def test_more_gpus_than_this_machine_has_are_refused_at_once(lake):
     request = OnlineRequest(
         "CartPole-v1", "live", "learned", OnlineConfig("dqn", learner_gpus=asked)
     )
-    with pytest.raises(ConfigInvalidError, match=f"learner_gpus: found {asked} asked for and "):
+    message = f"learner_gpus: found {asked - 1} GPUs on this machine, expected {asked} or more"
+    with pytest.raises(ConfigInvalidError, match=message):
         train_online(lake, request)
 
 

@@ -19,10 +19,19 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.feedback.decision_id import read_unverified  # noqa: F401  (for tests, through `kit`)
+from replaylake.datastore.feedback.decision_id import (
+    DecisionSigner,
+    read_unverified,  # noqa: F401  (for tests, through `kit`)
+)
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.datastore.lake.policies.package import save_package
+from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.serve.app import create_app
+from replaylake.serve.recording.decision_log import DecisionLog
+from replaylake.serve.safety.limits import Limits
+from replaylake.serve.serving_state import ServingState
+from replaylake.serve.versions.router import Router, ServedPolicy
 
 WEIGHTS = np.array([[1.0, -1.0], [0.5, 0.25], [-2.0, 2.0], [3.0, -3.0]], np.float32)
 CARTPOLE = PolicySpec(Box((4,)), Discrete(2), "categorical")
@@ -182,6 +191,29 @@ class AppClient:
         return self.request("POST", path, **body)
 
 
+def make_serving(policy, *, log=None, exploration=None, limits=None, signer=None, **more):
+    """Return what a worker holds that serves one policy, and nothing else unless it is given."""
+    return ServingState(
+        Router(ServedPolicy("p", 2, policy, "p@champion", {"algorithm": "by_hand"})),
+        signer or DecisionSigner(b"k" * 32, "d"),
+        log,
+        exploration or Exploration(),
+        limits or Limits(),
+        **more,
+    )
+
+
+def check_refused(response, status, field):
+    """Check that a response is an error of this status at this field, and return the error."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) - {"found", "expected"} == {"field", "message"}
+    assert ("found" in error) == ("expected" in error)
+    assert error["field"] == field, error
+    assert all(isinstance(text, str) and text for text in error.values())
+    return error
+
+
 def process_tree(root: int) -> list:
     """Return the pids of a process and its descendants: workers are in groups of their own."""
     parents = {}
@@ -236,6 +268,40 @@ def app_client():
 @pytest.fixture(scope="session")
 def package(tmp_path_factory) -> Path:
     return save_policy(tmp_path_factory.mktemp("policy") / "package")
+
+
+@pytest.fixture(scope="session")
+def serving():
+    return make_serving
+
+
+@pytest.fixture(scope="session")
+def refused():
+    return check_refused
+
+
+@pytest.fixture(scope="module")
+def policy(package):
+    return load_policy(package)
+
+
+@pytest.fixture(scope="module")
+def limited_client(app_client, policy):
+    """An app in process that takes bodies of 20 kB and batches of 16."""
+    limits = Limits(body_bytes=20_000, batch=16)
+    with app_client(create_app(lambda: make_serving(policy, limits=limits))) as client:
+        yield client
+
+
+@pytest.fixture
+def logged(app_client, policy, tmp_path):
+    """An app in process that logs to the dataset `d` of a new lake."""
+    lake = open_lake(tmp_path / "lake", create=True)
+    signer = DecisionSigner(lake.signing_key(), "d")
+    log = DecisionLog(lake.dataset("d"), policy.spec, signer.worker, window_s=60)
+    with app_client(create_app(lambda: make_serving(policy, log=log, signer=signer))) as client:
+        client.lake, client.log, client.signer = lake, log, signer
+        yield client
 
 
 @pytest.fixture(scope="module")

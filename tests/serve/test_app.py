@@ -6,58 +6,14 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from replaylake.datastore.feedback.decision_id import DecisionSigner
-from replaylake.datastore.lake.lake import open_lake
-from replaylake.datastore.lake.policies.exploration import Exploration
-from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.app import create_app
-from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving_state import Limits, ServingState
-from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 
 
-def serving(policy, *, log=None, exploration=None, limits=None, signer=None):
-    signer = signer or DecisionSigner(b"k" * 32, "d")
-    return ServingState(
-        Router(ServedPolicy("p", 2, policy, "p@champion", {"algorithm": "by_hand"})),
-        signer,
-        log,
-        exploration or Exploration(),
-        limits or Limits(),
-    )
-
-
 @pytest.fixture(scope="module")
-def policy(package):
-    return load_policy(package)
-
-
-@pytest.fixture(scope="module")
-def client(app_client, policy):
-    limits = Limits(body_bytes=20_000, batch=16)
-    with app_client(create_app(lambda: serving(policy, limits=limits))) as client:
-        yield client
-
-
-@pytest.fixture
-def logged(app_client, policy, tmp_path):
-    lake = open_lake(tmp_path / "lake", create=True)
-    signer = DecisionSigner(lake.signing_key(), "d")
-    log = DecisionLog(lake.dataset("d"), policy.spec, signer.worker, window_s=60)
-    with app_client(create_app(lambda: serving(policy, log=log, signer=signer))) as client:
-        client.lake, client.log, client.signer = lake, log, signer
-        yield client
-
-
-def refused(response, status, field):
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"field", "found", "expected"}
-    assert error["field"] == field, error
-    assert all(isinstance(text, str) and text for text in error.values())
-    return error
+def client(limited_client):
+    return limited_client
 
 
 JSON = st.recursive(
@@ -85,13 +41,13 @@ def test_no_bytes_are_beyond_us(client, body, path):
     assert client.post(path, content=body).status_code in (404, 422)
 
 
-def test_bodies_and_batches_have_a_limit(client):
+def test_bodies_and_batches_have_a_limit(client, refused):
     refused(client.post("/act", content=b" " * 20_001), 413, "body")
     refused(client.post("/act", json={"observations": [GOOD] * 17}), 413, "observations")
     assert client.post("/act", json={"observations": [GOOD] * 16}).status_code == 200
 
 
-def test_wrong_paths_and_methods_answer_alike(client):
+def test_wrong_paths_and_methods_answer_alike(client, refused):
     refused(client.get("/act"), 405, "method")
     refused(client.request("DELETE", "/policy"), 405, "method")
     for path in ("/", "/acts", "/act/", "/docs"):
@@ -108,7 +64,7 @@ def test_policy_says_what_answers(client):
     assert said["explore"] is None
 
 
-def test_health(app_client, policy):
+def test_health(app_client, policy, serving):
     app = create_app(lambda: serving(policy))
     assert not app.state.is_ready()
     with app_client(app) as client:
@@ -118,7 +74,7 @@ def test_health(app_client, policy):
     assert not app.state.is_ready()
 
 
-def test_metrics_count_by_route_and_status(app_client, policy):
+def test_metrics_count_by_route_and_status(app_client, policy, serving):
     with app_client(create_app(lambda: serving(policy))) as client:
         client.post("/act", json={"observations": [GOOD] * 3})
         client.post("/act", json={})
@@ -131,7 +87,7 @@ def test_metrics_count_by_route_and_status(app_client, policy):
     assert 'replaylake_request_seconds_count{route="/act"} 2.0' in text
 
 
-def test_the_unforeseen_is_500_without_internals(app_client, policy, caplog):
+def test_the_unforeseen_is_500_without_internals(app_client, policy, caplog, serving, refused):
     class Broken:
         spec = policy.spec
 

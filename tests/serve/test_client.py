@@ -176,9 +176,11 @@ def test_refusals_say_what_was_wrong(client):
     ) as caught:
         client.act([1, 2, 3])
     assert (caught.value.status, caught.value.field) == (422, "observation")
+    assert caught.value.found == "a list of 3"
     with pytest.raises(RequestFailedError) as caught:
         client.feedback(1.0, decision_id="dnot-ours")
-    assert caught.value.status == 404
+    assert (caught.value.status, caught.value.found) == (404, None)
+    assert caught.value.message.startswith("unknown decision_id; ")
     with pytest.raises(ValueError, match="Out of range float"):
         client.act([float("nan"), 0, 0, 0])
     with pytest.raises(TypeError, match="found set"):
@@ -231,7 +233,7 @@ class _Flaky(http.server.BaseHTTPRequestHandler):
             return
         answer = {"action": 1, "log_prob": None, "decision_id": "d", "policy": "p", "version": 1}
         if status != 200:
-            answer = {"error": {"field": "server", "found": "many", "expected": "fewer"}}
+            answer = {"error": {"field": "server", "message": "overloaded; retry in 1 s"}}
         data = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))

@@ -59,7 +59,6 @@ class ExportReceipt:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "notes": list(self.notes)}
 
 

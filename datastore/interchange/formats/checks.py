@@ -78,7 +78,6 @@ class Check:
     place: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 
 # Whatever else Pillow can open, its other decoders stay out of reach of a log's bytes.
 _FORMATS: Final = ("PNG", "JPEG")

@@ -48,7 +48,6 @@ class Alignment:
         return self.cause is None and self.num_agree == self.num_checked
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "is_aligned": self.is_aligned}
 
     def lines(self) -> Iterator[str]:

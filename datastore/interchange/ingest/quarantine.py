@@ -29,8 +29,7 @@ from replaylake.datastore.errors import AlreadyExistsError
 from replaylake.datastore.interchange.formats.checks import Check
 from replaylake.datastore.interchange.formats.format import RejectedEpisode
 from replaylake.datastore.interchange.formats.tabular.tables import MISFITS
-from replaylake.datastore.lake.dataset import Dataset
-from replaylake.datastore.lake.rejected_rows import REJECTED_SCHEMA
+from replaylake.datastore.lake.dataset import REJECTED_SCHEMA, Dataset
 from replaylake.datastore.storage.table.table import WrittenRows
 
 # As JSON, a row of numbers is a few hundred bytes, one of frames a hundred thousand.

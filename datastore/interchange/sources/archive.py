@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from replaylake.datastore.errors import SourceInvalidError
-from replaylake.datastore.interchange.sources.compression import UNPACKING_ERRORS, guard_stream
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import (
+    UNPACKING_ERRORS,
+    guard_stream,
+    refuse_bomb,
+)
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 _MAGIC: Final = (b"PK\x03\x04", b"PK\x05\x06")

@@ -1,6 +1,7 @@
 """Compression: a file stored as gzip, bzip2 or Zstandard, told by its bytes, read as it unpacks.
 
-Nothing is unpacked to the disk here, and memory holds a block, whatever the file would unpack to.
+Nothing is unpacked to the disk here, and memory holds a block, whatever the file would unpack to;
+and formats refuse by the same limits what a small file of theirs may unpack to.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any, BinaryIO, Final, cast
 import pyarrow as pa
 
 from replaylake.datastore.errors import SourceInvalidError
-from replaylake.datastore.interchange.sources.limits import MAX_UNPACKED_BYTES, refuse_bomb
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
 HEAD_BYTES: Final = 16
+# What a small file may unpack to.
+MAX_UNPACKED_BYTES: Final = 1 << 30
+MAX_RATIO: Final = 1000
 # Whole headers, and not the two bytes that name the kind: the length in front of a TFRecord's first
 # record may be those.
 _MAGIC: Final = {
@@ -125,3 +128,17 @@ class _GuardedStream(io.RawIOBase):
             if self._beneath is not None:
                 self._beneath.close()
         super().close()
+
+
+def refuse_bomb(name: str, declared_bytes: int, stored_bytes: int) -> None:
+    """Refuse what would unpack to more than 1 GiB and more than 1000 times its stored size.
+
+    `name` is the file's in messages; `declared_bytes` what it says, or was counted, to unpack to.
+    Raises: SourceInvalidError.
+    """
+    if declared_bytes > MAX_UNPACKED_BYTES and declared_bytes > MAX_RATIO * stored_bytes:
+        raise SourceInvalidError(
+            f"{name}: {stored_bytes:,} stored bytes unpack to {declared_bytes:,} or more, expected "
+            f"at most {MAX_RATIO} times as many or {MAX_UNPACKED_BYTES:,}. If the data is really "
+            "that regular, unpack it yourself and pass what it holds."
+        )

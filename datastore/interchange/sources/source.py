@@ -6,19 +6,35 @@ are those of what is inside, so the same logs packed and unpacked are one source
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import os
+import re
+import shutil
+import sys
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Final
 
-from replaylake.datastore.errors import SourceInvalidError
-from replaylake.datastore.interchange.sources.search import FileSearch, FoundFile, short_names
-from replaylake.datastore.interchange.sources.source_bytes import SourceBytes
+from replaylake.datastore.errors import NotFoundError, SourceInvalidError, StorageError
+from replaylake.datastore.interchange.sources.compression import strip_suffix
+from replaylake.datastore.interchange.sources.source_bytes import SourceBytes, find_source_bytes
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
+from replaylake.datastore.interchange.sources.temporary_files import new_file
 
+STDIN: Final = "-"
+_STDIN_NAME: Final = "<stdin>"
+# What Spark, macOS and Windows leave beside data: no data wherever it is, also if it was named.
+_LITTER_NAMES: Final = {"_success", ".ds_store", "thumbs.db", "desktop.ini"}
+_LITTER_SUFFIXES: Final = (".crc",)
+_LITTER_FOLDER: Final = "__macosx"
+# What people put beside data. Hidden and underscored names are skipped too.
+_JUNK_SUFFIXES: Final = (".md", ".tmp")
+_JUNK_NAMES: Final = {"license", "license.txt", "notice", "readme", "readme.txt"}
+_VIDEO_SUFFIXES: Final = (".mp4", ".avi", ".mkv", ".webm", ".mov")
 _READ_BYTES: Final = 1 << 20
 OnBytes = Callable[[int, int | None], None]
 
@@ -164,3 +180,181 @@ def _hash(found: FoundFile, name: str, on_bytes: Callable[[int], None]) -> Sourc
     except OSError as error:
         raise unreadable_error(name, error) from error
     return SourceFile(found.stored, name, found.relative, num_bytes, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A file: `key` is what it is sorted by, `name` what messages call it, if not by its path."""
+
+    stored: SourceBytes
+    relative: str
+    key: str
+    name: str | None = None
+
+
+@dataclass
+class FileSearch:
+    """What was found, by where it lies, and what was passed over: by name, and as video."""
+
+    files: dict[tuple[Path, str], FoundFile] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
+
+    def add(self, given: Path | str) -> None:
+        """Look where a person says. Raises: NotFoundError, SourceInvalidError, StorageError."""
+        path = Path(given)
+        try:
+            self._add(path, str(given))
+        except OSError as error:
+            where = error.filename or path
+            raise SourceInvalidError(
+                f"{where}: could not be looked into ({error.strerror}), expected files that can be "
+                "read. Mend the permission, or leave it out."
+            ) from error
+
+    def _add(self, path: Path, given: str) -> None:
+        if given == STDIN:
+            self._add_stdin()
+        elif path.is_dir():
+            self._walk(path)
+        elif path.exists():
+            self._add_named(path)
+        elif glob.has_magic(given):
+            self._add_pattern(given)
+        else:
+            raise NotFoundError(f"{path}: found no such file or folder. Check the path.")
+
+    def iter_ordered(self) -> Iterator[FoundFile]:
+        """Return the files in the natural order of their paths: part-9 before part-10."""
+        yield from sorted(self.files.values(), key=lambda found: _natural_key(found.key))
+
+    def _walk(self, folder: Path, prefix: str = "") -> None:
+        for path in _files_below(folder):
+            inside = path.relative_to(folder).as_posix()
+            if _is_junk(inside):
+                self.skipped.append(path.name)
+            else:
+                self._add_file(path, prefix + inside)
+
+    def _add_pattern(self, pattern: str) -> None:
+        root = _root(pattern)
+        matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+        if not matches:
+            raise NotFoundError(f"{pattern}: found no file that matches. Check the pattern.")
+        for path in matches:
+            relative = Path(os.path.relpath(path, root)).as_posix()
+            if path.is_dir():
+                # `**` matches folders beside the files in them; each file counts once.
+                self._walk(path, "" if relative == "." else f"{relative}/")
+            elif _is_junk(relative):
+                self.skipped.append(path.name)
+            else:
+                self._add_file(path, relative)
+
+    def _add_named(self, path: Path) -> None:
+        if _is_litter(path.name):
+            self.skipped.append(path.name)
+        else:
+            self._add_file(path, path.name, is_named=True)
+
+    def _add_file(self, path: Path, relative: str, *, is_named: bool = False) -> None:
+        if relative.lower().endswith(_VIDEO_SUFFIXES):
+            self.references.append(relative)
+            return
+        where = path.resolve()
+        members = find_source_bytes(where, path.name)
+        if (plain := members.get("")) is not None:
+            packed = plain.packing is not None
+            inner = strip_suffix(relative) if packed else relative
+            key = strip_suffix(str(where)) if packed else str(where)
+            self.files.setdefault((where, ""), FoundFile(plain, inner, key))
+            return
+        folder = os.path.splitext(str(where))[0]
+        # An archive that was named is the folder that was named; in a folder it is one of its own.
+        beside = "" if is_named else f"{os.path.splitext(relative)[0]}/"
+        for member, inside in self._inside(members):
+            stored = members[member]
+            inner = strip_suffix(inside) if stored.packing else inside
+            found = FoundFile(stored, beside + inner, f"{folder}/{inner}", f"{path.name}/{inside}")
+            self.files.setdefault((where, member), found)
+
+    def _inside(self, members: dict[str, SourceBytes]) -> Iterator[tuple[str, str]]:
+        """Yield the members of a zip with their paths in the folder that holds all of them."""
+        kept = [member for member in members if not _is_litter(member)]
+        self.skipped += [PurePosixPath(member).name for member in members if member not in kept]
+        tops = {member.partition("/")[0] for member in kept if "/" in member}
+        is_one = len(tops) == 1 and all("/" in member for member in kept)
+        for member in kept:
+            inside = member.partition("/")[2] if is_one else member
+            if _is_junk(inside):
+                self.skipped.append(PurePosixPath(member).name)
+            elif inside.lower().endswith(_VIDEO_SUFFIXES):
+                self.references.append(inside)
+            else:
+                yield member, inside
+
+    def _add_stdin(self) -> None:
+        try:
+            descriptor, path = new_file("")
+            with os.fdopen(descriptor, "wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+        except OSError as error:
+            raise StorageError(
+                f"{_STDIN_NAME}: could not be kept in a temporary file ({error}), expected room "
+                "for it. Set TMPDIR to a folder with more room, or pass a file."
+            ) from error
+        for member, stored in find_source_bytes(path, _STDIN_NAME).items():
+            name = f"{_STDIN_NAME}/{member}" if member else _STDIN_NAME
+            self.files[(path, member)] = FoundFile(stored, member or _STDIN_NAME, f"{name}", name)
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return all files, sorted. Raises: OSError for a folder that cannot be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    # Path.rglob passes over what it may not list, and so would lose its files silently.
+    walked = os.walk(folder, onerror=refuse)
+    return sorted(path for at, _, names in walked for n in names if (path := Path(at, n)).is_file())
+
+
+def short_names(files: Sequence[FoundFile]) -> Iterator[str]:
+    """Yield what messages call the files: their names, with the folder where two share one."""
+    counts: dict[str, int] = {}
+    for found in files:
+        counts[found.stored.path.name] = counts.get(found.stored.path.name, 0) + 1
+    for found in files:
+        path = found.stored.path
+        plain = path.name if counts[path.name] == 1 else f"{path.parent.name}/{path.name}"
+        yield plain if found.name is None else found.name
+
+
+def _root(pattern: str) -> str:
+    """Return the folder above the first part of a pattern that is one."""
+    parts = pattern.split("/")
+    first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    return "/".join(parts[:first]) or ("/" if pattern.startswith("/") else ".")
+
+
+def _is_litter(relative: str) -> bool:
+    parts = relative.lower().split("/")
+    name = parts[-1]
+    return (
+        _LITTER_FOLDER in parts
+        or name in _LITTER_NAMES
+        or name.startswith("._")
+        or name.endswith(_LITTER_SUFFIXES)
+    )
+
+
+def _is_junk(relative: str) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in relative.split("/"))
+    name = relative.rpartition("/")[2].lower()
+    return hidden or _is_litter(relative) or name in _JUNK_NAMES or name.endswith(_JUNK_SUFFIXES)
+
+
+def _natural_key(path: str) -> tuple[list[tuple[int, int, str]], str]:
+    """Sort part-9 before part-10, and part-1 before part-01 wherever they come from."""
+    parts = re.split(r"(\d+)", path)
+    return [(1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts], path

@@ -52,7 +52,6 @@ class Move:
     gate: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 
@@ -230,15 +229,14 @@ def _earlier_moves(log: CommitLog) -> Iterator[Move]:
         if info.get("operation") != _OPERATION or info["producer"].startswith(_PREFIX):
             continue
         try:
-            actions = log.actions(info["version"])
+            change = log.read_change(info["version"])
         except NotFoundError:  # dropped from the log, which remembers that it was there
             continue
-        for action in actions:
-            said = action.get("domainMetadata")
-            if said is None or not said["domain"].startswith("alias/"):
+        for key, text in change.entries.items():
+            if not key.startswith("alias/") or text is None:
                 continue
-            _, name, alias = said["domain"].split("/")
-            version = int(json.loads(said["configuration"])["version"])
-            before = where.get(said["domain"])
-            where[said["domain"]] = version
-            yield Move(name, alias, before, version, "alias", int(info["timestamp"]))
+            _, name, alias = key.split("/")
+            version = int(json.loads(text)["version"])
+            before = where.get(key)
+            where[key] = version
+            yield Move(name, alias, before, version, "alias", change.timestamp_ms)

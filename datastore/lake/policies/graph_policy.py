@@ -49,7 +49,6 @@ class GraphPolicy:
 
     @property
     def spec(self) -> PolicySpec:
-        """Spaces and head."""
         return self._spec
 
     def initial_state(self, n: int) -> Array | None:
@@ -68,7 +67,6 @@ class GraphPolicy:
         epsilon: float = 0.0,
         action_mask: Array | None = None,
     ) -> Act:
-        """Choose actions; see Policy.act."""
         outputs = self._run(graph_inputs(self._spec, observations, rng, state))
         act = act_from_head(
             self._spec,

@@ -20,7 +20,7 @@ from replaylake.datastore.errors import (
     ShardCorruptError,
 )
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.datastore.storage.storage import Blob, LocalStorage, Storage
+from replaylake.datastore.storage.storage import Blob, Storage
 from replaylake.datastore.version import VERSION
 
 # 2: the policy has a state. Of what has none, 1 is written: any ReplayLake can act with it.
@@ -54,8 +54,7 @@ def fetch_package(storage: Storage, folder: str, manifest_sha256: str | None = N
     manifest_sha256: what the registry has; None where it has nothing, and nothing is checked.
     Raises: StorageError, NotFoundError, PackageInvalidError.
     """
-    if isinstance(storage, LocalStorage):
-        path = storage.local(folder)
+    if (path := storage.local_folder(folder)) is not None:
         if manifest_sha256 is not None:
             _read_manifest(path, manifest_sha256)
         return path

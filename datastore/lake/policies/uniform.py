@@ -53,7 +53,6 @@ class UniformPolicy:
 
     @property
     def spec(self) -> PolicySpec:
-        """Spaces and head."""
         return self._spec
 
     def initial_state(self, n: int) -> None:

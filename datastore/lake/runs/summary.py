@@ -59,7 +59,6 @@ class RunSummary:
     staleness: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "datasets": list(self.datasets)}
 
 

@@ -156,14 +156,11 @@ def _find_moved_shards(a: TableSnapshot, b: TableSnapshot) -> set[str]:
     gone: set[str] = set()
     try:
         for version in range(first.version + 1, last.version + 1):
-            actions = log.actions(version)
-            added = [action["add"] for action in actions if "add" in action]
-            removed = [action["remove"] for action in actions if "remove" in action]
-            paths = {one["path"] for one in removed}
-            is_change = any(one.get("dataChange", True) for one in (*added, *removed))
-            if is_change or not paths <= groups.keys():
+            change = log.read_change(version)
+            paths = set(change.removed)
+            if change.changes_rows or not paths <= groups.keys():
                 continue
-            group = {one["path"] for one in added}.union(*(groups[path] for path in paths))
+            group = {entry.path for entry in change.added}.union(*(groups[path] for path in paths))
             groups |= dict.fromkeys(group, group)
             gone |= paths
     except (NotFoundError, LogCorruptError):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.versions.tags import Tags
+from replaylake.datastore.storage.log.state import Change
 
 
 @dataclass(frozen=True)
@@ -50,22 +50,20 @@ def read_history(dataset: Dataset, tags: Tags, *, limit: int | None = None) -> H
     for version in range(newest, oldest - 1, -1):
         if limit is not None and len(found) == limit:
             break
-        found.append(_version(version, log.actions(version), tuple(names.get(version, ()))))
+        found.append(_version(log.read_change(version), tuple(names.get(version, ()))))
     return History(dataset.name, tuple(found), newest + 1 - oldest - len(found))
 
 
-def _version(number: int, actions: list[dict[str, Any]], tags: tuple[str, ...]) -> Version:
-    info: dict[str, Any] = next(
-        (action["commitInfo"] for action in actions if "commitInfo" in action), {}
-    )
+def _version(change: Change, tags: tuple[str, ...]) -> Version:
+    info = change.info
     return Version(
-        version=number,
+        version=change.version,
         committed_ms=info.get("timestamp"),
-        operation=info.get("operation"),
+        operation=change.operation,
         producer=info.get("producer"),
         num_episodes=info.get("num_episodes"),
         num_steps=info.get("num_steps"),
-        shards_added=sum("add" in action for action in actions),
-        shards_removed=sum("remove" in action for action in actions),
+        shards_added=len(change.added),
+        shards_removed=len(change.removed),
         tags=tags,
     )

@@ -6,7 +6,7 @@ and number, wherever it comes from, and is never there twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
@@ -32,7 +32,7 @@ from replaylake.datastore.query.table_files import (
     query_rows,
     scan_connection,
 )
-from replaylake.datastore.storage.log.state import FileEntry, LogState
+from replaylake.datastore.storage.log.state import Change, FileEntry, LogState
 from replaylake.datastore.storage.table.shard import FOLDER, verify_shard
 from replaylake.datastore.storage.table.table import Table, TableSnapshot, WrittenRows
 from replaylake.datastore.storage.table.table_schema import merge_schemas
@@ -71,7 +71,6 @@ class CopyReceipt:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "notes": list(self.notes)}
 
 
@@ -410,11 +409,11 @@ def plan_copy(source: Table, snapshot: TableSnapshot, base: int | None) -> CopyP
     changed: list[int] = []
     for version in range(base + 1, snapshot.version + 1):
         try:
-            actions = source.log.actions(version)
+            change = source.log.read_change(version)
         except (NotFoundError, LogCorruptError):
             # Expired since: nothing is known, so everything is compared.
             return CopyPlan(None, (), snapshot.files)
-        if _note_commit(kinds, actions):
+        if _note_commit(kinds, change):
             changed.append(version)
     return CopyPlan(
         base,
@@ -442,21 +441,14 @@ def make_notes(plan: CopyPlan, forgotten: int | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _note_commit(kinds: dict[str, int], actions: Sequence[Mapping[str, Any]]) -> bool:
+def _note_commit(kinds: dict[str, int], change: Change) -> bool:
     """Note what a commit's shards hold; return whether it changed rows that were copied."""
-    added = [action["add"] for action in actions if "add" in action]
-    removed = [action["remove"] for action in actions if "remove" in action]
-    is_change = any(one.get("dataChange", True) for one in (*added, *removed))
-    sources = {kinds.get(one["path"], _OLD) for one in removed}
+    sources = {kinds.get(path, _OLD) for path in change.removed}
     if sources <= {_FRESH}:  # or nothing was removed: rows that are new
         kind = _FRESH
-    elif sources == {_OLD} and (not is_change or _operation(actions) in _REWRITES):
+    elif sources == {_OLD} and (not change.changes_rows or change.operation in _REWRITES):
         kind = _OLD
     else:
         kind = _MIXED
-    kinds |= {one["path"]: kind for one in added}
-    return is_change and bool(sources - {_FRESH})
-
-
-def _operation(actions: Sequence[Mapping[str, Any]]) -> str | None:
-    return next((a["commitInfo"].get("operation") for a in actions if "commitInfo" in a), None)
+    kinds |= {entry.path: kind for entry in change.added}
+    return change.changes_rows and bool(sources - {_FRESH})

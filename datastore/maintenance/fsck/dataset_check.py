@@ -89,7 +89,7 @@ class DatasetCheck:
         """Check a dataset and the tables of what was served into it."""
         self._name = name
         handle = self._lake.dataset(name)
-        if not self._lake.storage.names(f"{handle.table.root}/_delta_log"):
+        if handle.table.log.folder.is_empty():
             raise NotFoundError(
                 f"dataset {name!r}: not in this lake. `replaylake list` names those that are."
             )
@@ -136,7 +136,7 @@ class DatasetCheck:
     def _tables(self, handle: Dataset) -> Iterator[Table]:
         yield handle.table
         for table in (handle.decisions, handle.rewards, handle.received, handle.rejected):
-            if self._lake.storage.names(f"{table.root}/_delta_log"):
+            if not table.log.folder.is_empty():
                 yield table
 
     def _plan_table(self, table: Table) -> _CheckPlan:
@@ -147,7 +147,7 @@ class DatasetCheck:
         try:
             schema = table_schema(log.state)
         except LogCorruptError as error:
-            self.add(ERROR, "log", f"{table.root}/_delta_log", str(error))
+            self.add(ERROR, "log", table.log.folder.path, str(error))
             return _CheckPlan(table, log, None, ())
         live = tuple(sorted(log.state.files.values(), key=lambda entry: entry.since))
         older: tuple[FileEntry, ...] = ()

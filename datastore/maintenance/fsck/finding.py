@@ -32,7 +32,6 @@ class FsckFinding:
     num_steps: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

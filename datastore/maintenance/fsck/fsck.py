@@ -50,7 +50,6 @@ class FsckReport:
         return not self.num_errors
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "clean": self.is_clean,
             "num_errors": self.num_errors,
@@ -118,10 +117,10 @@ def _all_datasets(lake: Lake) -> list[str]:
     names = []
     for name in lake.storage.names(""):
         try:
-            folder = lake.dataset(name).table.root
+            table = lake.dataset(name).table
         except ReplayLakeError:
             continue
-        if lake.storage.names(f"{folder}/_delta_log"):
+        if not table.log.folder.is_empty():
             names.append(name)
     return names
 

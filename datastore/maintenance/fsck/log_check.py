@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from replaylake.datastore.errors import FormatTooNewError, LogCorruptError
 from replaylake.datastore.storage.log.checkpoint import write_checkpoint
 from replaylake.datastore.storage.log.folder import Listing, LogFolder
-from replaylake.datastore.storage.log.state import FileEntry, LogState
+from replaylake.datastore.storage.log.state import Change, FileEntry, LogState
 from replaylake.datastore.storage.storage import Storage
 
 # Versions applied at once: every application copies what changes.
@@ -61,8 +61,7 @@ def repair_log(storage: Storage, root: str, checked: CheckedLog) -> list[str]:
         versions = folder.listing().checkpoints
         whole = [version for version in versions if folder.read_checkpoint(version) is not None]
         if whole and (newest := folder.read_checkpoint(whole[-1])) is not None:
-            pointer = {"version": newest.version, "size": newest.num_actions}
-            storage.put(folder.pointer_path, json.dumps(pointer).encode())
+            folder.write_pointer(newest.version, newest.num_actions)
             mended.append(folder.pointer_path)
     return mended
 
@@ -102,13 +101,13 @@ class _LogCheck:
     def _walk(self, state: LogState, listing: Listing) -> None:
         """Apply the commits to the newest, comparing the checkpoints on the way."""
         checkpoints = {version for version in listing.checkpoints if version > state.version}
-        batch: list[list[dict[str, Any]]] = []
+        batch: list[Change] = []
         for version in range(state.version + 1, listing.newest + 1):
-            actions = self._commit(version)
-            if actions is None:
+            change = self._read_change(version)
+            if change is None:
                 self._verify_remaining(checkpoints, version)
                 return
-            batch.append(actions)
+            batch.append(change)
             if version in checkpoints or len(batch) == _BATCH or version == listing.newest:
                 applied = self._apply(state, batch)
                 if applied is None:
@@ -118,45 +117,37 @@ class _LogCheck:
                 self._compare(version, state)
         self._found.state = state
 
-    def _commit(self, version: int) -> list[dict[str, Any]] | None:
+    def _read_change(self, version: int) -> Change | None:
         path = self._folder.commit_path(version)
         try:
-            actions = self._folder.read_commit(version)
+            change = self._folder.read_change(version)
         except LogCorruptError as error:
             self._fault(path, version, str(error))
             return None
-        if actions is None:
+        if change is None:
             message = "missing, expected every version up to the newest. Restore the file"
             self._fault(path, version, f"{message} from a copy of the lake.")
             return None
-        info: Any = next((a["commitInfo"] for a in actions if "commitInfo" in a), {})
-        if not isinstance(info, dict) or (
-            info.get("engineInfo") == _ENGINE_NAME and "sha256" not in info
-        ):
+        if change.info.get("engineInfo") == _ENGINE_NAME and "sha256" not in change.info:
             self._fault(path, version, "its first line was changed: it has no sha256 any more.")
             return None
-        return actions if self._track_files(actions, path, version) else None
+        self._track_files(change, path)
+        return change
 
-    def _track_files(self, actions: list[dict[str, Any]], path: str, version: int) -> bool:
-        """Note the files that a commit adds and removes; False if they contradict the log."""
-        try:
-            added = [FileEntry.from_action(a["add"], version) for a in actions if "add" in a]
-            removed = [a["remove"]["path"] for a in actions if "remove" in a]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self._fault(path, version, f"holds an action without what Delta requires ({error!r}).")
-            return False
-        for gone in removed:
+    def _track_files(self, change: Change, path: str) -> None:
+        """Note the files that a commit adds and removes, and where they contradict the log."""
+        version = change.version
+        for gone in change.removed:
             if gone not in self._live:
                 self._fault(path, version, f"removes {gone}, which was not live before it.")
             self._live.discard(gone)
-        for entry in added:
+        for entry in change.added:
             if entry.path in self._live:
                 self._fault(path, version, f"adds {entry.path}, which was live before it.")
             self._live.add(entry.path)
             self._found.named[entry.path] = (entry, version)
-        return True
 
-    def _apply(self, state: LogState, batch: list[list[dict[str, Any]]]) -> LogState | None:
+    def _apply(self, state: LogState, batch: list[Change]) -> LogState | None:
         try:
             return state.apply(batch)
         except (FormatTooNewError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -59,7 +59,6 @@ class Repair:
     num_episodes: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

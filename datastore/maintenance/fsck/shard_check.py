@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import BinaryIO, Final
 
 import numpy as np
 import pyarrow as pa
@@ -71,9 +71,10 @@ def check_shard(
     `key` is the column whose values are returned; None stands for runs. Memory: one row group
     where the storage is a folder, else the file and one row group.
     """
-    path = f"{root}/{entry.path}"
     try:
-        source, digest, size = _open_and_hash(storage, path)
+        # Never this machine's copy: the question is what is in the lake.
+        with storage.open_original(f"{root}/{entry.path}") as file:
+            return _check_file(file, entry, schema, number, key)
     except FileNotFoundError:
         return CheckedShard(
             entry,
@@ -85,6 +86,12 @@ def check_shard(
         )
     except (OSError, ReplayLakeError) as error:
         return CheckedShard(entry, (ShardFault("unreadable", f"{error}. {_RESTORE}."),))
+
+
+def _check_file(
+    file: BinaryIO, entry: FileEntry, schema: pa.Schema, number: int, key: str | None
+) -> CheckedShard:
+    digest, size = _hash(file)
     if digest != entry.sha256:
         found = f"found sha256 {digest[:16]} and {size:,} bytes"
         expected = f"expected {entry.sha256[:16] or 'one'} and {entry.size_bytes:,}"
@@ -95,7 +102,7 @@ def check_shard(
         message = f"found {size:,} bytes, expected {entry.size_bytes:,} as the log says. {_RESTORE}"
         faults.append(ShardFault("size", f"{message}."))
     try:
-        rows = _decode_rows(source, entry, schema, number, key, faults)
+        rows = _decode_rows(file, entry, schema, number, key, faults)
     except SchemaMismatchError as error:
         faults.append(ShardFault("schema", f"{error} Its bytes are those committed. {_RESTORE}."))
     except _UNREADABLE as error:
@@ -104,26 +111,18 @@ def check_shard(
     return CheckedShard(entry, tuple(faults), None if faults else rows)
 
 
-def _open_and_hash(storage: Storage, path: str) -> tuple[Any, str, int]:
-    """Return what Parquet reads, the sha256 and the size. Raises: FileNotFoundError."""
-    digest = hashlib.sha256()
-    if storage.is_remote:
-        # Never from this machine's copy: the question is what is in the lake.
-        data = storage.get(path)
-        if data is None:
-            raise FileNotFoundError(path)
-        digest.update(data)
-        return pa.BufferReader(data), digest.hexdigest(), len(data)
-    local, size = storage.local(path), 0
-    with local.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            size += len(block)
-    return local, digest.hexdigest(), size
+def _hash(file: BinaryIO) -> tuple[str, int]:
+    """Return the sha256 and the size of a file, which is at its start afterwards."""
+    digest, size = hashlib.sha256(), 0
+    while block := file.read(1 << 22):
+        digest.update(block)
+        size += len(block)
+    file.seek(0)
+    return digest.hexdigest(), size
 
 
 def _decode_rows(
-    source: Any,
+    source: BinaryIO,
     entry: FileEntry,
     schema: pa.Schema,
     number: int,

@@ -112,7 +112,6 @@ class AnnotationReceipt:
     ambiguous_keys: tuple[tuple[Any, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return asdict(self)
 
 

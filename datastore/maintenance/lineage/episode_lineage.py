@@ -24,7 +24,7 @@ from replaylake.datastore.maintenance.lineage.served_versions import (
 from replaylake.datastore.query.expressions import reproducible_views
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.storage.log.folder import FETCH_BATCH
-from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.log.state import Change, FileEntry
 from replaylake.datastore.storage.table.shard import blob_of
 
 HoldsAnswer = Literal["yes", "no", "unknown"]
@@ -57,7 +57,6 @@ class TrainingUse:
     served: tuple[ServedVersion, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "served": [one.to_json() for one in self.served]}
 
 
@@ -117,7 +116,7 @@ def _spans(dataset: Dataset, episode_id: str) -> Iterator[VersionSpan]:
             yield VersionSpan(versions[0], versions[-1], held)
 
 
-def _changes(dataset: Dataset) -> Iterator[tuple[int, list[FileEntry], list[str]]]:
+def _changes(dataset: Dataset) -> Iterator[tuple[int, Sequence[FileEntry], Sequence[str]]]:
     """Yield each version that can be read, oldest first: shards that came with it, and that went.
 
     With the oldest, all of its shards come.
@@ -127,10 +126,9 @@ def _changes(dataset: Dataset) -> Iterator[tuple[int, list[FileEntry], list[str]
     yield first, list(log.at(first).files.values()), []
     for start in range(first + 1, newest + 1, FETCH_BATCH):
         versions = range(start, min(start + FETCH_BATCH, newest + 1))
-        for version, actions in zip(versions, log.folder.read_commits(versions), strict=True):
-            changed = actions or []  # none of one that expired in this moment
-            added = [FileEntry.from_action(a["add"], version) for a in changed if "add" in a]
-            yield version, added, [a["remove"]["path"] for a in changed if "remove" in a]
+        for version, change in zip(versions, log.folder.read_changes(versions), strict=True):
+            change = change or Change(version)  # it expired in this moment
+            yield version, change.added, change.removed
 
 
 def _shard_holds(dataset: Dataset, entry: FileEntry, episode_id: str) -> HoldsAnswer:

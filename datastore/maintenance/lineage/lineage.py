@@ -12,10 +12,24 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from replaylake.datastore.episodes.schema import EPISODE_ID, STEP
+from replaylake.datastore.episodes.schema import (
+    ACTION,
+    EPISODE_ID,
+    OBSERVATION,
+    REWARD,
+    STEP,
+    TERMINATED,
+    TIMESTAMP,
+    TRUNCATED,
+)
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.feedback.decision_id import DecisionId, DecisionSigner
-from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
+from replaylake.datastore.feedback.decisions import (
+    DECISION_ID,
+    DETERMINISTIC,
+    LOG_PROB,
+    REQUEST_ID,
+)
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.lineage.served_versions import list_served_versions
@@ -213,16 +227,14 @@ def _read_decision(lake: Lake, dataset: Dataset, decision_id: str) -> dict[str, 
     if dataset.rewards.exists():
         rewards = _reports(lake, dataset, decision_id, rows[0] if rows else {})
     steps = []
-    if "decision_id" in dataset.spec.extras:
+    if DECISION_ID in dataset.spec.extras:
         steps = _rows(lake, f"{dataset.name}.steps", decision_id)
-    kept = ("request_id", "episode_id", "observation", "action", "log_prob", "deterministic")
+    columns = (REQUEST_ID, EPISODE_ID, OBSERVATION, ACTION, LOG_PROB, DETERMINISTIC)
     return {
         "logged": bool(rows),
-        **({key: rows[0][key] for key in kept} if rows else {}),
-        "rewards": [
-            {key: row[key] for key in ("reward", "terminated", "truncated")} for row in rewards
-        ],
-        "step": {key: steps[0][key] for key in ("episode_id", "step")} if steps else None,
+        **({key: rows[0][key] for key in columns} if rows else {}),
+        "rewards": [{key: row[key] for key in (REWARD, TERMINATED, TRUNCATED)} for row in rewards],
+        "step": {key: steps[0][key] for key in (EPISODE_ID, STEP)} if steps else None,
     }
 
 
@@ -238,13 +250,13 @@ def _reports(
         if all(key in names and decision.get(key) is not None for key in keys):
             by.append(" AND ".join(f"{key} = ${key}" for key in keys))
             given |= {key: decision[key] for key in keys}
-    query = f"SELECT * FROM {dataset.name}.rewards WHERE ({') OR ('.join(by)}) ORDER BY timestamp"
+    query = f"SELECT * FROM {dataset.name}.rewards WHERE ({') OR ('.join(by)}) ORDER BY {TIMESTAMP}"
     rows: list[dict[str, Any]] = lake.sql(query, given).to_pylist()
     return rows
 
 
 def _rows(lake: Lake, view: str, decision_id: str) -> list[dict[str, Any]]:
-    query = f"SELECT * FROM {view} WHERE decision_id = $id ORDER BY timestamp"
+    query = f"SELECT * FROM {view} WHERE {DECISION_ID} = $id ORDER BY {TIMESTAMP}"
     rows: list[dict[str, Any]] = lake.sql(query, {"id": decision_id}).to_pylist()
     return rows
 

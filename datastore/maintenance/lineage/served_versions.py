@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from replaylake.datastore.episodes.schema import POLICY, POLICY_VERSION, TIMESTAMP
 from replaylake.datastore.lake.lake import Lake
 
 
@@ -46,9 +47,10 @@ def list_served_versions(
     found = []
     for dataset in tables:
         rows = lake.sql(
-            "SELECT policy, policy_version AS version, min(timestamp) AS first_at, "
-            f"max(timestamp) AS last_at, count(*) AS num_decisions FROM {dataset}.decisions "
-            "WHERE $policy IS NULL OR policy = $policy GROUP BY ALL",
+            f"SELECT {POLICY} AS policy, {POLICY_VERSION} AS version, "
+            f"min({TIMESTAMP}) AS first_at, max({TIMESTAMP}) AS last_at, "
+            f"count(*) AS num_decisions FROM {dataset}.decisions "
+            f"WHERE $policy IS NULL OR {POLICY} = $policy GROUP BY ALL",
             {"policy": policy},
         ).to_pylist()
         found += [

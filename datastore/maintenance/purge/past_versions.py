@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,14 +13,14 @@ from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.maintenance.delete import find_feedback, select_episode_ids
-from replaylake.datastore.maintenance.received_removal import select_received
+from replaylake.datastore.maintenance.removal import select_received
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
     query_arrow,
     scan_connection,
 )
-from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.log.state import Change, FileEntry
 from replaylake.datastore.storage.storage import Blob
 from replaylake.datastore.storage.table.shard import FOLDER
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
@@ -80,8 +79,8 @@ def select_waiting_in_all_versions(handle: Dataset, condition: str) -> pa.Array:
 def list_named_paths(table: Table) -> set[str]:
     """Return the paths below the table of all shards that a version of its log names."""
     paths = set(table.log.at(table.log.oldest()).files)
-    for _, actions in _commits(table):
-        paths |= {add["path"] for action in actions if (add := action.get("add"))}
+    for change in _changes(table):
+        paths |= {entry.path for entry in change.added}
     return paths
 
 
@@ -91,26 +90,22 @@ def find_versions_with(table: Table, paths: Collection[str]) -> tuple[tuple[int,
     live = wanted & set(table.log.at(table.log.oldest()).files)
     ranges: list[tuple[int, int]] = []
     begin = table.log.oldest() if live else None
-    for version, actions in _commits(table):
-        for action in actions:
-            if (add := action.get("add")) and add["path"] in wanted:
-                live.add(add["path"])
-            elif remove := action.get("remove"):
-                live.discard(remove["path"])
+    for change in _changes(table):
+        live = live.difference(change.removed) | wanted.intersection(e.path for e in change.added)
         if live and begin is None:
-            begin = version
+            begin = change.version
         elif not live and begin is not None:
-            ranges.append((begin, version - 1))
+            ranges.append((begin, change.version - 1))
             begin = None
     if begin is not None:
         ranges.append((begin, table.log.newest().version))
     return tuple(ranges)
 
 
-def _commits(table: Table) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield the commits after the oldest version."""
+def _changes(table: Table) -> Iterator[Change]:
+    """Yield what each commit after the oldest version changed."""
     for version in range(table.log.oldest() + 1, table.log.newest().version + 1):
-        yield version, table.log.actions(version)
+        yield table.log.read_change(version)
 
 
 def _removals(
@@ -120,18 +115,14 @@ def _removals(
 
     Newest first, with the shards that it took out.
     """
-    commits = list(_commits(table))
+    changes = list(_changes(table))
     present = {f"{FOLDER}/{name}" for name in table.storage.names(f"{table.root}/{FOLDER}")}
-    for version, actions in reversed(commits):
-        removed = {
-            remove["path"]
-            for action in actions
-            if (remove := action.get("remove")) and remove.get("dataChange", True)
-        }
+    for change in reversed(changes):
+        removed = set(change.dropped_paths)
         if removed & present:
             before, after = (
                 replace(one, files=tuple(e for e in one.files if e.path in present))
-                for one in (table.snapshot(version - 1), table.snapshot(version))
+                for one in (table.snapshot(change.version - 1), table.snapshot(change.version))
             )
             yield before, after, [e for e in before.files if e.path in removed]
 

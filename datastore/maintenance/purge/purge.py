@@ -47,9 +47,12 @@ from replaylake.datastore.maintenance.purge.past_versions import (
     select_waiting_in_all_versions,
 )
 from replaylake.datastore.maintenance.purge.traces import IdSearch, Trace
-from replaylake.datastore.maintenance.received_removal import remove_received
-from replaylake.datastore.maintenance.rejected_removal import select_rejected
-from replaylake.datastore.maintenance.removal import plan_removal, remove_decisions
+from replaylake.datastore.maintenance.removal import (
+    plan_removal,
+    remove_decisions,
+    remove_received,
+    select_rejected,
+)
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.storage.log.purges import DONE, RUNNING, Purge
@@ -100,7 +103,6 @@ class PurgeReceipt:
         return not self.left and not self.named_in and not self.num_undecided
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {**asdict(self), "is_proven": self.is_proven}
 
 

@@ -94,17 +94,12 @@ def find_traces(
 
 
 def _kind(storage: Storage, file: StoredFile, wanted: IdSearch) -> str | None:
-    # Never through the local cache: from there it would have to be purged again.
-    if not file.path.endswith(".parquet") or storage.is_remote:
-        if (data := storage.get(file.path)) is None:
-            return None
-        if not file.path.endswith(".parquet"):
-            return "text" if wanted.is_in_text(data) else None
-        source = pa.BufferReader(data)
-    else:
-        source = storage.local(file.path)
+    if not file.path.endswith(".parquet"):
+        data = storage.get(file.path)
+        return "text" if data is not None and wanted.is_in_text(data) else None
     try:
-        with pq.ParquetFile(source) as parquet:
+        # Never through the local cache: from there it would have to be purged again.
+        with storage.open_original(file.path) as source, pq.ParquetFile(source) as parquet:
             names = [name for name in wanted.columns if name in parquet.schema_arrow.names]
             if names:
                 return "rows" if wanted.is_in_rows(parquet, names) else None

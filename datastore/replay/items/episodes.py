@@ -55,7 +55,6 @@ class Episodes:
         return packed.filter_startable(runs.starts[heads])
 
     def assembler(self, records: Records) -> EpisodeAssembler:
-        """Return what copies them."""
         return EpisodeAssembler(records, self)
 
 

@@ -157,11 +157,9 @@ class HindsightAssembler:
         return self.records.after(first, 1 + (drawn * num).astype(np.int64))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state."""
         return {"rng": self._rng.bit_generator.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it."""
         self._rng.bit_generator.state = state["rng"]
 
 

@@ -79,7 +79,6 @@ class Sequences:
         return packed.filter_startable(positions)
 
     def assembler(self, records: Records) -> SequenceAssembler:
-        """Return what copies them."""
         return SequenceAssembler(records, self)
 
 

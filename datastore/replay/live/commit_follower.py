@@ -24,10 +24,10 @@ from replaylake.datastore.replay.live.runs import IntervalSet
 
 # A look at the log takes 0.15 ms of this process's time, 2% of a core at this pace; and half of it,
 # with 5 ms of decoding, is what a commit waits (2 cores, 2026-11).
-_LOCAL_INTERVAL_S: Final = 0.008
+_INTERVAL_S: Final = 0.008
 # On an object store a look is two requests, which are paid for. While nothing comes, it is looked
 # less often.
-_REMOTE_INTERVAL_S: Final = 0.1
+_METERED_INTERVAL_S: Final = 0.1
 _MAX_INTERVAL_S: Final = 2.0
 _BACK_OFF: Final = 1.3
 # Each time the thread has read a file it waits for the interpreter, which a loop that does nothing
@@ -44,7 +44,7 @@ class CommitFollower:
     """Looks for commits, decodes them, and takes the lock only to hand them over."""
 
     def __init__(
-        self, reader: LogReader, contents: LiveContents, max_steps: int, *, is_remote: bool
+        self, reader: LogReader, contents: LiveContents, max_steps: int, *, is_metered: bool
     ) -> None:
         self.lock = threading.RLock()
         self.arrived = threading.Condition(self.lock)
@@ -52,7 +52,7 @@ class CommitFollower:
         self._reader = reader
         self._contents = contents
         self._max_steps = max_steps
-        self._is_remote = is_remote
+        self._is_metered = is_metered
         # Said one by one; of a thousand that nobody asked for the first ones are enough.
         self._failures: deque[Exception] = deque()
         self._last_reported = ""
@@ -108,8 +108,8 @@ class CommitFollower:
                 raise self._failures.popleft()
 
     def _run(self) -> None:
-        interval_s = shortest_s = _REMOTE_INTERVAL_S if self._is_remote else _LOCAL_INTERVAL_S
-        longest_s = _MAX_INTERVAL_S if self._is_remote else shortest_s
+        interval_s = shortest_s = _METERED_INTERVAL_S if self._is_metered else _INTERVAL_S
+        longest_s = _MAX_INTERVAL_S if self._is_metered else shortest_s
         while not self._closing.wait(interval_s):
             try:
                 if self._is_stale:
@@ -124,7 +124,7 @@ class CommitFollower:
                 self._is_stale, interval_s = True, 0.0
             except _RETRIED_ERRORS as error:
                 self._report_error(error)
-                interval_s = min(max(interval_s, _REMOTE_INTERVAL_S) * 2, _MAX_INTERVAL_S)
+                interval_s = min(max(interval_s, _METERED_INTERVAL_S) * 2, _MAX_INTERVAL_S)
             except Exception as error:
                 self._report_error(error)
                 return

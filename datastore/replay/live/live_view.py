@@ -77,7 +77,7 @@ class LiveView(SampleSource):
         self._packer = PiecePacker(layout)
         reader = LogReader(table, layout, self._where_steps, frozenset(without_producers))
         self._follower = CommitFollower(
-            reader, self._contents, max_steps, is_remote=table.storage.is_remote
+            reader, self._contents, max_steps, is_metered=table.storage.is_metered
         )
         self._intake = StreamIntake(self._contents, self._follower.lock, self._follower.check)
         self._follower.start(None if since == "start" else since)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from replaylake.datastore.errors import (
     NotFoundError,
@@ -21,7 +21,7 @@ from replaylake.datastore.replay.live.packed_block import PackedBlock, make_bloc
 from replaylake.datastore.replay.live.runs import IntervalSet, StepInterval
 from replaylake.datastore.replay.packing.packing import pack
 from replaylake.datastore.replay.packing.run_table import make_run_table
-from replaylake.datastore.storage.log.state import FileEntry, LogState
+from replaylake.datastore.storage.log.state import Change, FileEntry, LogState
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
 from replaylake.datastore.storage.table.table_schema import read_configuration, table_schema
@@ -202,13 +202,13 @@ class LogReader:
         entries: list[FileEntry] = []
         while self._state.version < newest.version:
             with self._tail.measure():
-                actions = self._actions(self._state.version + 1)
+                change = self._read_change(self._state.version + 1)
                 # Without who committed: a run's hundred thousand commits would be kept twice.
-                changes = [action for action in actions if "txn" not in action]
-                before, after = self._state, self._state.apply([changes])
-            removed = [before.files[p] for p in _paths(actions, "remove") if p in before.files]
-            added = [after.files[path] for path in _paths(actions, "add")]
-            if not removed and _producer(actions) in self._without:
+                after = self._state.apply([replace(change, transactions={})])
+            live = self._state.files
+            removed = [live[path] for path in change.dropped_paths if path in live]
+            added = change.new_files
+            if not removed and change.producer in self._without:
                 added = []
             num_rows = sum(entry.num_rows for entry in (*entries, *added))
             if entries and (removed or num_rows > _ROWS_AT_ONCE):
@@ -226,9 +226,9 @@ class LogReader:
         except ShardCorruptError as error:
             raise ShardGoneError from error
 
-    def _actions(self, version: int) -> list[dict[str, Any]]:
+    def _read_change(self, version: int) -> Change:
         try:
-            return self._table.log.actions(version)
+            return self._table.log.read_change(version)
         except NotFoundError as error:
             raise LogExpiredError(
                 f"{self._table.root}: found no version {version} in the log, expected it, as "
@@ -280,15 +280,3 @@ class LogReader:
             found.pairs.tolist(), found.first_steps.tolist(), found.lengths.tolist(), strict=True
         )
         return IntervalSet(StepInterval(episodes[pair], *steps) for pair, *steps in rows)
-
-
-def _producer(actions: Sequence[dict[str, Any]]) -> str:
-    """Return who made a commit; "" where another engine did."""
-    transactions = (str(action["txn"]["appId"]) for action in actions if "txn" in action)
-    return next(transactions, "").rpartition("#")[0]
-
-
-def _paths(actions: Sequence[dict[str, Any]], kind: str) -> list[str]:
-    """Return the paths that a commit adds or removes, where it changes what rows there are."""
-    found = [action[kind] for action in actions if kind in action]
-    return [body["path"] for body in found if body.get("dataChange", True)]

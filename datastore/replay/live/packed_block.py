@@ -39,7 +39,6 @@ class PackedBlock:
 
     @property
     def layout(self) -> RecordLayout:
-        """How they are packed."""
         return self.packed.records.layout
 
     def __len__(self) -> int:

@@ -53,7 +53,6 @@ class LiveRun:
 
     @property
     def interval(self) -> StepInterval:
-        """Its steps."""
         return StepInterval(self.episode, self.first_step, self.length)
 
     @property

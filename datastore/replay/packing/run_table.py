@@ -28,7 +28,7 @@ from replaylake.datastore.storage.table.table import TableSnapshot
 class RunTable:
     """Where each step goes.
 
-    stretches: in the order of their rows. positions int64 [num_stretches]: of each one's first
+    ranges: in the order of their rows. positions int64 [num_stretches]: of each one's first
     step. steps_left int32: from that to the end of its run, itself included. order int64: the
     stretches by position. starts, lengths int64 [num_runs]: position of a run's first step, and its
     steps. first_ranges int64: each run's first one, in `order`. goes_on bool: whether the

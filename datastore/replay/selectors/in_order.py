@@ -58,7 +58,6 @@ class InOrderSelector:
         return {"next": self.next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with it."""
         self.next = state["next"]
 
     def describe(self) -> dict[str, Any]:

@@ -155,7 +155,6 @@ class PrioritizedSelector:
         return {"rng": self._rng.bit_generator.state, "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it."""
         rng, num_updates = restore_generator(state["rng"]), int(state["num_updates"])
         self._rng, self.num_updates = rng, num_updates
 

@@ -35,13 +35,10 @@ class UniformSelector:
         return SelectedItems(numbers + low if low else numbers)
 
     def describe(self) -> dict[str, Any]:
-        """Return its name."""
         return {"selector": "uniform"}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state."""
         return {"rng": self._rng.bit_generator.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it."""
         self._rng = restore_generator(state["rng"])

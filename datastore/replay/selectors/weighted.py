@@ -67,11 +67,9 @@ class WeightedSelector:
         return SelectedItems(numbers, (smallest / drawn).astype(np.float32))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state."""
         return {"rng": self._rng.bit_generator.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it."""
         self._rng = restore_generator(state["rng"])
 
     def describe(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from replaylake.datastore.errors import LogCorruptError
 from replaylake.datastore.storage.log.persistent_map import PersistentMap
-from replaylake.datastore.storage.log.state import FileEntry, LogState
+from replaylake.datastore.storage.log.state import Change, FileEntry, LogState
 
 # What Arrow and the code below raise on damaged bytes, or on a file that another engine laid out.
 _UNREADABLE: Final = (
@@ -148,7 +148,8 @@ def read_checkpoint(data: bytes, path: str, version: int) -> LogState:
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         table = file.read()
-        base = LogState().apply([_singles(table, "protocol") + _singles(table, "metaData")])
+        singles = _singles(table, "protocol") + _singles(table, "metaData")
+        base = LogState().apply([Change.from_actions(0, singles)])
         if base.metadata is None or not base.protocol:
             raise KeyError("metaData and protocol")
         add, txn, domain = (_present(table, name) for name in ("add", "txn", "domainMetadata"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from replaylake.datastore.errors import CommitConflictError, LogCorruptError, NotFoundError
-from replaylake.datastore.storage.log.state import FileEntry, LogState, TableMetadata
+from replaylake.datastore.storage.log.state import Change, FileEntry, LogState, TableMetadata
 
 _ENGINE: Final = "replaylake"
 # The first line begins with the sha256 of all that follows it: JSON cut at the end of a line, or
@@ -75,8 +75,8 @@ def encode(intent: Intent, version: int, timestamp_ms: int) -> bytes:
     return _HEAD + hashlib.sha256(body).hexdigest().encode() + body
 
 
-def decode(data: bytes, path: str) -> list[dict[str, Any]]:
-    """Return the actions of a commit. Raises: LogCorruptError."""
+def decode(data: bytes, path: str, version: int) -> Change:
+    """Return what a commit changes. Raises: LogCorruptError."""
     if data.startswith(_HEAD):
         end = len(_HEAD) + _DIGITS
         digest = hashlib.sha256(data[end:]).hexdigest()
@@ -90,7 +90,11 @@ def decode(data: bytes, path: str) -> list[dict[str, Any]]:
         raise _corrupt_commit_error(path, str(error)) from error
     if not actions or not all(isinstance(action, dict) for action in actions):
         raise _corrupt_commit_error(path, f"found {data[:40]!r}")
-    return actions
+    try:
+        return Change.from_actions(version, actions)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        found = f"holds an action without what Delta requires ({error!r})"
+        raise _corrupt_commit_error(path, found) from error
 
 
 def _corrupt_commit_error(path: str, found: str) -> LogCorruptError:

@@ -31,14 +31,8 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.storage.log.checkpoint import prepare
 from replaylake.datastore.storage.log.commit_file import Intent, check_applies, decode, encode
-from replaylake.datastore.storage.log.folder import (
-    FETCH_BATCH,
-    Actions,
-    Listing,
-    LogFolder,
-    extract_commit_info,
-)
-from replaylake.datastore.storage.log.state import LogState
+from replaylake.datastore.storage.log.folder import FETCH_BATCH, Listing, LogFolder
+from replaylake.datastore.storage.log.state import Change, LogState
 from replaylake.datastore.storage.storage import Storage
 
 CHECKPOINT_INTERVAL: Final = 100
@@ -133,7 +127,7 @@ class CommitLog:
             if self._is_name_expired(version, intent):
                 self.folder.storage.delete([path])
                 continue
-            made = state.apply([decode(data, path)])
+            made = state.apply([decode(data, path, version)])
             with self._lock:
                 if self._newest.version == state.version:
                     self._newest = made
@@ -155,31 +149,25 @@ class CommitLog:
         listing = self.folder.listing()
         # Other engines drop the commit of a checkpoint, too.
         first = max(since, listing.oldest, *listing.commits[:1])
-        commits = self._commits(first, newest)
-        infos = [
-            extract_commit_info(version, actions) for version, actions in enumerate(commits, first)
-        ]
+        infos = [change.info for change in self._changes(first, newest)]
         remembered = [info.pop(EARLIER) for info in infos if EARLIER in info][-1:]
         dropped = [info for info in chain(*remembered) if since <= info["version"] < first]
         return dropped + infos
 
-    def actions(self, version: int) -> list[dict[str, Any]]:
-        """Return the Delta actions of one version's commit.
-
-        Raises: NotFoundError, LogCorruptError.
-        """
-        actions = self.folder.read_commit(version) if version >= 0 else None
-        if actions is None:
+    def read_change(self, version: int) -> Change:
+        """Return what one version's commit changed. Raises: NotFoundError, LogCorruptError."""
+        change = self.folder.read_change(version) if version >= 0 else None
+        if change is None:
             self._check_not_expired(version, self.folder.listing())
             raise self._missing_version_error(version, self.newest().version)
-        return actions
+        return change
 
     def info(self, version: int) -> dict[str, Any]:
         """Return the commitInfo of one version, as `history` does.
 
         Raises: NotFoundError, LogCorruptError.
         """
-        return extract_commit_info(version, self.actions(version))
+        return self.read_change(version).info
 
     def _newest_or_empty(self) -> LogState:
         try:
@@ -221,7 +209,7 @@ class CommitLog:
             return self._load()
         if following is None:
             return known
-        first = decode(following, paths[0])
+        first = decode(following, paths[0], known.version + 1)
         return self._apply(known, [first, *self._probe(known.version + 2)])
 
     def _is_name_expired(self, version: int, intent: Intent) -> bool:
@@ -253,40 +241,40 @@ class CommitLog:
             if base.version >= 0:
                 break
         try:
-            return self._apply(base, self._commits(base.version + 1, version))
+            return self._apply(base, self._changes(base.version + 1, version))
         except LogCorruptError as error:
             if failure is not None and base.version < 0:
                 raise failure from error
             raise
 
-    def _commits(self, first: int, last: int) -> list[Actions]:
-        """Return the actions of a range of commits, each of which has to be there."""
-        found: list[Actions] = []
+    def _changes(self, first: int, last: int) -> list[Change]:
+        """Return what a range of commits changed, each of which has to be there."""
+        found: list[Change] = []
         while (start := first + len(found)) <= last:
             versions = range(start, min(start + FETCH_BATCH, last + 1))
-            for version, actions in zip(versions, self.folder.read_commits(versions), strict=True):
-                if actions is None:
+            for version, change in zip(versions, self.folder.read_changes(versions), strict=True):
+                if change is None:
                     raise self._missing_version_error(version, last)
-                found.append(actions)
+                found.append(change)
         return found
 
-    def _probe(self, first: int) -> list[Actions]:
-        """Return the actions of the commits from `first` on, as many as there are."""
-        found: list[Actions] = []
-        while (actions := self.folder.read_commit(first + len(found))) is not None:
-            found.append(actions)
+    def _probe(self, first: int) -> list[Change]:
+        """Return what the commits from `first` on change, as many as there are."""
+        found: list[Change] = []
+        while (change := self.folder.read_change(first + len(found))) is not None:
+            found.append(change)
         return found
 
-    def _apply(self, state: LogState, commits: Sequence[Actions]) -> LogState:
-        if not commits:
+    def _apply(self, state: LogState, changes: Sequence[Change]) -> LogState:
+        if not changes:
             return state
         try:
-            return state.apply(commits)
+            return state.apply(changes)
         except FormatTooNewError as error:
             raise FormatTooNewError(f"{self.folder.path}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LogCorruptError(
-                f"{self.folder.path}: versions {state.version + 1}..{state.version + len(commits)} "
+                f"{self.folder.path}: versions {state.version + 1}..{state.version + len(changes)} "
                 f"hold an action without what Delta requires ({error!r}). Restore the files from a "
                 "copy of the lake."
             ) from error

@@ -16,7 +16,7 @@ from typing import Final
 from replaylake.datastore.errors import LogCorruptError
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import EARLIER, CommitLog
-from replaylake.datastore.storage.log.folder import LogFolder, extract_commit_info
+from replaylake.datastore.storage.log.folder import LogFolder
 from replaylake.datastore.storage.log.state import LogState
 
 _OPERATION: Final = "EXPIRE LOG"
@@ -78,8 +78,8 @@ def _record_expiry(log: CommitLog, oldest: int) -> None:
 
 def _is_expiry_record(folder: LogFolder, version: int) -> bool:
     """Whether a commit only remembers others; also where another expiry dropped it meanwhile."""
-    actions = folder.read_commit(version)
-    return actions is None or extract_commit_info(version, actions).get("operation") == _OPERATION
+    change = folder.read_change(version)
+    return change is None or change.operation == _OPERATION
 
 
 def _ensure_checkpoint(folder: LogFolder, state: LogState) -> None:

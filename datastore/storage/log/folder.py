@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 from replaylake.datastore.storage.log.checkpoint import read_checkpoint, write_checkpoint
 from replaylake.datastore.storage.log.commit_file import decode
-from replaylake.datastore.storage.log.state import LogState
+from replaylake.datastore.storage.log.state import Change, LogState
 from replaylake.datastore.storage.storage import Storage
 
-Actions: TypeAlias = list[dict[str, Any]]
 # Over a network, commits are read side by side, but not all 10,000 of a log in memory at once.
 FETCH_BATCH: Final = 256
 _NAME: Final = re.compile(r"(\d{20})\.(json|checkpoint\.parquet)")
@@ -69,22 +68,43 @@ class LogFolder:
                 found.append(int(match.group(1)))
         return listing
 
-    def read_commits(self, versions: Sequence[int]) -> list[Actions | None]:
-        """Return the actions of commits, None where there is no such file.
+    def read_changes(self, versions: Sequence[int]) -> list[Change | None]:
+        """Return what commits change, None where there is no such file.
 
         Raises: LogCorruptError.
         """
         paths = [self.commit_path(version) for version in versions]
         blobs = self.storage.get_many(paths)
         return [
-            None if data is None else decode(data, path)
-            for path, data in zip(paths, blobs, strict=True)
+            None if data is None else decode(data, path, version)
+            for version, path, data in zip(versions, paths, blobs, strict=True)
         ]
 
-    def read_commit(self, version: int) -> Actions | None:
-        """Return the actions of a commit, or None if there is none. Raises: LogCorruptError."""
-        data = self.storage.get(self.commit_path(version))
-        return None if data is None else decode(data, self.commit_path(version))
+    def read_change(self, version: int) -> Change | None:
+        """Return what a commit changes, or None if there is none. Raises: LogCorruptError."""
+        path = self.commit_path(version)
+        data = self.storage.get(path)
+        return None if data is None else decode(data, path, version)
+
+    def read_commit_times(self) -> dict[int, int]:
+        """Return when each version was committed (ms since 1970), by the storage's clock.
+
+        Never less than for a version before it: a commit that a slow clock stamped came after them
+        all the same. A copy of the files is younger than they are. Cost: a listing.
+        """
+        stamps = {}
+        for file in self.storage.files(self.path):
+            match = _NAME.fullmatch(file.path.removeprefix(f"{self.path}/"))
+            if match and match.group(2) == "json":
+                stamps[int(match.group(1))] = file.modified_ms
+        committed, latest = {}, 0
+        for version in sorted(stamps):
+            committed[version] = latest = max(latest, stamps[version])
+        return committed
+
+    def is_empty(self) -> bool:
+        """Whether there is no file at all, be it one that can be read or not."""
+        return not self.storage.names(self.path)
 
     def has_commit(self, version: int) -> bool:
         return self.storage.get(self.commit_path(version)) is not None
@@ -98,9 +118,8 @@ class LogFolder:
         state = read_checkpoint(data, path, version)
         if state.timestamp_ms == 0:
             # Of another engine: only the commit knows when it was.
-            state = replace(
-                state, timestamp_ms=state.apply([self.read_commit(version) or []]).timestamp_ms
-            )
+            change = self.read_change(version)
+            state = replace(state, timestamp_ms=change.timestamp_ms if change is not None else 0)
         return state
 
     def write_checkpoint(self, state: LogState) -> None:
@@ -122,9 +141,3 @@ class LogFolder:
         """Let `_last_checkpoint`, by which other engines start, name a checkpoint."""
         pointer = {"version": version, "size": num_actions}
         self.storage.put(self.pointer_path, json.dumps(pointer).encode())
-
-
-def extract_commit_info(version: int, actions: Actions) -> dict[str, Any]:
-    """Return a commit's commitInfo, with its version."""
-    found = [action["commitInfo"] for action in actions if "commitInfo" in action]
-    return {"version": version, **(found[0] if found else {})}

@@ -1,4 +1,4 @@
-"""SharedMap: an unchanging mapping whose changed copies share what did not change."""
+"""PersistentMap: an unchanging mapping whose changed copies share what did not change."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PersistentMap(Mapping[str, Value], Generic[Value]):
         return self._merge_layers().items()
 
     def __repr__(self) -> str:
-        return f"SharedMap({self._merge_layers()!r})"
+        return f"PersistentMap({self._merge_layers()!r})"
 
     def _merge_layers(self) -> dict[str, Value]:
         base, changes = self._layers

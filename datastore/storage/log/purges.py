@@ -46,7 +46,6 @@ class Purge:
 
     @property
     def num_files(self) -> int:
-        """How many files were deleted."""
         return len(self.paths)
 
     def has_broken(self, version: int) -> bool:

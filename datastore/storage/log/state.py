@@ -1,4 +1,4 @@
-"""LogState: what a table holds at one version."""
+"""LogState: what a table holds at one version, and Change: what one commit does to that."""
 
 from __future__ import annotations
 
@@ -83,21 +83,22 @@ class TableMetadata:
 
     @classmethod
     def from_action(cls, action: Mapping[str, Any]) -> TableMetadata:
-        """Read the body of a Delta `metaData`. Raises: FormatTooNewError."""
-        configuration = dict(action["configuration"])
-        found = int(configuration.get(_FORMAT_KEY, FORMAT_VERSION))
-        if found > FORMAT_VERSION:
-            raise FormatTooNewError(
-                f"found format version {found}, expected at most "
-                f"{FORMAT_VERSION}. Install ReplayLake {configuration.get(_WRITER_KEY, 'newer')} "
-                "or later to open it."
-            )
+        """Read the body of a Delta `metaData`, of whatever format version."""
         return cls(
             id=action["id"],
             schema_string=action["schemaString"],
-            configuration=configuration,
+            configuration=dict(action["configuration"]),
             created_ms=int(action.get("createdTime") or 0),
         )
+
+    def check_format(self) -> None:
+        """Refuse a table of a later format than this code reads. Raises: FormatTooNewError."""
+        found = int(self.configuration.get(_FORMAT_KEY, FORMAT_VERSION))
+        if found > FORMAT_VERSION:
+            raise FormatTooNewError(
+                f"found format version {found}, expected at most {FORMAT_VERSION}. Install "
+                f"ReplayLake {self.configuration.get(_WRITER_KEY, 'newer')} or later to open it."
+            )
 
     def protocol(self) -> dict[str, Any]:
         """Return the Delta protocol of the table; every Delta reader knows reader version 1."""
@@ -113,6 +114,102 @@ class TableMetadata:
 def format_configuration(product_version: str) -> dict[str, str]:
     """Return the configuration entries that say which code can read a table."""
     return {_FORMAT_KEY: str(FORMAT_VERSION), _WRITER_KEY: product_version}
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one commit does to a table.
+
+    moved: those paths of `added` and `removed` whose rows were in the table before the commit and
+    are in it afterwards (Delta's dataChange is false), as after a compaction. transactions: appId
+    to version. entries: key to JSON text, None where the key goes. info: Delta's commitInfo, which
+    holds what the writer reports of itself, with `version` added.
+    """
+
+    version: int
+    added: tuple[FileEntry, ...] = ()
+    removed: tuple[str, ...] = ()
+    moved: frozenset[str] = frozenset()
+    transactions: Mapping[str, int] = field(default_factory=dict)
+    entries: Mapping[str, str | None] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    metadata: TableMetadata | None = None
+    protocol: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_actions(cls, version: int, actions: Iterable[Mapping[str, Any]]) -> Change:
+        """Read the actions of a Delta commit; no path or key is in two of them.
+
+        Raises: KeyError, TypeError, ValueError or AttributeError for one without what Delta
+        requires.
+        """
+        added: list[FileEntry] = []
+        removed: list[str] = []
+        moved: list[str] = []
+        transactions: dict[str, int] = {}
+        entries: dict[str, str | None] = {}
+        info: dict[str, Any] = {"version": version}
+        metadata = protocol = None
+        for action in actions:
+            if add := action.get("add"):
+                added.append(FileEntry.from_action(add, version))
+                if not add.get("dataChange", True):
+                    moved.append(add["path"])
+            elif remove := action.get("remove"):
+                removed.append(remove["path"])
+                if not remove.get("dataChange", True):
+                    moved.append(remove["path"])
+            elif txn := action.get("txn"):
+                transactions[txn["appId"]] = int(txn["version"])
+            elif domain := action.get("domainMetadata"):
+                text = None if domain["removed"] else domain["configuration"]
+                entries[domain["domain"]] = text
+            elif raw := action.get("commitInfo"):
+                info |= raw
+            elif raw := action.get("metaData"):
+                metadata = TableMetadata.from_action(raw)
+            elif raw := action.get("protocol"):
+                protocol = raw
+        return cls(
+            version,
+            tuple(added),
+            tuple(removed),
+            frozenset(moved),
+            transactions,
+            entries,
+            info,
+            metadata,
+            protocol,
+        )
+
+    @property
+    def timestamp_ms(self) -> int:
+        """When it was committed; 0 where another engine left that out."""
+        return int(self.info.get("timestamp") or 0)
+
+    @property
+    def operation(self) -> str | None:
+        return self.info.get("operation")
+
+    @property
+    def producer(self) -> str:
+        """Who committed it; "" where another engine did."""
+        return next(iter(self.transactions), "").rpartition("#")[0]
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether it adds or removes rows, and does not only move them between files."""
+        return bool(self.new_files or self.dropped_paths)
+
+    @property
+    def new_files(self) -> list[FileEntry]:
+        """Files of `added` with rows that were not in the table."""
+        return [entry for entry in self.added if entry.path not in self.moved]
+
+    @property
+    def dropped_paths(self) -> list[str]:
+        """Paths of `removed` whose rows are no longer in the table as they were."""
+        return [path for path in self.removed if path not in self.moved]
 
 
 @dataclass(frozen=True)
@@ -136,31 +233,27 @@ class LogState:
         """Number of actions that a checkpoint of this state holds."""
         return 2 + len(self.files) + len(self.transactions) + len(self.entries)
 
-    def apply(self, commits: Iterable[Iterable[Mapping[str, Any]]]) -> LogState:
+    def apply(self, changes: Iterable[Change]) -> LogState:
         """Return the state after further commits, oldest first. Raises: FormatTooNewError."""
         version, metadata, protocol = self.version, self.metadata, self.protocol
         timestamp_ms = self.timestamp_ms
         files: dict[str, FileEntry | None] = {}
         transactions: dict[str, int | None] = {}
         entries: dict[str, str | None] = {}
-        for actions in commits:
+        for change in changes:
             version += 1
-            for action in actions:
-                if add := action.get("add"):
-                    files[add["path"]] = FileEntry.from_action(add, version)
-                elif remove := action.get("remove"):
-                    files[remove["path"]] = None
-                elif txn := action.get("txn"):
-                    transactions[txn["appId"]] = int(txn["version"])
-                elif domain := action.get("domainMetadata"):
-                    text = None if domain["removed"] else domain["configuration"]
-                    entries[domain["domain"]] = text
-                elif info := action.get("commitInfo"):
-                    timestamp_ms = max(timestamp_ms, int(info.get("timestamp") or 0))
-                elif raw := action.get("metaData"):
-                    metadata = TableMetadata.from_action(raw)
-                elif raw := action.get("protocol"):
-                    protocol = _check_protocol(raw)
+            for path in change.removed:
+                files[path] = None
+            for entry in change.added:
+                files[entry.path] = entry
+            transactions |= change.transactions
+            entries |= change.entries
+            timestamp_ms = max(timestamp_ms, change.timestamp_ms)
+            if change.metadata is not None:
+                change.metadata.check_format()
+                metadata = change.metadata
+            if change.protocol is not None:
+                protocol = _check_protocol(change.protocol)
         return LogState(
             version,
             metadata,

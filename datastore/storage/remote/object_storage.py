@@ -7,6 +7,7 @@ one that was sent and not answered may have been carried out: only then is a tak
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import time
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from replaylake.datastore.errors import (
     ExtraMissingError,
@@ -25,7 +26,11 @@ from replaylake.datastore.errors import (
     StorageError,
     TransientStorageError,
 )
-from replaylake.datastore.storage.remote.shard_cache import PARALLEL_REQUESTS, ShardCache
+from replaylake.datastore.storage.remote.shard_cache import (
+    PARALLEL_REQUESTS,
+    ShardCache,
+    trim_cache,
+)
 from replaylake.datastore.storage.storage import Blob, StoredFile
 
 if TYPE_CHECKING:
@@ -126,9 +131,12 @@ class ObjectStorage:
         return self._url
 
     @property
-    def is_remote(self) -> bool:
-        """True."""
+    def is_metered(self) -> bool:
         return True
+
+    @property
+    def shares_state(self) -> bool:
+        return False
 
     def put(self, path: str, data: bytes | memoryview) -> None:
         """Write a blob, in parts where it is large; it is there once the last one is."""
@@ -226,6 +234,19 @@ class ObjectStorage:
         """Return a copy in the cache."""
         return self.fetch([Blob(path)])[0]
 
+    def local_folder(self, path: str) -> Path | None:
+        """Return None: there are only copies of single blobs."""
+        return None
+
+    def open_original(self, path: str) -> BinaryIO:
+        """Read the blob into memory. Raises: FileNotFoundError, StorageError."""
+        if (data := self.get(path)) is None:
+            raise FileNotFoundError(self._name(path))
+        return io.BytesIO(data)
+
+    def is_link(self, path: str) -> bool:
+        return False
+
     def fetch(self, blobs: Sequence[Blob]) -> list[Path]:
         """Return copies in the cache."""
         for blob in blobs:
@@ -239,6 +260,10 @@ class ObjectStorage:
     def forget(self, paths: Iterable[str]) -> None:
         """Remove this machine's copies."""
         self._cache.forget([_key(path) for path in paths])
+
+    def trim_copies(self, max_bytes: int | None = None) -> None:
+        """Trim the cache, which all lakes of this machine share."""
+        trim_cache(max_bytes)
 
     def state_folder(self, path: str) -> Path:
         """Return a folder of this machine, the same for every process that opens this URL."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from replaylake.datastore.errors import NotFoundError, ReplayLakeError, ShardCorruptError
 from replaylake.datastore.names import LAKE_ROOT
@@ -29,10 +29,9 @@ def check_shards_present(snapshot: TableSnapshot) -> None:
     log = CommitLog(snapshot.storage, snapshot.root)
     newest = log.newest()
     if damaged := [path for path in missing if path in newest.files]:
-        place = _display_path(snapshot, damaged[0])
         raise ShardCorruptError(
-            f"{place}: No such file or directory, expected the shard that the log names. Restore "
-            "the file from a copy of the lake."
+            f"{snapshot.storage.url}/{snapshot.root}/{damaged[0]}: No such file or directory, "
+            "expected the shard that the log names. Restore the file from a copy of the lake."
         )
     newest_name = f"Read the newest version, {snapshot.root}@{newest.version}"
     if (purge := _purges(snapshot).find_breaking(snapshot.root, snapshot.version)) is not None:
@@ -56,9 +55,9 @@ def missing_files(storage: Storage, root: str, paths: Sequence[str]) -> list[str
 
     Cost: a look at each; on an object store one listing.
     """
-    if not storage.is_remote:
-        folder = f"{storage.local(root)}{os.sep}"
-        return [path for path in paths if not os.path.exists(folder + path)]
+    if (folder := storage.local_folder(root)) is not None:
+        prefix = f"{folder}{os.sep}"
+        return [path for path in paths if not os.path.exists(prefix + path)]
     folders = {str(PurePosixPath(path).parent) for path in paths}
     there = {
         str(PurePosixPath(folder, name))
@@ -72,25 +71,16 @@ def _purges(snapshot: TableSnapshot) -> Purges:
     return Purges(CommitLog(snapshot.storage, LAKE_ROOT))
 
 
-def _display_path(snapshot: TableSnapshot, path: str) -> str | Path:
-    storage = snapshot.storage
-    if storage.is_remote:
-        return f"{storage.url}/{snapshot.root}/{path}"
-    return storage.local(f"{snapshot.root}/{path}")
-
-
 def _explain_removal(log: CommitLog, version: int, newest: int, missing: list[str]) -> str:
     """Say which later version took the first of the missing shards out."""
     gone = set(missing)
     try:
         for later in range(version + 1, newest + 1):
-            actions = log.actions(later)
-            if any((action.get("remove") or {}).get("path") in gone for action in actions):
-                said = [action["commitInfo"] for action in actions if "commitInfo" in action]
-                operation = said[0].get("operation") if said else None
+            change = log.read_change(later)
+            if not gone.isdisjoint(change.removed):
                 return (
-                    f"Version {later} ({operation or 'unknown'}) took them out, and vacuum or "
-                    "purge has removed them since."
+                    f"Version {later} ({change.operation or 'unknown'}) took them out, and vacuum "
+                    "or purge has removed them since."
                 )
     except ReplayLakeError:  # the log no longer reaches back so far
         pass

@@ -66,7 +66,6 @@ class Tally:
     sum_distances: float = 0.0
 
     def add(self, asked: CandidateDecisions) -> None:
-        """Add decisions."""
         self.num += len(asked.agrees)
         self.num_agreeing += int(asked.agrees.sum())
         self.sum_distances += float(asked.distances.sum())

@@ -10,8 +10,12 @@ import numpy as np
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.evaluation.ope.calibration import Calibration, calibration
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
-from replaylake.offline.evaluation.ope.weights import Weights, importance_weights, summary
+from replaylake.offline.evaluation.ope.weights import (
+    NotEstimableError,
+    Weights,
+    importance_weights,
+    summary,
+)
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,9 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.spaces import take
 from replaylake.datastore.lake.logged_steps import LoggedSteps
-from replaylake.offline.dataset_statistics import DatasetStatistics
-from replaylake.offline.evaluation.ope.d3rlpy_fqe import fit_by_d3rlpy
 from replaylake.offline.evaluation.ope.folds import each_fold, episode_folds
 from replaylake.offline.evaluation.ope.fqe import fit
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
-from replaylake.offline.evaluation.ope.moments import observation_moments
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays, from_steps
 from replaylake.offline.evaluation.ope.value_network import (
@@ -96,43 +93,6 @@ def predict_values(
     return PredictedValues(
         q, v, f"fitted Q evaluation ({how}), cross-fitted over {num_folds} folds of the episodes"
     )
-
-
-def predict_values_by_d3rlpy(
-    steps: LoggedSteps,
-    target: TargetPolicy,
-    discount: float,
-    *,
-    config: FQEConfig | None = None,
-    seed: int = 0,
-    on_progress: OnProgress | None = None,
-) -> NDArray[np.float64]:
-    """Return v float64 [M], as predict_values, but fitted by d3rlpy.
-
-    Raises: ExtraMissingError, ConfigInvalidError, SpaceUnsupportedError, TrainingError,
-    EmptyReplayError.
-    """
-    config = config or FQEConfig()
-    assert steps.observations is not None
-    v = np.empty(steps.num_steps)
-    folds = episode_folds(steps.num_episodes, FQE_FOLDS, seed)
-    num_folds = int(folds.max()) + 1
-    moments = observation_moments(steps.spec.observation_space, steps.observations)
-    for number, inside in each_fold(folds):
-        rows = np.flatnonzero(inside[steps.episode_of])
-        arrays = from_steps(steps, discount, ~inside)
-
-        def tell(done: int, total: int, fold: int = number) -> None:
-            if on_progress is not None:
-                on_progress(fold * total + done, num_folds * total)
-
-        model = fit_by_d3rlpy(
-            target, arrays, config, discount, seed + number, on_progress=tell,
-            facts=DatasetStatistics(observations=moments),
-        )  # fmt: skip
-        masks = None if steps.action_masks is None else steps.action_masks[rows]
-        v[rows] = model.v(take(steps.observations, rows), masks)
-    return v
 
 
 def predict_rewards(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.statistic import (
     Statistic,
     mean_of,
@@ -29,14 +28,6 @@ def direct_method(inputs: EstimatorInputs) -> Statistic:
     Source: Dudik, Langford & Li 2011, section 2; Le, Voloshin & Yue 2019, algorithm 3.
     """
     _, values = inputs.model
-    return mean_of(values[inputs.episodes.offsets[:-1]])
-
-
-def direct_method_d3rlpy(inputs: EstimatorInputs) -> Statistic:
-    """`fqe` with v by d3rlpy's fitted Q evaluation: `fqe_d3rlpy`."""
-    values = inputs.episodes.v_d3rlpy
-    if values is None:
-        raise NotEstimableError("no model of values by d3rlpy was given (v_d3rlpy)")
     return mean_of(values[inputs.episodes.offsets[:-1]])
 
 

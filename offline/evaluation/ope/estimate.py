@@ -18,7 +18,6 @@ from replaylake.offline.evaluation.ope.intervals import (
     widen_to_rounding,
 )
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.statistic import (
     Bounds,
     Statistic,
@@ -26,7 +25,7 @@ from replaylake.offline.evaluation.ope.statistic import (
     difference_of,
     mean_of,
 )
-from replaylake.offline.evaluation.ope.weights import EstimatorInputs
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs, NotEstimableError
 from replaylake.offline.learning.options import near_matches
 
 _FITTED_PROPENSITIES_NOTE: Final = (

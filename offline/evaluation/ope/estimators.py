@@ -11,8 +11,6 @@ from replaylake.offline.evaluation.ope import doubly_robust, importance
 from replaylake.offline.evaluation.ope.statistic import Statistic
 from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 
-REPLAYLAKE: Final = "ours"
-D3RLPY: Final = "d3rlpy"
 _RATIOS: Final = (
     "behavior probabilities are right, and above 0 wherever the policy's are; nothing unlogged "
     "drove both action and reward"
@@ -33,10 +31,9 @@ _EITHER: Final = (
 class Estimator:
     """How to estimate one way.
 
-    one_step_episodes: for one-step logs (True), for longer episodes (False), for both (None). twin:
-    its name on the other kind of log. is_default: asked for by name only, where False. model: the
-    one that it needs, of `ours` and `d3rlpy`. no_interval: why its value has none; empty where it
-    has one. function raises NotEstimableError where it has nothing to say.
+    one_step: for one-step logs (True), for longer episodes (False), for both (None). counterpart:
+    its name on the other kind of log. uses_model: of values. no_interval: why its value has none;
+    empty where it has one. function raises NotEstimableError where it has nothing to say.
     """
 
     name: str
@@ -46,15 +43,13 @@ class Estimator:
     paper: str
     counterpart: str = ""
     uses_weights: bool = True
-    is_default: bool = True
-    model: str = ""
+    uses_model: bool = False
     no_interval: str = ""
 
 
 _OneStep = partial(Estimator, one_step=True)
 _Longer = partial(Estimator, one_step=False)
 _Both = partial(Estimator, one_step=None)
-_FQE_PAPER: Final = "Le, Voloshin & Yue 2019"
 
 _TRUNCATED = f"{_RATIOS}; weights above the clip (sqrt of the number of episodes) matter little"
 _SN = f"{_RATIOS}; episodes enough that a bias of about 1 / effective size does not matter"
@@ -70,13 +65,13 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
                  function=importance.clipped_importance_sampling, counterpart="clipped_is"),
         _OneStep("switch_dr", assumptions=f"{_EITHER}; {_MODEL} where weights pass the clip",
                  paper="Wang, Agarwal & Dudik 2017", function=doubly_robust.switch_doubly_robust,
-                 model=REPLAYLAKE),
+                 uses_model=True),
         _OneStep("dr_os", assumptions=f"{_EITHER}; shrinking weights near the clip matters little",
                  paper="Su et al. 2020", function=doubly_robust.optimistic_shrinkage,
-                 model=REPLAYLAKE),
+                 uses_model=True),
         _OneStep("sndr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011, self-normalized",
                  function=doubly_robust.weighted_doubly_robust, counterpart="wdr",
-                 model=REPLAYLAKE),
+                 uses_model=True),
         _Longer("is", assumptions=_RATIOS, paper="Precup, Sutton & Singh 2000",
                 function=importance.importance_sampling, counterpart="ips"),
         _Longer("wis", assumptions=_SN, paper="Precup, Sutton & Singh 2000",
@@ -89,22 +84,19 @@ ESTIMATORS: Final[dict[str, Estimator]] = {
                 function=importance.weighted_per_decision_importance_sampling, counterpart="snips"),
         _Longer("wdr", assumptions=_EITHER, paper="Thomas & Brunskill 2016",
                 function=doubly_robust.weighted_doubly_robust, counterpart="sndr",
-                model=REPLAYLAKE),
+                uses_model=True),
         _Both("dr", assumptions=_EITHER, paper="Dudik, Langford & Li 2011; Jiang & Li 2016",
-              function=doubly_robust.doubly_robust, model=REPLAYLAKE),
+              function=doubly_robust.doubly_robust, uses_model=True),
         _OneStep("dm", assumptions=_MODEL, paper="Dudik, Langford & Li 2011", counterpart="fqe",
-                 function=doubly_robust.direct_method, uses_weights=False, model=REPLAYLAKE,
+                 function=doubly_robust.direct_method, uses_weights=False, uses_model=True,
                  no_interval=_MODEL_ALONE),
-        _Longer("fqe", assumptions=_MODEL, paper=_FQE_PAPER, counterpart="dm",
-                function=doubly_robust.direct_method, uses_weights=False, model=REPLAYLAKE,
+        _Longer("fqe", assumptions=_MODEL, paper="Le, Voloshin & Yue 2019", counterpart="dm",
+                function=doubly_robust.direct_method, uses_weights=False, uses_model=True,
                 no_interval=_MODEL_ALONE),
-        _Longer("fqe_d3rlpy", assumptions=_MODEL, paper=_FQE_PAPER, counterpart="dm",
-                function=doubly_robust.direct_method_d3rlpy, uses_weights=False, model=D3RLPY,
-                is_default=False, no_interval=_MODEL_ALONE),
     )
 }  # fmt: skip
 
 
 def default_estimators(one_step: bool) -> list[str]:
-    """Return the names for one-step logs, or for longer episodes, of those that are offered."""
-    return [e.name for e in ESTIMATORS.values() if e.is_default and e.one_step in (None, one_step)]
+    """Return the names of those that suit one-step logs, or longer episodes."""
+    return [e.name for e in ESTIMATORS.values() if e.one_step in (None, one_step)]

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from replaylake.datastore.episodes.spaces import Array, Discrete
 from replaylake.datastore.errors import (
     EmptyReplayError,
@@ -22,10 +19,9 @@ from replaylake.offline.evaluation.ope.direct import (
     PredictedValues,
     predict_rewards,
     predict_values,
-    predict_values_by_d3rlpy,
 )
 from replaylake.offline.evaluation.ope.estimate import Estimate, Estimates, estimate
-from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, REPLAYLAKE
+from replaylake.offline.evaluation.ope.estimators import ESTIMATORS
 from replaylake.offline.evaluation.ope.evaluated_policy import (
     EvaluatedPolicy,
     evaluated_reward,
@@ -37,7 +33,6 @@ from replaylake.offline.evaluation.ope.evaluation_request import (
     ProgressCallbacks,
 )
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 from replaylake.offline.evaluation.ope.probabilities import (
     BehaviorProbabilities,
     Probabilities,
@@ -54,10 +49,9 @@ from replaylake.offline.evaluation.ope.training_set import find_training_episode
 from replaylake.offline.evaluation.ope.value_table import has_table
 from replaylake.offline.evaluation.ope.verdict import SUPPORTED, WEAK, Verdict
 from replaylake.offline.evaluation.ope.verdict import verdict as judge
-from replaylake.offline.evaluation.ope.weights import importance_weights
+from replaylake.offline.evaluation.ope.weights import NotEstimableError, importance_weights
 
-_USE_FITTED_VALUES: Final = frozenset(e.name for e in ESTIMATORS.values() if e.model == REPLAYLAKE)
-_FQE_D3RLPY: Final = "fqe_d3rlpy"
+_USE_FITTED_VALUES: Final = frozenset(e.name for e in ESTIMATORS.values() if e.uses_model)
 
 _LOGGED_OBSERVATIONS_ONLY: Final = "what the policy does is known at logged observations alone"
 _STATEFUL: Final = "the policy remembers, and its value is no function of one observation"
@@ -83,7 +77,7 @@ class PolicyEvaluation:
     """A report, and what it rests on.
 
     steps: of the episodes that were evaluated; episodes: what is known of those and of the policy.
-    doubts: why the verdict is `weak` at best, of what the policy learned from.
+    caveats: why the verdict is `weak` at best, of what the policy learned from.
     """
 
     report: PolicyReport
@@ -156,11 +150,10 @@ def evaluate_on_episodes(
         doubts.append(_FITTED_WITHOUT_MEMORY)
     trained_on = steps.num_episodes if is_seen else 0
     values, model = _values(asked, steps, target, question, listener)
-    by_d3rlpy, why_not = _values_by_d3rlpy(asked, steps, question, listener)
-    episodes = _make_logged_episodes(steps, question, target, behavior, values, by_d3rlpy)
+    episodes = _make_logged_episodes(steps, question, target, behavior, values)
     listener.stage("estimating")
     cut_off = _CutOff(steps, question.discount)
-    estimates = _estimates(episodes, question, values, why_not, cut_off)
+    estimates = _estimates(episodes, question, values, cut_off)
     if not episodes.is_one_step:
         # What follows a single decision is in no estimate: its model is one of the reward.
         notes = (*notes, *cut_off.notes(_names(estimates)))
@@ -287,11 +280,11 @@ class _CutOff:
         """Yield what a reader of these estimators has to know."""
         if self._share < _SMALL_SHARE:
             return
-        if alone := sorted({"fqe", _FQE_D3RLPY} & names):
+        if "fqe" in names:
             yield (
-                f"{', '.join(alone)}: {self._number} and rewards after the cut would count "
-                f"{self._share:.2g} of a first one, averaged over all episodes: these are the "
-                "value without the limit, where importance sampling values what was logged"
+                f"fqe: {self._number} and rewards after the cut would count {self._share:.2g} of a "
+                "first one, averaged over all episodes: this is the value without the limit, where "
+                "importance sampling values what was logged"
             )
         if {"dr", "wdr"} & names:
             yield _LIMIT_IGNORED
@@ -307,40 +300,12 @@ class _CutOff:
         return f"{self._num:,} of {self._num_episodes:,} episodes were cut off (truncated),"
 
 
-def _values_by_d3rlpy(
-    asked: EvaluatedPolicy,
-    steps: LoggedSteps,
-    question: EvaluationRequest,
-    listener: ProgressCallbacks,
-) -> tuple[NDArray[np.float64] | None, str]:
-    """Fit d3rlpy's model where it is asked for by name; returns its values, or why not."""
-    if _FQE_D3RLPY not in (question.estimators or ()) or steps.num_steps == steps.num_episodes:
-        return None, ""
-    if asked.target is None:
-        return None, _LOGGED_OBSERVATIONS_ONLY
-    if asked.is_stateful:
-        return None, _STATEFUL
-    cut_off = _CutOff(steps, question.discount)
-    if cut_off.is_whole:
-        return None, cut_off.why_no_fqe()
-    listener.stage("fitted Q evaluation by d3rlpy")
-    try:
-        found = predict_values_by_d3rlpy(
-            asked.cast_observations(steps), asked.target, question.discount, config=question.fqe,
-            seed=question.seed, on_progress=listener.progress,
-        )  # fmt: skip
-    except (SpaceUnsupportedError, TrainingError, EmptyReplayError) as error:
-        return None, str(error)
-    return found, ""
-
-
 def _make_logged_episodes(
     steps: LoggedSteps,
     question: EvaluationRequest,
     target: Probabilities,
     behavior: BehaviorProbabilities,
     values: PredictedValues | None,
-    values_by_d3rlpy: NDArray[np.float64] | None,
 ) -> LoggedEpisodes:
     is_discrete = isinstance(steps.spec.action_space, Discrete)
     return LoggedEpisodes(
@@ -351,7 +316,6 @@ def _make_logged_episodes(
         target_probs=target.logged,
         q_logged=None if values is None else values.q_logged,
         v_target=None if values is None else values.v_target,
-        v_d3rlpy=values_by_d3rlpy,
         actions=steps.action_numbers if is_discrete else None,
         behavior_distribution=behavior.distribution,
         target_distribution=target.distribution,
@@ -365,7 +329,6 @@ def _estimates(
     episodes: LoggedEpisodes,
     question: EvaluationRequest,
     values: PredictedValues | None,
-    why_not_d3rlpy: str,
     cut_off: _CutOff,
 ) -> Estimates:
     """Estimate, but for the direct method where its model does not value the policy on this log.
@@ -376,8 +339,6 @@ def _estimates(
     found = estimate(
         episodes, question.estimators, level=question.level, seed=question.seed, clip=question.clip
     )
-    if why_not_d3rlpy:
-        found = replace(found, refused={**found.refused, _FQE_D3RLPY: why_not_d3rlpy})
     refused = {}
     if values is not None and values.is_empty and "dm" in _names(found):
         refused["dm"] = "its model found nothing that tells one action from another"

@@ -46,8 +46,8 @@ _CHOSEN_ON_HELD_OUT_NOTE: Final = ("fqe", "loss")
 class EvaluatedPolicy:
     """Who is evaluated. target: None where SQL says what it does.
 
-    named: how a report names it. training: what it was trained on, and discount with which gamma,
-    None if unknown. notes: what is not known of it.
+    reference: how a report names it. training: what it was trained on, and discount with which
+    gamma, None if unknown. notes: what is not known of it.
     """
 
     target: TargetPolicy | None

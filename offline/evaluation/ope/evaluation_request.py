@@ -160,7 +160,6 @@ class PolicyReport:
         return self.assessment.verdict.replace("_", " ")
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         log = self.estimates.log_interval
         asked = self.request
         return {

@@ -22,7 +22,7 @@ class LoggedEpisodes:
     Rows offsets[e] .. offsets[e + 1] are episode e's steps, in order. A one-step log (a contextual
     bandit's) has one row an episode. Checked when made; not copied.
 
-        offsets                 int64 [E + 1], from 0 to M, rising: no episode is empty
+    offsets                 int64 [E + 1], from 0 to M, rising: no episode is empty
     rewards                 float64 [M], in the environment's units
     discount                gamma, 0 < gamma <= 1
     behavior_probs          float64 [M], probability (Box: density) of the logged action under the
@@ -33,7 +33,6 @@ class LoggedEpisodes:
     v_target                float64 [M], that model's value of the state: the mean of its q over the
                             target policy's actions. Fitted on other episodes (held out or
                             cross-fitted), else estimates that use it believe it too much
-    v_d3rlpy                float64 [M], as v_target, by d3rlpy's model
     actions                 int64 [M], logged actions; Discrete only
     behavior_distribution   float64 [M, A]; Discrete only
     target_distribution     float64 [M, A]; Discrete only
@@ -54,7 +53,6 @@ class LoggedEpisodes:
     target_probs: Array | None = None
     q_logged: Array | None = None
     v_target: Array | None = None
-    v_d3rlpy: Array | None = None
     actions: Array | None = None
     behavior_distribution: Array | None = None
     target_distribution: Array | None = None
@@ -68,7 +66,7 @@ class LoggedEpisodes:
         if not 0 < self.discount <= 1:
             raise _invalid_column_error("discount", f"{self.discount}", "a number in (0, 1]")
         _check_column("rewards", self.rewards, len(self.rewards))
-        for name in ("q_logged", "v_target", "v_d3rlpy"):
+        for name in ("q_logged", "v_target"):
             _check_column(name, getattr(self, name), len(self.rewards))
         for name in ("behavior_probs", "target_probs"):
             _check_probs(name, getattr(self, name), len(self.rewards))

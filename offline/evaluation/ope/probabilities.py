@@ -28,7 +28,7 @@ _SLACK: Final = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Probabilities:
-    """Of the logged actions float64 [M], and of all Discrete ones [M, A]; None where unknown.
+    """Those of logged actions, float64 [M], and of all Discrete ones [M, A]; None: unknown.
 
     A logged action's is NaN where it alone is not known. unknown_reason: why none is known.
     """

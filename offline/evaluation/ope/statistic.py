@@ -8,8 +8,7 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
-from replaylake.offline.evaluation.ope.weights import WeightSummary, sum_by_step
+from replaylake.offline.evaluation.ope.weights import NotEstimableError, WeightSummary, sum_by_step
 
 
 @dataclass(frozen=True)

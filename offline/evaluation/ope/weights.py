@@ -10,12 +10,15 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
 
 # Squares of weights, and sums of them over 1e50 episodes, still are finite float64.
 MAX_WEIGHT: Final = 1e120
 # A float32 is off by at most this share of the number that was rounded to it.
 _UNIT_ROUNDOFF: Final = 2.0**-24
+
+
+class NotEstimableError(Exception):
+    """Why an estimator has nothing to say of a log: `estimate` reports it beside the estimates."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ class Weights:
         The errors are added, not their squares: a policy that says the same again and again is
         rounded the same way each time. Source: Higham 2002, "Accuracy and Stability of Numerical
         Algorithms", sections 2.2 and 3.1.
+
+        Assumes that both sides computed the same scores bit for bit. Scores summed in another order
+        (another batch size, processor or library) differ by a few u |score|, and ln p by that over
+        the temperature. No term of it is here: probabilities do not tell the scores, to which any
+        constant may be added, and the log does not hold them.
         """
         behavior, target = self.episodes.behavior_probs, self.episodes.target_probs
         assert behavior is not None, "there are weights"

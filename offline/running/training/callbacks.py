@@ -14,7 +14,7 @@ from replaylake.offline.running.training.trainer import TrainProgress
 class RunStart:
     """What is known when a run begins to learn, or goes on.
 
-    update: of the checkpoint that it goes on from, 0 at the beginning. goes_on: whether it had
+    update: of the checkpoint that it goes on from, 0 at the beginning. resumed: whether it had
     begun before. remarks: what a person should know of the data, a sentence each.
     """
 

@@ -20,11 +20,8 @@ from replaylake.datastore.replay.view import ReplayView, concatenate
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.catalog import (
     check_algorithm,
-    check_masks,
     check_options,
-    check_priorities,
-    check_replayable,
-    check_rewards,
+    require,
 )
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.evaluation.evaluate import check_spaces
@@ -79,10 +76,10 @@ def open_data(
     snapshots = [lake.snapshot(text) for text in request.datasets]
     spec = _merge_specs(snapshots)
     algorithm = check_algorithm(config.algorithm, spec.action_space)
-    check_replayable(config.algorithm, spec.action_space)
+    require(algorithm, "logs")
     check_options(config.algorithm, spec.action_space, config.options, others=TRAIN_OPTIONS)
     if config.prioritized:
-        check_priorities(config.algorithm, spec.action_space)
+        require(algorithm, "priorities")
     if request.env_id is not None:
         check_spaces(request.env_id, spec.observation_space, spec.action_space, request.env_args)
     measure = measure_name(request, algorithm.uses_rewards)
@@ -99,9 +96,10 @@ def open_data(
     views = [_open_view(snapshots, request, where, reading) for where in wheres]
     view = views[0]
     if view.has_masked_actions:
-        check_masks(config.algorithm, spec.action_space)
-    num_unknown, num_starts = view.num_unknown_rewards, len(view.packed.steps)
-    check_rewards(config.algorithm, spec.action_space, num_unknown, num_starts)
+        require(algorithm, "action masks")
+    if num_unknown := view.num_unknown_rewards:
+        num_steps = len(view.packed.steps)
+        require(algorithm, "unknown rewards", num_unknown=num_unknown, num_steps=num_steps)
     if algorithm.kind == "bandit":
         check_bandit_log(config.algorithm, view)
     return TrainingData(

@@ -13,7 +13,7 @@ from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.algorithms.catalog import make_learner, not_replayable_error
+from replaylake.offline.algorithms.catalog import make_learner, missing_capability_error
 from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
 from replaylake.offline.learning.learner import Learner
 from replaylake.offline.learning.normalization import fit_statistics
@@ -151,7 +151,7 @@ def prepare(
     )
     if learner.on_policy is not None:
         # One of the user's own, of which this shows only now.
-        raise not_replayable_error(config.algorithm, spec.action_space)
+        raise missing_capability_error(data.algorithm, "logs")
     measure = make_measure(data.measure, request, data.held_out)
     if measure is not None:
         measure.check(TorchPolicy(learner.policy(), config.device))

@@ -298,7 +298,6 @@ class PolicySelection:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, JSON-able."""
         return {
             "measure": self.measure,
             "history": [list(entry) for entry in self.history],
@@ -308,7 +307,6 @@ class PolicySelection:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from it."""
         self.history = [(update, value) for update, value in state["history"]]
         self.best = None if state["best"] is None else SelectionPoint(**state["best"])
         self.last = None if state["last"] is None else SelectionPoint(**state["last"])

@@ -1,4 +1,4 @@
-"""Team: learners that make each update together, every one on its part of the batch.
+"""ProcessGroup: learners that make each update together, every one on its part of the batch.
 
 All draw the same batches and hold the same weights. Gradients are averaged before they are stepped
 down; losses and priorities are those of the whole batch again afterwards. The first learner alone
@@ -16,20 +16,15 @@ import numpy as np
 import torch
 
 from replaylake.datastore.episodes.batch import Batch
-from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.datastore.replay.items.sequences import Sequences
-from replaylake.datastore.replay.items.transitions import Transitions
-from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.learning.algorithm import OnPolicy
 from replaylake.offline.learning.learner import Learner, Update
-from replaylake.offline.networks.graph import PolicyGraph
+from replaylake.offline.learning.learner_wrapper import LearnerWrapper
 from replaylake.offline.running.training.policy_selection import Measure, MeasureName
 from replaylake.offline.running.training.trainer import GPU_CHECK_UPDATES
 
 
 class ProcessGroup(Protocol):
-    """One learner's place among the others. All call `add` and `told` in the same order."""
+    """The processes of one learner; all call `all_reduce` and `broadcast` in the same order."""
 
     @property
     def rank(self) -> int:
@@ -60,7 +55,6 @@ class SingleProcessGroup:
         """Leave them as they are."""
 
     def broadcast(self, value: float) -> float:
-        """Return it."""
         return value
 
 
@@ -79,7 +73,7 @@ def make_gradient_average(team: ProcessGroup) -> Callable[[torch.Tensor], None] 
     return average
 
 
-class DataParallelLearner:
+class DataParallelLearner(LearnerWrapper):
     """A learner that is given whole batches and learns from its part of them.
 
     The weights are those of one learner with the whole batch, to float32's rounding, where a loss
@@ -90,7 +84,7 @@ class DataParallelLearner:
         self, learner: Learner, team: ProcessGroup, device: torch.device | str = "cpu"
     ) -> None:
         """learner: averages its gradients over the team. device: where it computes."""
-        self._learner = learner
+        super().__init__(learner)
         self._team = team
         self._device = torch.device(device)
         # Reading the leader's decision waits for a GPU.
@@ -103,35 +97,6 @@ class DataParallelLearner:
         """Return whether the leader was asked to end in the last update, by what it knows."""
         self._asked = asked
         return lambda: self._is_ending
-
-    @property
-    def discount(self) -> float:
-        """Gamma."""
-        return self._learner.discount
-
-    @property
-    def item(self) -> Transitions | Sequences:
-        """What the rows of its batches are."""
-        return self._learner.item
-
-    @property
-    def on_policy(self) -> OnPolicy | None:
-        """How it learns from what its own policy just did."""
-        return self._learner.on_policy
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The resolved options."""
-        return self._learner.config
-
-    @property
-    def normalization(self) -> Mapping[str, Any]:
-        """What inputs and outputs are scaled by."""
-        return self._learner.normalization
-
-    def prepare(self, view: ReplayView) -> None:
-        """Look at all of what batches will be drawn from."""
-        self._learner.prepare(view)
 
     def update(self, batch: Batch) -> Update:
         """Learn from this learner's part; return metrics and priorities of the whole batch.
@@ -165,18 +130,6 @@ class DataParallelLearner:
             priorities = shared[1 + len(names) :].cpu().numpy()
         return Update(metrics, priorities)
 
-    def policy(self) -> PolicyGraph:
-        """Return the policy as it is now."""
-        return self._learner.policy()
-
-    def state_dict(self) -> dict[str, Array]:
-        """Return everything that a later update depends on."""
-        return self._learner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Continue from what state_dict returned."""
-        self._learner.load_state_dict(state)
-
 
 def sync_stop(learner: Learner, asked: Callable[[], bool]) -> Callable[[], bool]:
     """Return whether the run ends here: as asked, or in a team what its leader was asked."""
@@ -192,7 +145,6 @@ class LeaderMeasure:
 
     @property
     def name(self) -> MeasureName:
-        """As `select` calls it."""
         return self.measure.name
 
     @property

@@ -273,7 +273,6 @@ class MetricSums:
         return {"num": self.num, "totals": dict(self._totals), "counts": dict(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from them."""
         self.num, self._totals = state["num"], dict(state["totals"])
         self._counts = dict(state["counts"])
 

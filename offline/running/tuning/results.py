@@ -91,7 +91,6 @@ class SweepResult:
         return first if first.is_complete and first.mean is not None else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         body = asdict(self)
         best = self.best
         return body | {"best": None if best is None else asdict(best)}

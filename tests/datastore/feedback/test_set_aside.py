@@ -58,11 +58,11 @@ class Log:
         self._append(self.dataset.decisions, rows)
         return key
 
-    def report(self, key, second, reward, mode="sum", ends=False):
+    def report(self, key, second, reward, mode="sum", ends=False, **changes):
         record = {"decision_id": key, "timestamp": int((NOW_S + second) * 1e6), "reward": reward,
                   "terminated": ends, "truncated": False, "mode": mode,
                   "feedback_id": f"{second}"}  # fmt: skip
-        self._append(self.dataset.rewards, rewards_encoder(self.dataset)([record]))
+        self._append(self.dataset.rewards, rewards_encoder(self.dataset)([record | changes]))
 
     def receive(self, *rows):
         self._append(self.dataset.received, pa.concat_tables(rows))
@@ -224,8 +224,38 @@ def test_a_decision_that_is_no_step_holds_up_no_other(log, changes):
     ((checks, row),) = log.rows("checks, row", "quarantine")
     assert checks == ["step"]
     assert json.loads(row)["decision_id"] == keys[1]
+    counts = log.status(2 * HOUR_S)
+    assert (counts.joined, counts.set_aside, counts.waiting) == (23, 1, 0)
     again = log.run(3 * HOUR_S)
     assert (again.steps, again.set_aside, again.quarantined) == (0, 1, 0)
+
+
+def test_a_final_observation_that_no_step_can_hold_is_set_aside_until_another_comes(log):
+    key = log.decide(0)
+    log.report(key, 1, 1.0, mode="last", ends=True, final_observation=[1.0, 2.0, 3.0])
+    log.report(log.decide(0, "f"), 1, 1.0, ends=True)
+    receipt = log.run()
+    assert (receipt.steps, receipt.set_aside) == (1, 1)
+    assert (log.status().joined, log.status().set_aside) == (1, 1)
+    log.report(key, 2, 1.0, mode="last", ends=True, final_observation=[1.0, 2.0])
+    assert log.run(20).steps == 1
+    assert (log.status(20).joined, log.status(20).set_aside) == (2, 0)
+
+
+def test_rows_of_an_ingest_in_quarantine_are_no_decisions(log, tmp_path):
+    """Its rows may have a column decision_id, and another check of the same name."""
+    key = log.decide(0)
+    log.report(key, 1, 1.0, ends=True)
+    log.report(log.decide(0, "f", action=7), 1, 1.0, ends=True)
+    assert log.run().set_aside == 1
+    rows = log.dataset.rejected.snapshot().read()
+    row = rows.column("row").to_pylist()[0]
+    about = json.dumps(json.loads(row) | {"decision_id": key})
+    other = with_value(with_value(rows, "row", 0, about), "producer", 0, "ingest:log")
+    log.dataset.rejected.append(other, producer="ingest:log", sequence=1)
+    counts = log.status()
+    assert (counts.joined, counts.set_aside) == (1, 1)
+    assert log.run().quarantined == 0
 
 
 def test_a_received_step_that_is_none_leaves_a_gap(log):

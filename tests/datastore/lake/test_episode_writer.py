@@ -20,7 +20,8 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake import pieces as pieces_module
-from replaylake.datastore.lake.dataset import Dataset, EpisodeWriter
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.episode_writer import EpisodeWriter
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.pieces import PieceOrder, cut_piece
 from replaylake.datastore.storage.storage import LocalStorage

@@ -267,7 +267,7 @@ class Killed(BaseException):
 def _mutations(monkeypatch: pytest.MonkeyPatch, fail_at: int) -> Callable[[], int]:
     """Let the process end just before, or just after, the k-th change that it makes to storage."""
     count = 0
-    for name in ("put", "put_new", "delete"):
+    for name in ("put", "put_if_absent", "delete"):
         original = getattr(LocalStorage, name)
 
         def changed(self: Any, *args: Any, _original: Any = original, **more: Any) -> Any:

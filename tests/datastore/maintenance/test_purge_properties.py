@@ -178,7 +178,7 @@ class Killed(BaseException):
 def _kill_at(patch: pytest.MonkeyPatch, number: int) -> None:
     """Let the process end just before, or just after, the k-th file that it writes."""
     count = 0
-    for method in ("put", "put_new"):
+    for method in ("put", "put_if_absent"):
         original = getattr(LocalStorage, method)
 
         def changed(self: Any, *args: Any, _original: Any = original, **more: Any) -> Any:

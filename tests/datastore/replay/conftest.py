@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
+from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.replay.layout import KEY, STEPS_LEFT, RecordLayout
@@ -179,3 +180,17 @@ def _draw_pieces(data: Any) -> list[Piece]:
 def draw_pieces() -> Callable[[Any], list[Piece]]:
     """Return what draws pieces of several episodes out of hypothesis's data."""
     return _draw_pieces
+
+
+@pytest.fixture(scope="session")
+def same() -> Callable[[Batch, Batch], bool]:
+    """Tell whether two batches hold the same values, bit for bit but for NaN."""
+
+    def is_same(one: Batch, other: Batch) -> bool:
+        return all(
+            np.array_equal(value, getattr(other, name), equal_nan=value.dtype.kind == "f")
+            for name, value in vars(one).items()
+            if value is not None
+        )
+
+    return is_same

@@ -28,14 +28,6 @@ def views(lake: Lake, make_episode: Make) -> list[ReplayView]:
     return [lake.dataset(name).snapshot().replay(cache=False) for name in ("offline", "online")]
 
 
-def same(one: Batch, other: Batch) -> bool:
-    return all(
-        np.array_equal(value, getattr(other, name), equal_nan=value.dtype.kind == "f")
-        for name, value in vars(one).items()
-        if value is not None
-    )
-
-
 def num_of_second(batch: Batch) -> int:
     return int((batch.rewards > 100).sum())
 
@@ -83,7 +75,9 @@ def _rewards_and_keys(view: ReplayView) -> tuple[list[float], list[bytes]]:
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 30])
-def test_resumes_bit_for_bit(views: Any, num_before: int) -> None:
+def test_resumes_bit_for_bit(
+    views: Any, num_before: int, same: Callable[[Batch, Batch], bool]
+) -> None:
     def make(seed: int) -> Any:
         offline, online = views
         return mixture(

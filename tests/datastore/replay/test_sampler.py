@@ -24,14 +24,6 @@ def view(lake: Lake, make_episode: Make) -> ReplayView:
     return lake.dataset("d").snapshot().replay(cache=False)
 
 
-def same(one: Batch, other: Batch) -> bool:
-    return all(
-        np.array_equal(value, getattr(other, name), equal_nan=value.dtype.kind == "f")
-        for name, value in vars(one).items()
-        if value is not None
-    )
-
-
 def make_batch(num: int) -> Batch:
     numbers = np.arange(num, dtype=np.float32)
     # Every other record, as views of packed ones are.
@@ -84,7 +76,7 @@ def makers(view: ReplayView) -> dict[str, Callable[[int], Sampler]]:
 @pytest.mark.parametrize("num_before", [0, 1, 45, 146, 147])
 @pytest.mark.parametrize("kind", ["uniform", "large", "shuffled", "prioritized"])
 def test_resumes_bit_for_bit_in_the_middle_of_a_block(
-    view: ReplayView, kind: str, num_before: int
+    view: ReplayView, kind: str, num_before: int, same: Callable[[Batch, Batch], bool]
 ) -> None:
     make = makers(view)[kind]
     sampler = make(1)
@@ -104,7 +96,9 @@ def test_resumes_bit_for_bit_in_the_middle_of_a_block(
         assert same(once_more.sample(), batch)
 
 
-def test_blocks_hold_what_samples_would(view: ReplayView) -> None:
+def test_blocks_hold_what_samples_would(
+    view: ReplayView, same: Callable[[Batch, Batch], bool]
+) -> None:
     sampler, alone = view.uniform(7, seed=1), view.uniform(7, seed=1)
     out: Any = None
     for _ in range(3):
@@ -130,7 +124,9 @@ def test_rows_are_drawn_whatever_the_batch_size_is(view: ReplayView) -> None:
     assert np.array_equal(together, alone.sample().rewards)
 
 
-def test_a_position_of_another_batch_size_is_refused(view: ReplayView) -> None:
+def test_a_position_of_another_batch_size_is_refused(
+    view: ReplayView, same: Callable[[Batch, Batch], bool]
+) -> None:
     one, other = view.uniform(7, seed=1), view.uniform(8, seed=1)
     expected = view.uniform(7, seed=1).sample()
     with pytest.raises(ConfigInvalidError, match="batch size is 8, not 7"):

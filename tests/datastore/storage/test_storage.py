@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,7 @@ from replaylake.datastore.errors import InvalidNameError, StorageError
 from replaylake.datastore.storage.storage import LocalStorage
 
 
-def test_put_replaces_and_put_new_does_not(storage: LocalStorage) -> None:
+def test_put_replaces_and_put_if_absent_does_not(storage: LocalStorage) -> None:
     storage.put("a/b", b"one")
     storage.put("a/b", b"two")
     assert storage.get("a/b") == b"two"
@@ -86,7 +87,7 @@ class Calls:
         return recording
 
 
-@pytest.mark.parametrize(("operation", "naming"), [("put", "replace"), ("put_new", "link")])
+@pytest.mark.parametrize(("operation", "naming"), [("put", "replace"), ("put_if_absent", "link")])
 def test_a_blob_is_synced_before_its_name_and_its_name_before_we_return(
     storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, operation: str, naming: str
 ) -> None:
@@ -175,3 +176,19 @@ def test_a_lake_may_itself_be_reached_by_a_link(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "link")
     storage.put("a/b", b"x")
     assert LocalStorage(tmp_path / "real").get("a/b") == b"x"
+
+
+def test_no_module_outside_of_storage_asks_which_storage_it_has() -> None:
+    root = Path(__file__).parents[3]
+    modules = [
+        module
+        for stage in ("cli", "datastore", "offline", "online", "serve")
+        for module in (root / stage).rglob("*.py")
+        if not module.is_relative_to(root / "datastore" / "storage")
+    ]
+    assert len(modules) > 100
+    for module in modules:
+        tree = ast.parse(module.read_text(encoding="utf-8"))
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names = {alias.name for node in imports for alias in node.names}
+        assert not names & {"LocalStorage", "ObjectStorage"}, module

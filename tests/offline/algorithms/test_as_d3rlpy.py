@@ -139,8 +139,8 @@ def targets_of(modules):
 
 def our_parameters(group):
     """Ours in the order of parameters_of: layer by layer, weight then bias; then the spread."""
-    perceptrons = [module for module in group.modules() if hasattr(module, "sunk")]
-    sunk = [tensor for perceptron in perceptrons for tensor in perceptron.sunk()]
+    perceptrons = [module for module in group.modules() if hasattr(module, "sink_parameters")]
+    sunk = [tensor for perceptron in perceptrons for tensor in perceptron.sink_parameters()]
     ids = {id(tensor) for tensor in sunk}
     return [*sunk, *(p for p in group.parameters() if id(p) not in ids)]
 

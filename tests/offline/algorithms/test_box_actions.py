@@ -187,7 +187,7 @@ def test_dict_observations_and_logged_ranges(name, batch):
     for _ in range(2):
         metrics = learner.update(given).metrics
     assert all(np.isfinite(float(value)) for value in metrics.values())
-    assert learner.normalisation["actions"]["source"] == ["dataset"] * 2
+    assert learner.normalization["actions"]["source"] == ["dataset"] * 2
     assert np.isfinite(TorchPolicy(learner.policy()).act(observations).actions).all()
 
 

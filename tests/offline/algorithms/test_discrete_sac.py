@@ -158,7 +158,9 @@ def d3rlpys(learner, made, **options):
             (modules.targ_q_funcs, learner._targets),
         ):
             for number, member in enumerate(of_theirs):
-                ours = [parameter[number] for parameter in of_ours["critics"].body.sunk()]
+                ours = [
+                    parameter[number] for parameter in of_ours["critics"].body.sink_parameters()
+                ]
                 for one, other in zip(member.parameters(), ours, strict=True):
                     one.copy_(other)
     actions = (made.actions - 5).astype(np.float32)[:, None]
@@ -199,7 +201,9 @@ def test_one_update_is_d3rlpys(batch):
     only(learner, "temperature", 1.0, made)
     only(learner, "policy", 1.0, made)
     for number, member in enumerate(theirs.q_funcs):
-        ours = [parameter[number] for parameter in learner._networks["critics"].body.sunk()]
+        ours = [
+            parameter[number] for parameter in learner._networks["critics"].body.sink_parameters()
+        ]
         for one, other in zip(member.parameters(), ours, strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
     temperature = theirs.log_temp._parameter.item()

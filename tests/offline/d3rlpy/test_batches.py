@@ -90,7 +90,7 @@ def test_rewards_and_returns_are_scaled_before_a_batch_is_built(row_of, make, ba
     made = learner._batches.convert(batch("box", size=3, rewards=values, returns=2 * values))
     assert made.rewards.tolist() == [[0.5], [-1.0], [2.0]]
     assert made.returns_to_go.tolist() == [[1.0], [-2.0], [4.0]]
-    assert learner.normalisation["rewards"] == {"shift": 0.0, "scale": 4.0}
+    assert learner.normalization["rewards"] == {"shift": 0.0, "scale": 4.0}
     shifted = DatasetStatistics(rewards=RewardScaling(shift=2.0, scale=4.0))
     made = make(row_of(*DQN), facts=shifted)._batches.convert(batch(size=3, rewards=values))
     assert made.rewards.tolist() == [[0.0], [-1.5], [1.5]]

@@ -103,7 +103,7 @@ def test_observations_are_normalised_in_training_and_in_the_graph(name, row_of, 
     normalised = made.observations.numpy()
     expected = TorchPolicy(plain.policy()).act(normalised, rng=generators[1]).actions
     np.testing.assert_allclose(acted, expected, atol=1e-4)
-    assert learner.normalisation["observations"] == {
+    assert learner.normalization["observations"] == {
         "": {"mean": [1, 2, 3, 4], "std": [2, 1, 4, 0.5]}
     }
 

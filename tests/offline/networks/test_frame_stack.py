@@ -19,7 +19,7 @@ from replaylake.offline.networks.actors import CategoricalNetwork
 from replaylake.offline.networks.frame_stack import stack_space, wrap_frame_stack
 from replaylake.offline.networks.graph import PolicyGraph, TorchPolicy
 
-ENV = "ReplayLake/FrameGrid-v0"
+ENV = "frame_grid:make_frame_grid"
 
 
 class Seen(nn.Module):

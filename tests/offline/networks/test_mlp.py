@@ -17,7 +17,7 @@ def by_autograd(features, parameters):
 
 
 def ensemble_by_autograd(features, ensemble):
-    parameters = ensemble.sunk()
+    parameters = ensemble.sink_parameters()
     return torch.stack([by_autograd(features, [p[e] for p in parameters]) for e in range(2)])
 
 
@@ -26,7 +26,7 @@ def has_a_slope(features, network):
 
     There the gradient is all or nothing by how a library orders a sum, which differs by processor.
     """
-    layers = list(zip(network.sunk()[::2], network.sunk()[1::2], strict=True))
+    layers = list(zip(network.sink_parameters()[::2], network.sink_parameters()[1::2], strict=True))
     num = getattr(network, "num", None)
     smooth = torch.ones(len(features), dtype=torch.bool)
     for member in range(num or 1):
@@ -68,7 +68,7 @@ def test_values_and_gradients_are_those_of_autograd(sizes, kind, rows):
 
 @pytest.mark.parametrize("network", [MLP([3, 8, 2]), EnsembleMLP(2, [3, 8, 2])])
 def test_an_open_sink_sums_up_what_one_loss_gives_its_weights(network):
-    parameters = network.sunk()
+    parameters = network.sink_parameters()
     network.sink.views = [torch.full_like(p, 7.0) for p in parameters]
     features = torch.randn(16, 3)
 
@@ -87,11 +87,11 @@ def test_an_open_sink_sums_up_what_one_loss_gives_its_weights(network):
 @pytest.mark.parametrize("network", [MLP([3, 8, 2]), EnsembleMLP(2, [3, 8, 2])])
 def test_frozen_gives_the_features_gradients_and_the_weights_none(network):
     features = torch.randn(16, 3, requires_grad=True)
-    torch.testing.assert_close(network.frozen(features), network(features))
-    of_frozen = torch.autograd.grad(network.frozen(features).sum(), features)
+    torch.testing.assert_close(network.forward_frozen(features), network(features))
+    of_frozen = torch.autograd.grad(network.forward_frozen(features).sum(), features)
     torch.testing.assert_close(of_frozen, torch.autograd.grad(network(features).sum(), features))
     with pytest.raises(RuntimeError, match="not have been used"):
-        torch.autograd.grad(network.frozen(features).sum(), network.sunk())
+        torch.autograd.grad(network.forward_frozen(features).sum(), network.sink_parameters())
 
 
 def test_a_second_derivative_is_refused():

@@ -150,7 +150,7 @@ def test_gpus_that_the_machine_does_not_have_are_refused_at_once(lake):
     given = asked()
     given["tune"]["gpus_per_trial"] = torch.cuda.device_count() + 1
     with pytest.raises(
-        ConfigInvalidError, match=r"trials: found .* GPUs on 1 nodes of Ray's, expected"
+        ConfigInvalidError, match=r"trials: found .* GPUs on 1 nodes of the Ray cluster, expected"
     ):
         tune(lake, given)
 

@@ -47,7 +47,7 @@ def collected(*args, **options):
     while not worker.exhausted:
         worker.advance(1000, 60)
     worker.close()
-    episodes = {(e.episode_id, e.agent_id): e for e in worker.taken(False)}
+    episodes = {(e.episode_id, e.agent_id): e for e in worker.take_episodes(False)}
     return worker, episodes
 
 
@@ -195,7 +195,7 @@ def test_open_games_are_taken_as_pieces_that_go_on(games):
     game_ids = set()
     for ticks in range(1, 6):
         assert worker.advance(1, 60) == 1
-        for piece in worker.taken(True):
+        for piece in worker.take_episodes(True):
             pieces[piece.agent_id].append(piece)
             game_ids.add(piece.episode_id)
         if ticks == 3:
@@ -219,17 +219,17 @@ def test_open_games_are_taken_as_pieces_that_go_on(games):
             first = np.asarray(after.observations)[0]
             assert before.final_observation.tolist() == first.tolist()
         assert parts[-1].terminated
-    assert [end.ret for end in worker.take_ends()] == [12, 21]
+    assert [end.episode_return for end in worker.take_ends()] == [12, 21]
 
 
 def test_without_pieces_a_game_is_taken_once_it_is_over(games):
     worker = made(f"{games}:Race", scripted([1] * 4))
     # bob is out after two ticks, of 4 steps of both.
     assert worker.advance(5, 60) == 5
-    assert worker.taken(False) == []
+    assert worker.take_episodes(False) == []
     assert worker.take_ends() == []
     worker.advance(100, 60)
-    assert {episode.agent_id for episode in worker.taken(False)} == {"ann", "bob"}
+    assert {episode.agent_id for episode in worker.take_episodes(False)} == {"ann", "bob"}
     assert worker.first_step_at is None
 
 
@@ -245,7 +245,7 @@ def test_another_policy_acts_from_the_next_step_on(games):
     worker.advance(2, 60)
     worker.set_behavior_policy({"ann": scripted([1] * 5, "new")})
     worker.advance(100, 60)
-    ann, bob = sorted(worker.taken(False), key=lambda episode: episode.agent_id)
+    ann, bob = sorted(worker.take_episodes(False), key=lambda episode: episode.agent_id)
     assert ann.policies.tolist() == ["old", "new", "new"]
     assert bob.policies.tolist() == ["old", "old"]
 
@@ -266,5 +266,5 @@ def test_an_agent_that_comes_back_is_refused(games):
 
 def test_times_are_kept(games):
     worker, _ = collected(f"{games}:Ping", scripted([0] * 5))
-    totals = worker.timings.taken().totals
+    totals = worker.timings.take().totals
     assert totals["inference"].items == totals["env_step"].items == 5

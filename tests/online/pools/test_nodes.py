@@ -97,11 +97,11 @@ def of_machine(pid):
 def node_of(seat):
     return pool._ray.get(seat.actor.__ray_call__.remote(lambda self: current_node()))
 
-(blind,) = pool._cluster.nodes.blind
+(blind,) = pool._cluster.nodes.without_lake
 (far,) = [worker for worker, seat in enumerate(pool._seats) if node_of(seat) == blind]
 lost, ends, written, working, there, num_far = [], [], [], {0, 1}, None, 0
 for worker in working:
-    pool.ask(worker, 10)
+    pool.request_steps(worker, 10)
 until = time.monotonic() + 150
 while working:
     assert time.monotonic() < until, (lost, len(ends), working)
@@ -124,7 +124,7 @@ while working:
         there = pool._ray.get(task.options(scheduling_strategy=pin_to_node(blind)).remote(place))
         for pid in list(of_machine(int(second))):
             os.kill(pid, signal.SIGKILL)
-    pool.ask(answer.worker, 10)
+    pool.request_steps(answer.worker, 10)
 lake.dataset("toys").commit(written, producer="p", sequence=0)
 left = pool._cluster.nodes.num_cpus()
 remarks = pool.remarks

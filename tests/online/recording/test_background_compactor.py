@@ -16,7 +16,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.online.recording import background_compactor as housekeeping
+from replaylake.online.recording import background_compactor
 from replaylake.online.recording.background_compactor import BackgroundCompactor, compact_and_vacuum
 
 
@@ -103,11 +103,13 @@ def test_trouble_is_a_remark(
         assert len(keeper.rounds) == len(remarks) == 1
         assert remarks[0].startswith("housekeeping of 'd': QueryError: ")
         path.unlink()
-        monkeypatch.setattr(housekeeping, "_start_process", lambda *_: child("raise SystemExit(1)"))
+        monkeypatch.setattr(
+            background_compactor, "_start_process", lambda *_: child("raise SystemExit(1)")
+        )
         for number in range(10, 20):
             dataset.append([piece(number)])
         assert until(lambda: len(remarks) == 2)
-        assert "its process ended with 1, expected it to say what it did" in remarks[1]
+        assert "its process ended with 1, expected a report of it" in remarks[1]
     assert compact_and_vacuum(str(tmp_path / "none"), "d").blocked_reason is not None
 
 
@@ -117,7 +119,7 @@ def test_a_round_ends_with_the_run(
     for number in range(6):
         dataset.append([piece(number)])
     monkeypatch.setattr(
-        housekeeping, "_start_process", lambda *_: child("import time; time.sleep(60)")
+        background_compactor, "_start_process", lambda *_: child("import time; time.sleep(60)")
     )
     started = time.monotonic()
     keeper = BackgroundCompactor(lake.url, dataset, new_shards=5, look_s=0.01)
@@ -130,12 +132,12 @@ def test_a_round_ends_with_the_run(
 def test_the_child_gives_way_and_ends_with_a_parent_that_is_killed() -> None:
     code = (
         "import os, time\n"
-        "from replaylake.online.recording import housekeeping\n"
+        "from replaylake.online.recording import background_compactor\n"
         "def slow(*_):\n"
         "    print(os.nice(0), flush=True)\n"
         "    time.sleep(60)\n"
-        "housekeeping.compact_and_vacuum = slow\n"
-        "housekeeping.main('x', 'd')\n"
+        "background_compactor.compact_and_vacuum = slow\n"
+        "background_compactor.main('x', 'd')\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -170,7 +170,7 @@ def test_a_policy_that_is_registered_already_is_not_again(lake, tmp_path):
         run_id = result.run_id
         body = next(r for r in lake.registry.runs() if r["run_id"] == result.run_id)
 
-        def done(self, found):
+        def to_finished(self, found):
             return {**self.body, **found}
 
     ref, done = register_packages(lake.registry, Ended(), packages, {})

@@ -11,13 +11,12 @@ import pytest
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.serving_state import Limits, ServingState
+from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
@@ -25,47 +24,9 @@ MSGPACK = {"content-type": "application/msgpack"}
 NPY = {"content-type": "application/x-npy"}
 
 
-def serving(policy, *, log=None, exploration=None, limits=None, signer=None, **more):
-    signer = signer or DecisionSigner(b"k" * 32, "d")
-    return ServingState(
-        Router(ServedPolicy("p", 2, policy, "p@champion", {"algorithm": "by_hand"})),
-        signer,
-        log,
-        exploration or Exploration(),
-        limits or Limits(),
-        **more,
-    )
-
-
 @pytest.fixture(scope="module")
-def policy(package):
-    return load_policy(package)
-
-
-@pytest.fixture(scope="module")
-def client(app_client, policy):
-    limits = Limits(body_bytes=20_000, batch=16)
-    with app_client(create_app(lambda: serving(policy, limits=limits))) as client:
-        yield client
-
-
-@pytest.fixture
-def logged(app_client, policy, tmp_path):
-    lake = open_lake(tmp_path / "lake", create=True)
-    signer = DecisionSigner(lake.signing_key(), "d")
-    log = DecisionLog(lake.dataset("d"), policy.spec, signer.worker, window_s=60)
-    with app_client(create_app(lambda: serving(policy, log=log, signer=signer))) as client:
-        client.lake, client.log, client.signer = lake, log, signer
-        yield client
-
-
-def refused(response, status, field):
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"field", "found", "expected"}
-    assert error["field"] == field, error
-    assert all(isinstance(text, str) and text for text in error.values())
-    return error
+def client(limited_client):
+    return limited_client
 
 
 def npy(array, **how):
@@ -124,7 +85,7 @@ NUMBERS = [
 @pytest.mark.parametrize(
     ("raw", "field"), [case[1:] for case in NUMBERS], ids=[c[0] for c in NUMBERS]
 )
-def test_a_wrong_observation_is_422(client, raw, field):
+def test_a_wrong_observation_is_422(client, raw, field, refused):
     refused(client.post("/act", content=b'{"observation": ' + raw + b"}"), 422, field)
 
 
@@ -173,7 +134,7 @@ BODIES = [
 @pytest.mark.parametrize(
     ("body", "field"), [case[1:] for case in BODIES], ids=[c[0] for c in BODIES]
 )
-def test_a_wrong_body_is_422(client, body, field):
+def test_a_wrong_body_is_422(client, body, field, refused):
     refused(client.post("/act", content=body), 422, field)
 
 
@@ -209,7 +170,9 @@ def test_decisions_are_rows(logged):
 
 
 @pytest.mark.parametrize("head", ["categorical", "deterministic"])
-def test_an_observation_that_the_network_answers_with_nan_is_422(app_client, kit, tmp_path, head):
+def test_an_observation_that_the_network_answers_with_nan_is_422(
+    app_client, kit, tmp_path, head, serving, refused
+):
     # Finite in float32, but a sum of its products is not: inf - inf.
     weights = np.full((4, 2), 1e38, np.float32) * np.array([[1], [1], [-1], [-1]], np.float32)
     space = Discrete(2) if head == "categorical" else Box((2,), low=-1, high=1)
@@ -219,14 +182,16 @@ def test_an_observation_that_the_network_answers_with_nan_is_422(app_client, kit
     policy = load_policy(kit.save_policy(tmp_path / "package", spec, graph))
     with app_client(create_app(lambda: serving(policy))) as client:
         error = refused(client.post("/act", json={"observation": [10] * 4}), 422, "observation")
-        assert "not finite" in error["found"]
+        assert "not finite" in error["message"]
         many = {"observations": [[0, 0, 0, 0], [10] * 4]}
         error = refused(client.post("/act", json=many), 422, "observations")
-        assert "observation 1" in error["found"]
+        assert "observation 1" in error["message"]
         assert client.post("/act", json={"observation": [0, 0, 0, 0]}).status_code == 200
 
 
-def test_masks_that_the_dataset_cannot_keep_are_refused(app_client, policy, tmp_path):
+def test_masks_that_the_dataset_cannot_keep_are_refused(
+    app_client, policy, tmp_path, serving, refused
+):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("d").create(policy.spec.observation_space, policy.spec.action_space)
     log = DecisionLog(lake.dataset("d"), policy.spec, "ab" * 6)
@@ -236,7 +201,7 @@ def test_masks_that_the_dataset_cannot_keep_are_refused(app_client, policy, tmp_
 
 
 def test_continuous_actions_have_their_shape_and_no_log_prob_when_deterministic(
-    app_client, kit, tmp_path
+    app_client, kit, tmp_path, serving, refused
 ):
     spec = PolicySpec(Box((4,)), Box((2,), low=-1, high=1), "deterministic")
     graph = kit.linear_graph(np.full((4, 2), 0.25, np.float32), "actions", 4)
@@ -251,7 +216,7 @@ def test_continuous_actions_have_their_shape_and_no_log_prob_when_deterministic(
         )
 
 
-def test_structured_observations(app_client):
+def test_structured_observations(app_client, serving, refused):
     space = Dict(
         {
             "image": Box((2, 2), "uint8", 0, 255),
@@ -294,7 +259,7 @@ def test_structured_observations(app_client):
         refused(client.post("/act", json={"observation": without}), 422, "observation")
 
 
-def test_one_more_dimension_is_a_batch(client, policy):
+def test_one_more_dimension_is_a_batch(client, policy, refused):
     """The dimensions decide, never the numbers: nothing is reshaped."""
     rows = [GOOD, [4, 3, 2, 1]]
     many = client.post("/act", json={"observation": rows, "episode_id": "e"}).json()
@@ -321,7 +286,7 @@ BATCHED = [
 
 
 @pytest.mark.parametrize(("space", "one", "many"), BATCHED, ids=[str(c[0])[:12] for c in BATCHED])
-def test_of_every_space_one_is_told_from_many(app_client, space, one, many):
+def test_of_every_space_one_is_told_from_many(app_client, space, one, many, serving):
     app = create_app(lambda: serving(UniformPolicy(space, Discrete(2))))
     with app_client(app) as client:
         assert "action" in client.post("/act", json={"observation": one}).json()
@@ -354,7 +319,7 @@ def test_bodies_of_every_type_get_the_same_action(client, policy):
         assert post_msgpack(client, {"observation": as_map(row)}).json()["action"] == action
 
 
-def test_an_npy_body_has_its_options_in_the_query(client):
+def test_an_npy_body_has_its_options_in_the_query(client, refused):
     body = npy(np.asarray(GOOD))
     query = "deterministic=false&temperature=0.5&epsilon=0.1&seed=3&episode_id=e%2F1&step=4"
     answer = client.post(f"/act?{query}&request_id=r", content=body, headers=NPY).json()
@@ -372,7 +337,7 @@ def test_an_npy_body_has_its_options_in_the_query(client):
     refused(twice, 422, "seed")
 
 
-def test_other_types_of_body_are_415(client):
+def test_other_types_of_body_are_415(client, refused):
     for kind in (
         "application/x-pickle",
         "application/octet-stream",
@@ -388,7 +353,7 @@ def test_other_types_of_body_are_415(client):
     assert client.post("/act", content=body, headers=with_charset).status_code == 200
 
 
-def test_answers_are_msgpack_where_that_is_accepted(app_client, client, kit, tmp_path):
+def test_answers_are_msgpack_where_that_is_accepted(app_client, client, kit, tmp_path, serving):
     accept = {"accept": "application/msgpack"}
     one = client.post("/act", json={"observation": GOOD}, headers=accept)
     assert one.headers["content-type"] == "application/msgpack"
@@ -409,7 +374,7 @@ def test_answers_are_msgpack_where_that_is_accepted(app_client, client, kit, tmp
         assert found["log_prob"] is None
 
 
-def test_numbers_of_arrays_are_cast_only_where_that_is_exact(app_client):
+def test_numbers_of_arrays_are_cast_only_where_that_is_exact(app_client, serving, refused):
     space = Dict({"image": Box((2, 2), "uint8", 0, 255), "gear": Discrete(3)})
     app = create_app(lambda: serving(UniformPolicy(space, Discrete(2))))
     image = np.array([[0, 255], [1, 2]], np.uint8)

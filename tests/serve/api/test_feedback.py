@@ -15,7 +15,6 @@ from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
-from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.feedback_join_process import FeedbackJoinProcess
@@ -29,11 +28,6 @@ def serving(policy, *, log=None, signer=None):
     signer = signer or DecisionSigner(b"k" * 32, "d")
     router = Router(ServedPolicy("p", 2, policy, "p@champion", {"algorithm": "by_hand"}))
     return ServingState(router, signer, log, Exploration(temperature=1.0), Limits(batch=16))
-
-
-@pytest.fixture(scope="module")
-def policy(package):
-    return load_policy(package)
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +54,6 @@ def workers(app_client, policy, tmp_path):
 @pytest.fixture
 def logged(workers):
     return workers[0]
-
-
-def refused(response, status, field):
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"field", "found", "expected"}
-    assert error["field"] == field, error
-    assert all(isinstance(text, str) and text for text in error.values())
-    return error
 
 
 def rewards(worker):
@@ -137,32 +122,34 @@ FEEDBACK = [
 
 
 @pytest.mark.parametrize(("body", "field"), [c[1:] for c in FEEDBACK], ids=[c[0] for c in FEEDBACK])
-def test_wrong_feedback_is_422(client, body, field):
+def test_wrong_feedback_is_422(client, body, field, refused):
     refused(client.post("/feedback", json=body), 422, field)
 
 
-def test_a_reward_of_nan_is_422(client):
+def test_a_reward_of_nan_is_422(client, refused):
     for number in (b"NaN", b"Infinity", b"1e400"):
         body = b'{"decision_id": "x", "reward": ' + number + b"}"
         refused(client.post("/feedback", content=body), 422, "body")
 
 
-def test_a_strangers_decision_is_404_and_an_old_one_410(logged):
+def test_a_strangers_decision_is_404_and_an_old_one_410(logged, refused):
     (foreign,) = DecisionSigner(b"other" * 7, "d").issue("p", 2, 1)
     (elsewhere,) = DecisionSigner(logged.lake.signing_key(), "e").issue("p", 2, 1)
     for key in (foreign, elsewhere, "x", "", "é"):
         body = {"decision_id": key, "reward": 1}
-        refused(logged.post("/feedback", json=body), 404, "decision_id")
+        error = refused(logged.post("/feedback", json=body), 404, "decision_id")
+        assert error["message"] == "unknown decision_id; send one of a decision logged to d"
     (old,) = logged.signer.issue("p", 2, 1)
-    refused(logged.post("/feedback", json={"decision_id": old, "reward": 1}), 410, "decision_id")
+    late = logged.post("/feedback", json={"decision_id": old, "reward": 1})
+    assert "past its reward window of 60 s" in refused(late, 410, "decision_id")["message"]
 
 
-def test_feedback_without_a_log_is_404(client):
+def test_feedback_without_a_log_is_404(client, refused):
     key = client.post("/act", json={"observation": GOOD}).json()["decision_id"]
     error = refused(
         client.post("/feedback", json={"decision_id": key, "reward": 1}), 404, "decision_id"
     )
-    assert "--log-to" in error["expected"]
+    assert "--log-to" in error["message"]
 
 
 def test_one_episode_and_request_of_a_batch_name_each_row(logged):
@@ -199,7 +186,7 @@ def test_by_the_clients_own_names(logged):
     assert {(row["mode"], row["feedback_id"]) for row in rows} == {("last", None)}
 
 
-def test_many_at_once_all_or_none(logged):
+def test_many_at_once_all_or_none(logged, refused):
     key = logged.post("/act", json={"observation": GOOD}).json()["decision_id"]
     known, named = {"decision_id": key, "reward": 1}, {"request_id": "r", "reward": 2}
     said = logged.post("/feedback", json={"feedback": [known] * 3})
@@ -211,7 +198,7 @@ def test_many_at_once_all_or_none(logged):
     assert len(rewards(logged)) == 5
 
 
-def test_a_repeat_is_not_written_and_a_contradiction_is_409(workers):
+def test_a_repeat_is_not_written_and_a_contradiction_is_409(workers, refused):
     first, other = workers
     body = {"request_id": "r", "reward": 1, "mode": "sum", "feedback_id": "click"}
     for _ in range(3):
@@ -244,7 +231,7 @@ class FullDisk:
         return self._write(fd, data)
 
 
-def test_a_log_that_cannot_be_written_is_503_until_there_is_room(logged, monkeypatch):
+def test_a_log_that_cannot_be_written_is_503_until_there_is_room(logged, monkeypatch, refused):
     disk = FullDisk(monkeypatch)
     key = logged.post("/act", json={"observation": GOOD}).json()["decision_id"]
     disk.is_full = True
@@ -260,7 +247,7 @@ def test_a_log_that_cannot_be_written_is_503_until_there_is_room(logged, monkeyp
     assert len(rewards(logged)) == 1
 
 
-def test_it_serves_without_logging_if_it_is_told_to(logged, monkeypatch, caplog):
+def test_it_serves_without_logging_if_it_is_told_to(logged, monkeypatch, caplog, refused):
     disk = FullDisk(monkeypatch)
     logged.log.on_failure = "serve"
     disk.is_full = True

@@ -100,8 +100,12 @@ def refused(answer, status, field):
     assert answer[0] == status, answer
     error = json.loads(answer[2])["error"]
     assert error["field"] == field
-    assert set(error) == {"field", "found", "expected"}
+    assert set(error) - {"found", "expected"} == {"field", "message"}
     return answer[1]
+
+
+def message(answer):
+    return json.loads(answer[2])["error"]["message"]
 
 
 def test_a_body_arrives_whole_in_one_piece_or_many():
@@ -147,8 +151,9 @@ def test_bodies_that_come_in_pieces_share_a_budget():
 
 def test_a_body_that_does_not_end_is_408_and_closes():
     at = At(body_timeout_s=0.1, deadline_s=5)
-    headers = refused(at.run(b"x", None), 408, "body")
-    assert headers[b"connection"] == b"close"
+    answer = at.run(b"x", None)
+    assert refused(answer, 408, "body")[b"connection"] == b"close"
+    assert message(answer) == "request body not received within 0.1 s"
     refused(at.run(None), 408, "body")
 
 
@@ -156,7 +161,9 @@ def test_an_endpoint_that_takes_too_long_is_504():
     async def slow(request):
         await asyncio.sleep(60)
 
-    refused(At(slow, deadline_s=0.1).run(b"x"), 504, "server")
+    answer = At(slow, deadline_s=0.1).run(b"x")
+    refused(answer, 504, "server")
+    assert message(answer) == "not answered within 0.1 s; retry, or send a smaller request"
 
 
 def test_the_time_for_the_body_is_not_that_of_the_work():
@@ -211,6 +218,7 @@ def test_a_full_queue_is_503_with_retry_after_but_probes_get_through():
 
     third, probe, inside = run(fill())
     assert refused(third, 503, "server")[b"retry-after"] == b"1"
+    assert message(third) == "2 requests in progress, the server's limit; retry in 1 s"
     assert [answer[0] for answer in (probe, *inside)] == [200] * 3
     assert at.run(b"x")[0] == 200
 
@@ -230,7 +238,9 @@ def test_tokens_are_asked_for_before_the_body_is_read():
     assert at.num_read == 0
     refused(at.run(b"x", headers=[("authorization", "Bearer " + "b" * 32)]), 401, "token")
     refused(at.run(b"x", headers=[("authorization", f"Basic {ACT}")]), 401, "token")
-    refused(at.run(b"x", headers=[("authorization", f"Bearer {ADMIN}")]), 403, "token")
+    other_role = at.run(b"x", headers=[("authorization", f"Bearer {ADMIN}")])
+    refused(other_role, 403, "token")
+    assert message(other_role) == "token lacks role act"
     assert at.run(b"x", headers=[("authorization", f"bearer {ACT}")])[0] == 200
 
 
@@ -253,7 +263,7 @@ def test_what_was_not_foreseen_is_logged_once_a_second_and_not_told(caplog):
 
 def test_a_refusal_that_cannot_be_worded_is_a_500_like_any_other(caplog):
     async def broken(request):
-        raise RequestRefusedError(422, b"not a text", "x", "y")
+        raise RequestRefusedError(422, b"not a text", "x")
 
     at = At(broken)
     with caplog.at_level(logging.ERROR):
@@ -284,7 +294,7 @@ def test_the_access_log_has_a_line_a_request_and_no_token_or_body(tmp_path, kit)
     path = tmp_path / "access.log"
 
     async def refuse(request):
-        raise RequestRefusedError(422, "observation", "x", "y")
+        raise RequestRefusedError(422, "observation", "x")
 
     async def ask():
         log = AccessLog(str(path))

@@ -61,6 +61,19 @@ def test_the_address_that_it_came_to_is_allowed():
     assert status(hosts, b"10.0.0.7", b"http://10.0.0.7:8080", "10.0.0.7") is None
 
 
+@pytest.mark.parametrize("host", [b"[fe80::1]:3000", b"[FE80::1%25eth1]", b"[fe80::1%eth0]:80"])
+def test_the_zone_of_a_link_local_address_does_not_matter(host):
+    hosts = AllowedHosts()
+    assert status(hosts, host, b"http://" + host, "fe80::1%eth0") is None
+    assert status(hosts, host, address="fe80::2%eth0") == (421, "host")
+    assert status(AllowedHosts(("fe80::1%eth0",)), host) is None
+
+
+@pytest.mark.parametrize("host", [b"[fe80::1%]", b"[fe80::1%a/b]", b"fe80::1%eth0", b"name%eth0"])
+def test_a_zone_that_is_none_is_a_bad_request(host):
+    assert status(AllowedHosts(), host) == (400, "host")
+
+
 def test_hosts_that_are_named_are_allowed():
     hosts = AllowedHosts(("Policy.Example.com", "policy", "10.1.2.3", "2001:db8::5", "[::2]"))
     for host in (b"policy.example.com:443", b"POLICY", b"10.1.2.3", b"[2001:db8::5]:1", b"[::2]"):
@@ -94,3 +107,15 @@ def test_many_hosts_take_no_memory():
     for number in range(2000):
         assert status(hosts, b"h%d.example" % number) == (421, "host")
     assert hosts._is_allowed.cache_info().currsize <= 256
+
+
+def test_a_long_host_is_refused_and_not_cached():
+    hosts = AllowedHosts(("localhost",))
+    longest = b"h" * 255 + b":65535"
+    assert status(hosts, longest) == (421, "host")
+    before = hosts._is_allowed.cache_info().currsize
+    for num_bytes in (265, 65_000):
+        assert status(hosts, b"h" * num_bytes) == (400, "host")
+        assert status(hosts, b"h" * 255 + b":" + b"1" * num_bytes) == (400, "host")
+        assert status(hosts, b"localhost", b"http://" + b"h" * num_bytes) == (403, "origin")
+    assert hosts._is_allowed.cache_info().currsize == before + 1  # localhost

@@ -94,7 +94,7 @@ def test_another_process_agrees():
         "from replaylake.serve.versions.router import Router, ServedPolicy\n"
         "a, b = (ServedPolicy('clone', v, None, '') for v in (1, 2))\n"
         "router = Router(a, [(b, 0.5)])\n"
-        "print(''.join(str(router.for_rows([f'v{i}'])[0][0].version) for i in range(64)))"
+        "print(''.join(str(router.assign_rows([f'v{i}'])[0][0].version) for i in range(64)))"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     router = Router(served(1), [(served(2), 0.5)])

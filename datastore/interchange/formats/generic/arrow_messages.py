@@ -7,7 +7,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 

@@ -16,10 +16,12 @@ import csv
 import io
 import json
 import re
+from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 import pyarrow as pa
@@ -97,6 +99,7 @@ class CsvTables(TableSource):
         self._kinds: dict[str, str] = dict.fromkeys(as_text, _TEXT)
         self._settled: set[str] = {*as_text}
         self._converted: dict[str, dict[str, pa.DataType]] = {}
+        self._lines: dict[str, _RecordLines] = {}
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         for file in self._files:
@@ -168,7 +171,10 @@ class CsvTables(TableSource):
                 columns[name], wrong = self._convert(column, name)
                 for i, cell in wrong.items():
                     misfits.setdefault(i, {})[name] = cell
-        return Chunk(file, row, pa.table(columns), num_bytes=num_bytes, misfits=misfits)
+        records = self._lines.setdefault(file.sha256, _RecordLines(file))
+        lines = _ChunkLines(records, range(row, row + batch.num_rows))
+        table = pa.table(columns)
+        return Chunk(file, row, table, num_bytes=num_bytes, misfits=misfits, lines=lines)
 
     def _conversions(
         self, file: SourceFile, names: Sequence[str], delimiter: str
@@ -206,6 +212,70 @@ class CsvTables(TableSource):
                 return column, {}
             kind = _kind_of(_count_kinds(column), share)
         return _of_kind(column, trimmed, kind)
+
+
+class _RecordLines:
+    """The lines on which the records of a file begin, found by one pass when first asked for.
+
+    Arrow does not tell them. Nearly every file has a record on each line, so only those rows are
+    stored behind which the difference of line and row changes: after a cell of several lines, and
+    after an empty line.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+        self._rows, self._lines = array("q"), array("q")
+        self._is_known: bool | None = None
+
+    def is_known(self) -> bool:
+        """Whether the lines are known: a file with cells beyond csv's limit of 128 KiB has none."""
+        if self._is_known is None:
+            try:
+                self._scan()
+                self._is_known = True
+            except (csv.Error, OSError):
+                self._is_known = False
+        return self._is_known
+
+    def line(self, row: int) -> int:
+        """Return the line, from 1, on which a row's record begins."""
+        i = bisect_right(self._rows, row) - 1
+        return self._lines[i] + row - self._rows[i]
+
+    def _scan(self) -> None:
+        _, delimiter = _header(self._file)
+        with self._file.open() as stream:
+            # Each byte as a character: only those of ASCII matter, whatever is between them.
+            text = io.TextIOWrapper(stream, "latin-1", newline="")
+            reader = csv.reader(text, delimiter=delimiter)
+            next(reader, None)
+            row, line, expected = 0, reader.line_num + 1, -1
+            for record in reader:
+                if record:
+                    if line != expected:
+                        self._rows.append(row)
+                        self._lines.append(line)
+                    row, expected = row + 1, line + 1
+                line = reader.line_num + 1
+
+
+class _ChunkLines(Sequence[int]):
+    """The lines of some rows; empty where they are not known. Looked up only when asked for."""
+
+    def __init__(self, records: _RecordLines, rows: range) -> None:
+        self._records, self._rows = records, rows
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._records.is_known() else 0
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+        if isinstance(at, slice):
+            return _ChunkLines(self._records, self._rows[at])
+        return self._records.line(self._rows[at])
 
 
 class CsvFormat:

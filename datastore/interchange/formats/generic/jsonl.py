@@ -40,6 +40,8 @@ _ENDLESS: Final = "endless"
 
 # By a row's index and a column: values of another type than the column has.
 Misfits = dict[int, dict[str, Any]]
+# Where a part of a value is: the keys that lead to it, None for the elements of a list.
+_Path = tuple[str | None, ...]
 
 
 class JsonTables(TableSource):
@@ -263,7 +265,7 @@ def _parse_lines(
 def _misfits(rows: Sequence[Mapping[str, Any]]) -> Misfits:
     """Find the values whose kind, or that of a part of them, is not the most frequent one."""
     kinds = [{n: _kinds_in(v) for n, v in row.items() if v is not None} for row in rows]
-    counts: dict[tuple[str, str], Counter[str]] = {}
+    counts: dict[tuple[str, _Path], Counter[str]] = {}
     for found in kinds:
         for name, parts in found.items():
             for path, kind in parts:
@@ -293,7 +295,7 @@ def _minor(counts: Mapping[str, int]) -> set[str]:
     return {*counts} - fitting
 
 
-def _kinds_in(value: Any, path: str = "") -> set[tuple[str, str]]:
+def _kinds_in(value: Any, path: _Path = ()) -> set[tuple[_Path, str]]:
     """Return the kinds of a value and of its parts, by their path in it."""
     if isinstance(value, bool):
         return {(path, "flag")}
@@ -305,20 +307,20 @@ def _kinds_in(value: Any, path: str = "") -> set[tuple[str, str]]:
         return {(path, _GREAT if abs(value) <= sys.float_info.max else _ENDLESS)}
     if isinstance(value, str):
         return {(path, "text" if is_encodable(value) else _HALF)}
-    found = set()
+    found: set[tuple[_Path, str]] = set()
     if isinstance(value, list):
         found = {(path, "list")}
         if {*map(type, value)} == {float}:
-            return {*found, (f"{path}[]", "number")}
+            return {*found, ((*path, None), "number")}
         for part in value:
-            found |= set() if part is None else _kinds_in(part, f"{path}[]")
+            found |= set() if part is None else _kinds_in(part, (*path, None))
     elif isinstance(value, dict):
         found = {(path, "object")}
         for key, part in value.items():
             if not is_encodable(key):
                 found.add((path, _HALF))
             elif part is not None:
-                found |= _kinds_in(part, f"{path}.{key}")
+                found |= _kinds_in(part, (*path, key))
     return found
 
 

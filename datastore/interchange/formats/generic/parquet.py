@@ -20,7 +20,7 @@ from replaylake.datastore.interchange.formats.generic.standard import (
 )
 from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 

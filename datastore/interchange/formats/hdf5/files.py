@@ -20,7 +20,7 @@ import numpy as np
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ExtraMissingError, SourceInvalidError
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 

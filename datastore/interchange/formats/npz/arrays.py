@@ -68,7 +68,6 @@ class NpzArray:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     def rows(self) -> NpzRows:

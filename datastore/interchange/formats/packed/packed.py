@@ -24,7 +24,7 @@ from replaylake.datastore.interchange.formats.packed.pickle_vm import (
     PickleRefusedError,
     PickleVM,
 )
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 
 # Base64 of an LZ4 frame's magic number.
 PACKED_MAGIC: Final = "BCJNGG"

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import SourceInvalidError
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.storage.arrow_values import combine_chunks
 
 

@@ -35,7 +35,7 @@ from replaylake.datastore.interchange.formats.reagent.features import (
 from replaylake.datastore.interchange.formats.tabular.arrays import is_text
 from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import CachedTables, Chunk, TableSource
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 ACTION: Final = "action"

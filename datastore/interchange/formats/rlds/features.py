@@ -19,7 +19,7 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.images import decode_images
 from replaylake.datastore.interchange.formats.rlds.tfrecord import Feature
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 
 _RAGGED_VALUES: Final = "ragged_flat_values"
 _RAGGED_LENGTHS: Final = "ragged_row_lengths_0"

@@ -391,9 +391,9 @@ def _most_common(tables: TableSource, names: Sequence[str]) -> dict[str, pa.Data
         if len(kinds) > 1 and kinds[0][0] == kinds[1][0]:
             second = next(k for k in counts[name] if _unified([k, kinds[1][1]]) is not None)
             raise SourceInvalidError(
-                f"{files[name, second].name}: column {name!r} is {kinds[1][1]} in "
-                f"{kinds[1][0]:,} values, expected {kinds[0][1]} as in as many others. Make the "
-                "column one type."
+                f"{files[name, second].name}: column {name!r}: found {kinds[1][0]:,} values of "
+                f"type {kinds[1][1]} and as many of type {kinds[0][1]}, expected one type. Convert "
+                "the values of one type to the other."
             )
     return {name: kinds[0][1] for name, kinds in found.items()}
 

@@ -44,7 +44,6 @@ class StreamReceipt:
     renames: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object."""
         return {
             "dataset": self.dataset,
             "version": self.version,

@@ -78,7 +78,6 @@ class StreamWriter:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a dataset."""
         return self._handle.exists()
 
     def window(self, rows: Sequence[StreamRow]) -> Window:

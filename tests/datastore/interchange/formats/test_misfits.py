@@ -22,7 +22,7 @@ from replaylake.datastore.interchange.formats.generic.csv import (
     numeric_columns,
     text_columns,
 )
-from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables
+from replaylake.datastore.interchange.formats.generic.jsonl import JsonTables, parse_rows
 from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.ingest.ingest import NothingValidError, ingest
@@ -326,6 +326,15 @@ def test_where_a_cell_of_another_type_stands_does_not_matter(
     _same_but_for(tables, log, clean, {f"e{n}" for n in episodes}, options)
 
 
+def test_keys_with_a_dot_are_not_keys_of_an_object(tmp_path: Path) -> None:
+    """{"a.b": 1} and {"a": {"b": "x"}} in one column are two places, each of one kind."""
+    rows = [{"info": {"a.b": 1, "a": {"b": "x"}, "c[]": 1, "c": ["y"]}} for _ in range(3)]
+    _, misfits = parse_rows(rows)
+    assert misfits == {}
+    _, misfits = parse_rows([*rows, {"info": {"a.b": "x"}}])
+    assert [*misfits] == [3]
+
+
 def test_a_cell_of_another_type_is_in_quarantine(lake: Lake, tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     log.write_text(_csv_of(_changed("reward", "n/a", [29])))
@@ -335,7 +344,7 @@ def test_a_cell_of_another_type_is_in_quarantine(lake: Lake, tmp_path: Path) -> 
     rows = _quarantine(lake)
     assert [row["file_row"] for row in rows] == [28, 29, 30, 31]
     assert rows[0]["reasons"] == [
-        "log.csv row 29, column 'reward': found 'n/a', expected a number as in most rows"
+        "log.csv line 31, column 'reward': found 'n/a', expected a number as in most rows"
     ]
     assert json.loads(rows[1]["row"])["reward"] == "n/a"
 

@@ -19,8 +19,8 @@ from replaylake.datastore.interchange.ingest.ingest import NothingValidError, in
 from replaylake.datastore.interchange.ingest.inspection import IngestProgress
 from replaylake.datastore.interchange.ingest.quarantine import quarantine
 from replaylake.datastore.interchange.ingest.receipt import Counts
+from replaylake.datastore.lake.dataset import REJECTED_SCHEMA
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.datastore.lake.rejected_rows import REJECTED_SCHEMA
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
 from replaylake.datastore.maintenance.fsck.fsck import fsck

@@ -203,10 +203,10 @@ def test_a_registration_whose_reply_was_lost_keeps_its_version(
     registry: Registry, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(registry, package)
-    put_new, lost = LocalStorage.put_if_absent, []
+    put_if_absent, lost = LocalStorage.put_if_absent, []
 
     def lose_a_reply(self: LocalStorage, path: str, data: bytes) -> bool:
-        done = put_new(self, path, data)
+        done = put_if_absent(self, path, data)
         if done and not lost:
             lost.append(path)
             return False

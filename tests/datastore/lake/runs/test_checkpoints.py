@@ -97,7 +97,7 @@ def test_any_state_comes_back(tmp_path_factory, state):
 def test_saved_again_it_is_replaced(tmp_path, checkpoints):
     checkpoints.save(5, arrays(1), {"n": 1})
     checkpoints.save(5, arrays(2), {"n": 2})
-    checkpoints.keep([5])
+    checkpoints.retain([5])
     assert checkpoints.load().state == {"n": 2}
     assert len(names(tmp_path)) == 2
 
@@ -107,7 +107,7 @@ def test_keeping_some_removes_the_others_and_what_a_crash_left(tmp_path, checkpo
         checkpoints.save(update, arrays(update), {})
     # Killed between the arrays and what describes them.
     (tmp_path / FOLDER / "01m7xx37q2a1tjwqb8trpt4zek.safetensors").write_bytes(b"half")
-    checkpoints.keep([1, 3])
+    checkpoints.retain([1, 3])
     assert checkpoints.updates() == [1, 3]
     assert len(names(tmp_path)) == 4
     equal(checkpoints.load(1).arrays, arrays(1))
@@ -132,7 +132,7 @@ def test_a_damaged_one_is_passed_over_and_refused_by_name(tmp_path, checkpoints,
     with pytest.raises(PackageInvalidError, match="run r1"):
         checkpoints.load(2)
     # The damaged one goes as any other does.
-    checkpoints.keep([1])
+    checkpoints.retain([1])
     assert checkpoints.updates() == [1]
 
 

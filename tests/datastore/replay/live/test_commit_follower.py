@@ -113,7 +113,7 @@ def test_a_dataset_that_is_deleted_or_made_anew(dataset: Dataset, make_told: Mak
 def test_commits_that_expired(
     lake: Lake, dataset: Dataset, make_told: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "_LOCAL_INTERVAL_S", 0.5)
+    monkeypatch.setattr(follower, "_INTERVAL_S", 0.5)
     dataset.append([make_told(0), make_told(1)])
     with dataset.follow() as view:
         for number in range(2, 5):
@@ -165,7 +165,7 @@ def failing_once(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 def test_beginning_anew_goes_on_after_a_failure_and_past_damage(
     dataset: Dataset, make_told: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "_LOCAL_INTERVAL_S", 0.5)
+    monkeypatch.setattr(follower, "_INTERVAL_S", 0.5)
     dataset.append([make_told(0)])
     with dataset.follow() as view:
         for number in range(1, 5):

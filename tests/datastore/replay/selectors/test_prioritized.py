@@ -54,14 +54,6 @@ def shares(sampler: Sampler, num: int, num_batches: int) -> NDArray[np.float64]:
     return counts / counts.sum()
 
 
-def same(one: Batch, other: Batch) -> bool:
-    return all(
-        np.array_equal(value, getattr(other, name), equal_nan=value.dtype.kind == "f")
-        for name, value in vars(one).items()
-        if value is not None
-    )
-
-
 def test_rows_are_those_that_the_indices_name(view_of: View) -> None:
     batch = with_priorities(view_of(5), [1, 2, 3, 4, 5]).sample()
     assert batch.indices is not None
@@ -177,7 +169,9 @@ def test_tensors_are_taken_as_arrays(view_of: View) -> None:
     assert sampler.state_dict()["priorities"]["leaves"].tolist() == [3.0, 5.0]
 
 
-def test_a_saved_sampler_goes_on_bit_for_bit(view_of: View) -> None:
+def test_a_saved_sampler_goes_on_bit_for_bit(
+    view_of: View, same: Callable[[Batch, Batch], bool]
+) -> None:
     """As after a crash: JSON and arrays are all that is left of the first sampler."""
     view = view_of(200)
     options: dict[str, Any] = {"beta_updates": 150, "uniform_fraction": 0.1}

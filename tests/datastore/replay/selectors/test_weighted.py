@@ -61,14 +61,6 @@ def near(expected: dict[float, float]) -> Any:
     return pytest.approx({key: value / total for key, value in expected.items()}, abs=0.01)
 
 
-def same(one: Batch, other: Batch) -> bool:
-    return all(
-        np.array_equal(value, getattr(other, name), equal_nan=value.dtype.kind == "f")
-        for name, value in vars(one).items()
-        if value is not None
-    )
-
-
 @pytest.mark.parametrize(
     ("weight", "expected"),
     [
@@ -128,7 +120,9 @@ def test_corrected_weights_are_unbiased(view: ReplayView) -> None:
     assert mean == pytest.approx((1 + 2 + 3 + 10) / 4, rel=0.03)
 
 
-def test_a_saved_sampler_goes_on_bit_for_bit(view: ReplayView) -> None:
+def test_a_saved_sampler_goes_on_bit_for_bit(
+    view: ReplayView, same: Callable[[Batch, Batch], bool]
+) -> None:
     sampler = view.weighted(16, weight="reward", seed=0, correct=True)
     sampler.sample()
     saved = json.loads(json.dumps(sampler.state_dict()))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -313,8 +314,20 @@ def test_every_damage_to_a_commit_is_reported(storage: LocalStorage) -> None:
 def test_an_action_without_what_delta_requires_is_reported(storage: LocalStorage) -> None:
     created(storage)
     commit_path(storage, 1).write_text('{"add": {"partitionValues": {}}}\n')
-    with pytest.raises(LogCorruptError, match=r"versions 0\.\.1 hold an action without"):
+    with pytest.raises(LogCorruptError, match=r"0001\.json: holds an action without"):
         CommitLog(storage, "t").newest()
+
+
+def test_commit_times_never_go_back(storage: LocalStorage) -> None:
+    log = created(storage)
+    assert log.folder.is_empty() is False
+    assert CommitLog(storage, "other").folder.is_empty() is True
+    for sequence, modified_s in enumerate((20, 10, 30)):
+        add(log, "p", sequence)
+        os.utime(commit_path(storage, sequence + 1), (modified_s, modified_s))
+    os.utime(commit_path(storage, 0), (5, 5))
+    log.checkpoint(2)
+    assert log.folder.read_commit_times() == {0: 5_000, 1: 20_000, 2: 20_000, 3: 30_000}
 
 
 def test_a_commit_of_another_engine_is_read(storage: LocalStorage) -> None:

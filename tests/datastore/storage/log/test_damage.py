@@ -154,7 +154,7 @@ BITS: Final = [
 @pytest.mark.parametrize("bits", BITS)
 def test_every_bit_of_a_commit_counts(tmp_path: Path, bits: slice) -> None:
     folder = CommitLog(LocalStorage(made(tmp_path, is_expired=False).root), "t").folder
-    check_bits(tmp_path / folder.commit_path(3), lambda: folder.read_commit(3), bits)
+    check_bits(tmp_path / folder.commit_path(3), lambda: folder.read_change(3), bits)
 
 
 @pytest.mark.parametrize("bits", BITS)

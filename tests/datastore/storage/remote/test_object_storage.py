@@ -30,7 +30,7 @@ def on_s3(bucket: str) -> Storage:
     return open_storage(f"s3://{bucket}/lake")
 
 
-def test_put_replaces_and_put_new_does_not(storage: Storage) -> None:
+def test_put_replaces_and_put_if_absent_does_not(storage: Storage) -> None:
     storage.put("a/b", b"one")
     storage.put("a/b", b"two")
     assert storage.get("a/b") == b"two"
@@ -77,6 +77,27 @@ def test_a_large_blob_of_another_buffer_type_comes_back_whole(storage: Storage) 
     (path,) = storage.fetch([blob])
     assert path.read_bytes() == data.to_pybytes()
     storage.release([blob])
+
+
+def test_an_original_is_read_past_the_copies_of_this_machine(storage: Storage) -> None:
+    storage.put("d/x", b"first")
+    storage.fetch([Blob("d/x")])
+    storage.put("d/x", b"second")
+    with storage.open_original("d/x") as file:
+        assert file.read() == b"second"
+    with pytest.raises(FileNotFoundError, match="none"):
+        storage.open_original("d/none")
+
+
+def test_a_storage_says_what_it_can_do(storage: Storage, tmp_path: Path) -> None:
+    storage.put("d/x", b"1")
+    is_folder = isinstance(storage, LocalStorage)
+    assert storage.local_folder("d") == (tmp_path / "lake" / "d" if is_folder else None)
+    assert storage.local_folder("") == (tmp_path / "lake" if is_folder else None)
+    assert (storage.is_metered, storage.shares_state) == (not is_folder, is_folder)
+    assert not storage.is_link("d")
+    storage.trim_copies(0)
+    assert storage.get("d/x") == b"1"
 
 
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "/x", "a//x", "./x", "a\0b"])

@@ -9,8 +9,7 @@ from replaylake.offline.evaluation.ope.importance import (
     weighted_per_decision_importance_sampling,
 )
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
-from replaylake.offline.evaluation.ope.weights import EstimatorInputs
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs, NotEstimableError
 
 
 def one_step_log(**changes):

@@ -55,10 +55,9 @@ def test_all_that_suit_a_log(longest, names):
 
 
 @pytest.mark.parametrize("method", [None, "student_t", "empirical_bernstein"])
-@pytest.mark.parametrize(("longest", "name"), [(1, "dm"), (5, "fqe"), (5, "fqe_d3rlpy")])
+@pytest.mark.parametrize(("longest", "name"), [(1, "dm"), (5, "fqe")])
 def test_a_model_alone_has_no_interval(longest, name, method):
     log = log_of(longest=longest)
-    log = dataclasses.replace(log, v_d3rlpy=log.v_target)
     (one,) = estimate(log, [name], interval=method).estimates
     assert one.value == log.v_target[log.offsets[:-1]].mean()
     assert one.difference == one.value - log.returns.mean()

@@ -434,31 +434,12 @@ def test_questions_that_make_no_sense(given, said):
         EvaluationRequest("log", **given)
 
 
-def test_fitted_q_evaluation_by_d3rlpy(frozen, frozen_lake, register_table):
-    pytest.importorskip("d3rlpy")
-    register_table(frozen, "by-d3rlpy", frozen_lake.optimal())
-    few = FQEConfig(updates=20, hidden_sizes=(16,))
-    asked = {"exploration": NEAR, "estimators": ("wis", "fqe_d3rlpy"), "fqe": few}
-    question = EvaluationRequest(
-        "frozen", "by-d3rlpy", discount=0.99, where="episode_id < 'uniform/0006'"
-    )
-    report = evaluate_policy(frozen, replace(question, **asked))
-    (_, found) = report.estimates.estimates
-    assert (found.estimator, found.max_weight, found.propensities) == ("fqe_d3rlpy", None, None)
-    assert "Le, Voloshin & Yue" in found.paper
-    assert found.value == pytest.approx(0, abs=0.5)
-    # Refused by name where it cannot speak.
-    by_sql = EvaluationRequest("frozen", target_prob="0.25", estimators=("fqe_d3rlpy",))
-    refused = evaluate_policy(frozen, by_sql).estimates.refused
-    assert "logged observations alone" in refused["fqe_d3rlpy"]
-
-
 def test_one_step_logs_have_no_fitted_q_evaluation(lake):
     bandit(lake, 40)
-    question = EvaluationRequest("log", "random", estimators=("ips", "fqe_d3rlpy", "fqe"), **QUICK)
+    question = EvaluationRequest("log", "random", estimators=("ips", "fqe"), **QUICK)
     refused = evaluate_policy(lake, question).estimates.refused
-    assert set(refused) == {"fqe_d3rlpy", "fqe"}
-    assert all("use 'dm'" in why for why in refused.values())
+    assert set(refused) == {"fqe"}
+    assert "use 'dm'" in refused["fqe"]
 
 
 def test_rewards_that_are_all_alike(lake):

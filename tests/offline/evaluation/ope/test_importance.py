@@ -6,8 +6,7 @@ import pytest
 
 from replaylake.offline.evaluation.ope import importance
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
-from replaylake.offline.evaluation.ope.weights import EstimatorInputs
+from replaylake.offline.evaluation.ope.weights import EstimatorInputs, NotEstimableError
 
 
 def two_episodes():

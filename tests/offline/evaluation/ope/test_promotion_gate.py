@@ -74,7 +74,7 @@ def test_a_better_one_passes(lake, register_table):
     assert [snips.against, snips.candidate] == pytest.approx(rows["r"].to_pylist())
     assert "Better than the champion: of 2 estimators the least" in found.reasons[0]
     assert found.against == "the champion"
-    record = json.loads(json.dumps(found.record()))
+    record = json.loads(json.dumps(found.to_record()))
     assert (record["passed"], record["num_episodes"], record["version"]) == (True, 600, 1)
     assert (record["candidate"]["version"], record["champion"]["version"]) == (2, 1)
     assert record["acts"] == "greedy"
@@ -132,7 +132,7 @@ def test_without_a_champion_it_is_compared_with_the_log(lake, register_table):
     for one in found.comparisons:
         assert one.against == found.candidate.estimates.log_mean
         assert one.difference == pytest.approx(0.5, abs=0.15)
-    assert found.record()["champion"] is None
+    assert found.to_record()["champion"] is None
 
 
 def test_episodes_that_the_champion_learned_from_do_not_count(lake, register_table):
@@ -234,7 +234,7 @@ def test_an_estimator_without_an_interval_lets_nothing_pass(lake, register_table
     (reason,) = found.reasons
     assert reason.startswith("dm puts the difference from the ")
     assert "with no interval: " in reason
-    assert json.loads(json.dumps(found.record()))["comparisons"][1]["low"] is None
+    assert json.loads(json.dumps(found.to_record()))["comparisons"][1]["low"] is None
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, -1.0])
@@ -388,15 +388,15 @@ def test_a_cost_is_not_judged_as_a_return(lake, register_table):
     assert found.passed
     for one in found.comparisons:
         assert one.difference == pytest.approx(1.0, abs=0.15)
-    record = json.loads(json.dumps(found.record()))
+    record = json.loads(json.dumps(found.to_record()))
     assert (record["reward"], record["reward_source"]) == ("(-(reward))", "training")
     assert record["candidate"]["training_reward"] == "(-(reward))"
     # The other way round it is refused, and under the stored reward it passes, as it was asked for.
     assert not ask(lake, champion, candidate, question=word()).passed
     stored = ask(lake, champion, candidate, question=word("reward"))
     assert stored.passed
-    assert stored.record()["reward_source"] == "asked"
-    assert stored.record()["champion"]["training_reward"] == "(-(reward))"
+    assert stored.to_record()["reward_source"] == "asked"
+    assert stored.to_record()["champion"]["training_reward"] == "(-(reward))"
 
 
 def test_two_that_were_trained_with_different_rewards_are_not_compared(lake, register_table):
@@ -405,7 +405,7 @@ def test_two_that_were_trained_with_different_rewards_are_not_compared(lake, reg
     for first, second in ((candidate, champion), (champion, candidate)):
         found = ask(lake, first, second, question=word())
         assert not found.passed
-        (reason,) = found.record()["reasons"]
+        (reason,) = found.to_record()["reasons"]
         assert "was trained with the reward (-(reward))" in reason
         assert "was trained with the reward reward" in reason
         assert "--reward" in reason

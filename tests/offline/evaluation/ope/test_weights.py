@@ -2,8 +2,12 @@ import numpy as np
 import pytest
 
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
-from replaylake.offline.evaluation.ope.not_estimable import NotEstimableError
-from replaylake.offline.evaluation.ope.weights import importance_weights, largest_ratio, summary
+from replaylake.offline.evaluation.ope.weights import (
+    NotEstimableError,
+    importance_weights,
+    largest_ratio,
+    summary,
+)
 
 
 def three_episodes(**changes):

@@ -41,11 +41,11 @@ def test_what_came_after_the_checkpoint_comes_again(made):
     lake, make = made
     run = make()
     for update in (5, 10, 15):
-        run.measured(update, {"loss": float(update)})
+        run.record_metrics(update, {"loss": float(update)})
         if update < 15:
             run.save(update, {}, best=None)
     run.close()
-    assert make().newest().update == 10
+    assert make().load_latest().update == 10
     assert rows(lake) == [(5, "loss", 5.0), (10, "loss", 10.0)]
 
 
@@ -54,11 +54,11 @@ def test_the_closing_evaluation_is_there_once(made):
     lake, make = made
     for _ in range(2):
         run = make()
-        if (checkpoint := run.newest()) is None:
-            run.measured(10, {"loss": 1.0})
+        if (checkpoint := run.load_latest()) is None:
+            run.record_metrics(10, {"loss": 1.0})
             run.save(10, {}, best=5)
         assert checkpoint is None or checkpoint.update == 10
-        run.measured(5, {EVALUATION: 7.0})
+        run.record_metrics(5, {EVALUATION: 7.0})
         run.close()
     assert rows(lake) == [(10, "loss", 1.0), (5, EVALUATION, 7.0)]
 
@@ -75,7 +75,7 @@ def test_what_is_not_a_number_is_never_the_newest(made):
     _, make = made
     make().save(1, {}, best=None)
     run = make(np.array([1.0, np.nan], np.float32))
-    assert run.newest().update == 1
+    assert run.load_latest().update == 1
     with pytest.raises(TrainingError, match=r"w is not a number after update 2.*of update 1\)"):
         run.save(2, {}, best=None)
     assert run.checkpoints.updates() == [1]

@@ -111,7 +111,7 @@ def test_an_error_early_in_a_large_file_reads_no_further(
     reads = []
     monkeypatch.setattr(
         module._TextStream,
-        "_more",
+        "_read_more",
         lambda self, n=0, more=module._TextStream._read_more: reads.append(n) or more(self, n),
     )
     with pytest.raises(SourceInvalidError, match="expecting value"):

@@ -24,7 +24,7 @@ from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import Lake
 
-_FIXTURES = Path(__file__).parents[3] / "fixtures" / "rllib_episodes"
+_FIXTURES = Path(__file__).parents[4] / "fixtures" / "rllib_episodes"
 _SPEC = DatasetSpec(Box((2,)), Discrete(2))
 
 

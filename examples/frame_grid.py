@@ -1,8 +1,10 @@
 """FrameGrid: a small environment of pictures, to try learning from images on.
 
-`ReplayLake/FrameGrid-v0`, registered in environments.py. A light square walks to a grey one on a
-grid of 4 x 4 cells, of which the policy sees a frame of 84 x 84. What a random and a perfect policy
-earn is known exactly.
+    replaylake train online --env frame_grid:make_frame_grid --dataset grid --policy walker
+        --algorithm dqn --steps 30000
+
+on one line, from this folder. A light square walks to a grey one on a grid of 4 x 4 cells, of which
+the policy sees a frame of 84 x 84. What a random and a perfect policy earn is known exactly.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ MOVES: Final = ((-1, 0), (0, 1), (1, 0), (0, -1))
 class FrameGrid(gymnasium.Env[Array, int]):
     """Observations uint8 [84, 84]; actions 0 to 3 move up, right, down or left, or against a wall.
 
-    The step that reaches the goal earns 1 and terminates; each other one costs 0.1. After 10 steps
-    the episode is truncated. Both squares begin anywhere, in different cells.
+    The step that reaches the goal earns 1 and terminates; each other one costs 0.1. Both squares
+    begin anywhere, in different cells.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}  # noqa: RUF012
@@ -43,7 +45,7 @@ class FrameGrid(gymnasium.Env[Array, int]):
     def __init__(self, render_mode: str | None = None) -> None:
         side = NUM_CELLS * CELL_PIXELS
         self.observation_space = gymnasium.spaces.Box(0, 255, (side, side), np.uint8)
-        self.action_space = gymnasium.spaces.Discrete(len(MOVES))  # type: ignore[assignment]
+        self.action_space = gymnasium.spaces.Discrete(len(MOVES))
         self.render_mode = render_mode
         self._agent = self._goal = (0, 0)
 
@@ -63,9 +65,14 @@ class FrameGrid(gymnasium.Env[Array, int]):
         reward = GOAL_REWARD if terminated else STEP_REWARD
         return frame(self._agent, self._goal), reward, terminated, False, {}
 
-    def render(self) -> Array:  # type: ignore[override]
-        """Return the frame as colours, uint8 [84, 84, 3]."""
+    def render(self) -> Array:
+        """Return the frame as colors, uint8 [84, 84, 3]."""
         return np.repeat(frame(self._agent, self._goal)[:, :, None], 3, axis=2)
+
+
+def make_frame_grid(render_mode: str | None = None) -> gymnasium.Env[Array, int]:
+    """Make the environment, whose episodes are truncated after 10 steps."""
+    return gymnasium.wrappers.TimeLimit(FrameGrid(render_mode), MAX_STEPS)
 
 
 def move_cell(cell: tuple[int, int], action: int) -> tuple[int, int]:

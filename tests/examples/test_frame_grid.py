@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.offline.environments.frame_grid import (
+from frame_grid import (
     BAR,
     BEST_RETURN,
     MAX_STEPS,
@@ -21,12 +19,14 @@ from replaylake.offline.environments.frame_grid import (
     frame,
     move_cell,
 )
+
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.offline.environments.recording_wrapper import record
 from replaylake.offline.environments.rendering import make_rendering, render_frame
 from replaylake.offline.running.train import TrainConfig, train
 
-ENV = "ReplayLake/FrameGrid-v0"
+ENV = "frame_grid:make_frame_grid"
 CELLS = list(product(range(4), repeat=2))
 Chances = Callable[[tuple[int, int], tuple[int, int]], list[tuple[int, Fraction]]]
 

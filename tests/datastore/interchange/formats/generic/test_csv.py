@@ -95,6 +95,35 @@ def test_a_packed_file_is_read_as_it_unpacks(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_row_is_placed_by_its_line(tmp_path: Path, newline: str, is_packed: bool) -> None:
+    lines = ['"a', 'b",c', "1,x", '2,"two', "", 'lines"', "", '3,5" of it', "4,y", '5,"z ""q"""']
+    data = newline.join([*lines, ""]).encode()
+    path = tmp_path / ("log.csv.gz" if is_packed else "log.csv")
+    path.write_bytes(gzip.compress(data) if is_packed else data)
+    (chunk,) = CsvTables(find_source([path]).files).chunks()
+    name = chunk.file.name
+    assert [chunk.place(i) for i in range(5)] == [f"{name} line {n}" for n in (3, 4, 8, 9, 10)]
+    assert chunk.part(2, chunk.table.slice(2, 2)).place(1) == f"{name} line 9"
+
+
+def test_lines_count_over_blocks_and_are_unknown_with_huge_cells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(csv_format, "_BLOCK_BYTES", 1 << 10)
+    path = tmp_path / "log.csv"
+    path.write_text("n,x\n" + "".join(f'{i},"a\nb"\n' for i in range(500)))
+    chunks = list(CsvTables(find_source([path]).files).chunks())
+    assert len(chunks) > 2
+    last = chunks[-1]
+    assert last.place(last.table.num_rows - 1) == "log.csv line 1000"
+    monkeypatch.setattr(csv_format, "_BLOCK_BYTES", 1 << 20)
+    path.write_text(f"n,x\n1,y\n2,{'z' * 200_000}\n")
+    (chunk,) = CsvTables(find_source([path]).files).chunks()
+    assert chunk.place(1) == "log.csv row 1"
+
+
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_utf_16_is_refused_by_name(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "log.csv"

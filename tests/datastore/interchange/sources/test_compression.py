@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.errors import SourceInvalidError
-from replaylake.datastore.interchange.sources.limits import refuse_bomb
+from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import find_source
 
 _BLOCK = 64 << 20
