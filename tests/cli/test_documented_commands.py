@@ -36,6 +36,7 @@ _PAGES = (
     "docs/STORAGE.md",
     "docs/TRAINING.md",
     "docs/TUNING.md",
+    "docs/TUTORIAL.md",
 )
 # What ends a command in a shell.
 _ENDS = {"|", ">", "<", "&", "&&"}
