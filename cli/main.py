@@ -55,7 +55,7 @@ from replaylake.cli.commands import (
     vacuum,
 )
 from replaylake.cli.commands import join_feedback as sessionise
-from replaylake.cli.options import Invocation
+from replaylake.cli.options import COMMON_OPTIONS, Invocation
 from replaylake.cli.output.command_output import escape_controls, print_json, reserve_stdout
 from replaylake.datastore.errors import ExtraMissingError, ReplayLakeError
 from replaylake.datastore.version import VERSION
@@ -111,24 +111,27 @@ class _Commands(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """A command whose options stand under the headings that they name, the others first."""
+    """A command whose help has its own options first, then its panels, then the common options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        sections: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                is_argument = parameter.param_type_name == "argument"
-                heading = getattr(parameter, "rich_help_panel", None)
-                kind = "Arguments" if is_argument else heading or "Options"
-                groups.setdefault(kind, []).append(record)
-        # Lake, --json and the like are of every command: what is this one's own comes first.
-        common = groups.pop("Options")
-        ordered = {**groups, ("Of every command" if len(groups) > 1 else "Options"): common}
-        for heading, records in ordered.items():
-            if records:
+            sections.setdefault(_heading(parameter), []).append(parameter)
+        sections[COMMON_OPTIONS] = sections.pop(COMMON_OPTIONS)
+        for heading, parameters in sections.items():
+            required_first = sorted(parameters, key=lambda one: not one.required)
+            records = [one.get_help_record(ctx) for one in required_first]
+            if shown := [record for record in records if record is not None]:
                 with formatter.section(heading):
-                    formatter.write_dl(records)
+                    formatter.write_dl(shown)
+
+
+def _heading(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return "Arguments"
+    if parameter.name == "help":  # click adds it, and knows no panels
+        return COMMON_OPTIONS
+    return getattr(parameter, "rich_help_panel", None) or "Options"
 
 
 # Plain help: rich's panels cost 0.1 s of start-up and say no more.

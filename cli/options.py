@@ -14,6 +14,8 @@ import typer
 from replaylake.datastore.errors import ConfigInvalidError
 
 DEFAULT_LAKE: Final = "lake"
+# The last heading of each command's --help, with the options that all commands have.
+COMMON_OPTIONS: Final = "Common options"
 # How `delete`, `trim` and `vacuum` end without --yes.
 NOTHING_CHANGED: Final = "nothing was changed: --yes does it"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -44,6 +46,7 @@ LakeOption = Annotated[
         "--lake",
         envvar="REPLAYLAKE_LAKE",
         metavar="LAKE",
+        rich_help_panel=COMMON_OPTIONS,
         help="A folder, or such as s3://bucket/prefix.",
     ),
 ]
@@ -54,6 +57,7 @@ JsonOption = Annotated[
         "--json",
         callback=_remember_option,
         is_eager=True,
+        rich_help_panel=COMMON_OPTIONS,
         help="Print the answer as one JSON object.",
     ),
 ]
@@ -63,6 +67,7 @@ DebugOption = Annotated[
         "--debug",
         callback=_remember_option,
         is_eager=True,
+        rich_help_panel=COMMON_OPTIONS,
         help="Print the traceback when something fails.",
     ),
 ]

@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 
 
 # The headings of `replaylake ingest --help`.
-_SOURCE: Final = "Source"
-_COLUMNS: Final = "Columns"
-_EPISODES: Final = "Episodes"
-_UNITS: Final = "Units and environment"
-_STREAM: Final = "Stream"
+_COLUMNS: Final = "Column options"
+_EPISODES: Final = "Episode options"
+_ACTIONS: Final = "Action options"
+_STREAM: Final = "Stream options"
 
 # What a stage is called while it lasts, and what it counts.
 _STAGES: Final = {
@@ -85,7 +84,6 @@ def ingest(
         str,
         typer.Option(
             "--dataset",
-            rich_help_panel=_SOURCE,
             metavar="NAME",
             help="Made where it does not exist.",
             show_default=False,
@@ -95,7 +93,6 @@ def ingest(
         str | None,
         typer.Option(
             "--format",
-            rich_help_panel=_SOURCE,
             metavar="FORMAT",
             help="Of `replaylake formats`; by content if left out.",
         ),
@@ -113,7 +110,6 @@ def ingest(
         Path | None,
         typer.Option(
             "--mapping",
-            rich_help_panel=_SOURCE,
             metavar="FILE",
             help="A TOML file that keeps --map, --fill and the like; flags win over it.",
         ),
@@ -168,7 +164,6 @@ def ingest(
         str | None,
         typer.Option(
             "--env",
-            rich_help_panel=_UNITS,
             metavar="ID",
             help="Check against this environment, a Gymnasium id or module:function: its spaces "
             "and, where it can, its dynamics.",
@@ -179,7 +174,7 @@ def ingest(
         float | None,
         typer.Option(
             "--action-scale",
-            rich_help_panel=_UNITS,
+            rich_help_panel=_ACTIONS,
             metavar="F",
             help="Multiply logged actions by this.",
         ),
@@ -188,7 +183,7 @@ def ingest(
         float | None,
         typer.Option(
             "--action-low",
-            rich_help_panel=_UNITS,
+            rich_help_panel=_ACTIONS,
             metavar="F",
             help="Bring logged actions from [-1, 1] to [low, high].",
         ),
@@ -196,7 +191,7 @@ def ingest(
     action_high: Annotated[
         float | None,
         typer.Option(
-            "--action-high", rich_help_panel=_UNITS, metavar="F", help="See --action-low."
+            "--action-high", rich_help_panel=_ACTIONS, metavar="F", help="See --action-low."
         ),
     ] = None,
     time_limit: Annotated[
@@ -237,7 +232,6 @@ def ingest(
         OnInvalid,
         typer.Option(
             "--on-invalid",
-            rich_help_panel=_SOURCE,
             help="Put an invalid episode into quarantine, or refuse the source for one.",
         ),
     ] = OnInvalid.reject,

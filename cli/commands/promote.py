@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _EXIT_NO: Final = 3
 _CHAMPION: Final = "champion"
-_GATE: Final = "Of the gate"
+_GATE: Final = "Gate options"
 
 ByOption = Annotated[
     str | None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -20,6 +20,9 @@ from replaylake.cli.output.command_output import CommandOutput, result_stream
 
 if TYPE_CHECKING:
     from replaylake.serve.config import ServeConfig
+
+_ACCESS: Final = "Access options"
+_LIMITS: Final = "Limit options"
 
 
 def serve(
@@ -86,23 +89,42 @@ def serve(
     ] = 1,
     act_token_file: Annotated[
         Path | None,
-        typer.Option("--act-token-file", metavar="FILE", help="Tokens of who may act, one a line."),
+        typer.Option(
+            "--act-token-file",
+            rich_help_panel=_ACCESS,
+            metavar="FILE",
+            help="Tokens of who may act, one a line.",
+        ),
     ] = None,
     feedback_token_file: Annotated[
         Path | None,
-        typer.Option("--feedback-token-file", metavar="FILE", help="Of who may send rewards."),
+        typer.Option(
+            "--feedback-token-file",
+            rich_help_panel=_ACCESS,
+            metavar="FILE",
+            help="Of who may send rewards.",
+        ),
     ] = None,
     admin_token_file: Annotated[
         Path | None,
-        typer.Option("--admin-token-file", metavar="FILE", help="Of who may see all the rest."),
+        typer.Option(
+            "--admin-token-file",
+            rich_help_panel=_ACCESS,
+            metavar="FILE",
+            help="Of who may see all the rest.",
+        ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines without tokens.")
+        bool,
+        typer.Option(
+            "--insecure", rich_help_panel=_ACCESS, help="Serve other machines without tokens."
+        ),
     ] = False,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             "--allowed-host",
+            rich_help_panel=_ACCESS,
             metavar="HOST",
             help="Answer to this name too, beside loopback and its address; several times.",
         ),
@@ -110,23 +132,59 @@ def serve(
     access_log: Annotated[
         str | None,
         typer.Option(
-            "--access-log", metavar="FILE|-", help="Write a line of JSON for each request."
+            "--access-log",
+            rich_help_panel=_ACCESS,
+            metavar="FILE|-",
+            help="Write a line of JSON for each request.",
         ),
     ] = None,
     max_body: Annotated[
-        int, typer.Option("--max-body", metavar="BYTES", min=1, help="Larger requests get 413.")
+        int,
+        typer.Option(
+            "--max-body",
+            rich_help_panel=_LIMITS,
+            metavar="BYTES",
+            min=1,
+            help="Larger requests get 413.",
+        ),
     ] = 8 << 20,
     body_timeout: Annotated[
-        float, typer.Option("--body-timeout", metavar="SECONDS", help="Slower requests get 408.")
+        float,
+        typer.Option(
+            "--body-timeout",
+            rich_help_panel=_LIMITS,
+            metavar="SECONDS",
+            help="Slower requests get 408.",
+        ),
     ] = 10.0,
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", help="Later answers become 504.")
+        float,
+        typer.Option(
+            "--deadline",
+            rich_help_panel=_LIMITS,
+            metavar="SECONDS",
+            help="Later answers become 504.",
+        ),
     ] = 15.0,
     queue: Annotated[
-        int, typer.Option("--queue", metavar="N", min=1, help="More at once in a worker get 503.")
+        int,
+        typer.Option(
+            "--queue",
+            rich_help_panel=_LIMITS,
+            metavar="N",
+            min=1,
+            help="More at once in a worker get 503.",
+        ),
     ] = 256,
     connections: Annotated[
-        int, typer.Option("--connections", metavar="N", min=1, help="That a worker keeps open.")
+        int,
+        typer.Option(
+            "--connections",
+            rich_help_panel=_LIMITS,
+            metavar="N",
+            min=1,
+            help="That a worker keeps open.",
+        ),
     ] = 2048,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,

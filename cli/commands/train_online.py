@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from replaylake.online.training.progress import OnlineProgress
     from replaylake.online.training.result import OnlineResult
 
-_COLLECTING: Final = "Collecting"
-_LEARNING: Final = "Learning"
-_WATCHING: Final = "Watching"
+_COLLECTING: Final = "Collection options"
+_LEARNING: Final = "Learning options"
+_MONITORING: Final = "Monitoring options"
 
 
 class Agents(StrEnum):
@@ -227,7 +227,7 @@ def online(
             "--metrics-port",
             metavar="PORT",
             help="Serve the metrics to Prometheus on this port of 127.0.0.1; 0 takes a free one.",
-            rich_help_panel=_WATCHING,
+            rich_help_panel=_MONITORING,
         ),
     ] = None,
     wandb: Annotated[
@@ -236,7 +236,7 @@ def online(
             "--wandb",
             metavar="PROJECT",
             help="Report the metrics to W&B too.",
-            rich_help_panel=_WATCHING,
+            rich_help_panel=_MONITORING,
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,

@@ -135,6 +135,29 @@ def test_help_has_one_line_and_an_example(run: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_help_begins_with_its_own_options_and_ends_with_the_common_ones(
+    run: Any, name: str
+) -> None:
+    out = run(*name.split(), "--help").out
+    sections = dict(re.findall(r"^([A-Z][\w ]*):\n((?:  .*\n)+)", out, re.M))
+    shown = {
+        heading: re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.M)
+        for heading, text in sections.items()
+    }
+    headings = [heading for heading in sections if heading != "Arguments"]
+    assert headings[-1] == "Common options"
+    assert shown["Common options"] == ["--lake", "--json", "--debug", "--help"]
+    own = [p for p in TREE[name].params if p.opts[0] not in shown["Common options"]]
+    options = [p for p in own if p.param_type_name == "option"]
+    for option in options:
+        assert option.opts[0] in shown[option.rich_help_panel or "Options"]
+    if options:
+        assert headings[0] == "Options"
+    required = [option.opts[0] for option in options if option.required]
+    assert sorted(shown.get("Options", [])[: len(required)]) == sorted(required)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_and_argument_is_explained_and_documented(name: str) -> None:
     section = re.search(rf"^## `replaylake {name}`\n(.*?)(?=^## |\Z)", DOCS, re.M | re.S)
     assert section is not None, f"docs/CLI.md has no section for {name}"
