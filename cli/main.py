@@ -54,7 +54,6 @@ from replaylake.cli.commands import (
     tune,
     vacuum,
 )
-from replaylake.cli.commands import join_feedback as sessionise
 from replaylake.cli.options import COMMON_OPTIONS, Invocation
 from replaylake.cli.output.command_output import escape_controls, print_json, reserve_stdout
 from replaylake.datastore.errors import ExtraMissingError, ReplayLakeError
@@ -64,7 +63,7 @@ _INTERRUPTED: Final = 130
 
 # The headings of `replaylake --help`, each with its commands.
 GROUPS: Final = {
-    "Put episodes in": ("ingest", "rollout", "sessionise", "feedback", "annotate"),
+    "Put episodes in": ("ingest", "rollout", "feedback", "annotate"),
     "Look at them": ("list", "show", "sql", "history", "diff", "tag", "lineage"),
     "Take them elsewhere": ("export", "formats"),
     "Learn and serve": (
@@ -146,7 +145,7 @@ app = typer.Typer(
     **_SETTINGS,
 )
 _train = typer.Typer(help="Train a policy.", **_SETTINGS)
-_feedback = typer.Typer(help="What became of what was served.", **_SETTINGS)
+_feedback = typer.Typer(help="Join decisions with rewards, and count both.", **_SETTINGS)
 _tag = typer.Typer(help="Name versions of datasets.", **_SETTINGS)
 _runs = typer.Typer(help="List, show and compare training runs.", **_SETTINGS)
 _policies = typer.Typer(help="List, show, name and delete policies.", **_SETTINGS)
@@ -167,8 +166,8 @@ def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> N
 
 _register(app, "ingest", ingest.ingest)
 _register(app, "rollout", rollout.rollout)
-_register(app, "sessionise", sessionise.join_feedback)
 app.add_typer(_feedback, name="feedback")
+_register(_feedback, "join", feedback.join_feedback)
 _register(_feedback, "status", feedback.status)
 _register(app, "annotate", annotate.annotate)
 _register(app, "list", datasets.list_datasets)

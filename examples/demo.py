@@ -73,7 +73,7 @@ def main() -> None:
     say(f"{decisions} decisions, {decisions} rewards sent back, server stopped")
 
     step("Join decisions and rewards into episodes")
-    joined = replaylake("sessionise", "cartpole")
+    joined = replaylake("feedback", "join", "cartpole")
     say(
         f"{joined['joined']} rewards joined, {joined['episodes']} episodes, {joined['steps']} steps"
     )

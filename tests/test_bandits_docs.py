@@ -170,7 +170,7 @@ def _check_printed(step: Step, out: str) -> None:
     """Compare what does not depend on the machine: tables of data, verdicts, names."""
     verb = step.command.split()[1]
     lines = out.splitlines()
-    if verb in ("ingest", "sessionise") or "group by" in step.command:
+    if verb in ("ingest", "feedback") or "group by" in step.command:
         assert lines[: len(step.printed.splitlines())] == step.printed.splitlines()
     if verb == "ope" and step.printed:
         verdict, said = lines[-1].partition(":")[0], step.printed.splitlines()

@@ -100,9 +100,9 @@ def test_one_observation_goes_round(replaylake, tmp_path):
         )
     assert (answer["policy"], answer["version"]) == ("clone", first["version"])
 
-    joined = replaylake("sessionise", "cartpole")
+    joined = replaylake("feedback", "join", "cartpole")
     assert (joined["joined"], joined["episodes"], joined["steps"]) == (1, 1, 1)
-    assert replaylake("sessionise", "cartpole")["episodes"] == 0
+    assert replaylake("feedback", "join", "cartpole")["episodes"] == 0
 
     lake = open_lake(os.environ["REPLAYLAKE_LAKE"])
     (step,) = lake.sql(

@@ -69,10 +69,10 @@ def serve(
             help="Where decisions cannot be logged, refuse to act, or answer and count the loss.",
         ),
     ] = "refuse",
-    sessionise_every: Annotated[
+    join_every: Annotated[
         str | None,
         typer.Option(
-            "--sessionise-every",
+            "--join-every",
             metavar="TIME",
             show_default=False,
             help="Join decisions with rewards so often, such as 60s, beside the server.",
@@ -215,8 +215,8 @@ def serve(
             f"found {on_log_failure!r}, expected refuse or serve", param_hint="--on-log-failure"
         )
     every_s = 0.0
-    if sessionise_every is not None:
-        every_s = parse_duration(sessionise_every, "--sessionise-every")
+    if join_every is not None:
+        every_s = parse_duration(join_every, "--join-every")
     with translate_usage_errors("--explore"):
         exploration = parse_exploration(explore)
     with translate_usage_errors("--canary"):
@@ -254,7 +254,7 @@ def serve(
         canary=tuple(canary or ()),
         workers=workers,
         on_log_failure=on_log_failure,
-        sessionise_every_s=every_s,
+        join_every_s=every_s,
         server=server,
         safety=safety,
         manifest_sha256=ref.manifest_sha256,

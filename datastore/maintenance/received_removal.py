@@ -42,7 +42,7 @@ def count_received(dataset: Dataset, keys: pa.Array) -> int:
 def remove_received(dataset: Dataset, keys: pa.Array, operation: str) -> int:
     """Remove the received steps of episodes, by episode id; return how many.
 
-    Done before the steps leave the dataset: `sessionise` would else bring them back.
+    Done before the steps leave the dataset: `feedback join` would else bring them back.
     """
     return remove_rows(dataset.received, EPISODE_ID, keys, operation)
 

@@ -65,7 +65,7 @@ def remove_decisions(dataset: Dataset, keys: pa.Array, operation: str) -> tuple[
     """Remove decisions, and the rewards given for them, by decision id; return how many of each.
 
     Done before their steps leave: a crash in between then leaves steps without decisions, which
-    nothing joins anew, and not decisions without steps, which `sessionise` would bring back.
+    nothing joins anew, and not decisions without steps, which `feedback join` would bring back.
     """
     # First: without the decisions nobody knows whose they are.
     num_named = remove_named_reports(dataset, keys, operation)

@@ -107,7 +107,7 @@ USES = (
 COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     "show": lambda name, log: ["show", name],
     "ingest": lambda name, log: ["ingest", str(log), "--dataset", name],
-    "sessionise": lambda name, log: ["sessionise", name],
+    "feedback join": lambda name, log: ["feedback", "join", name],
     "history": lambda name, log: ["history", name],
     "lineage": lambda name, log: ["lineage", "--dataset", name],
     "tag set": lambda name, log: ["tag", "set", "d@0", name],
@@ -195,7 +195,7 @@ def test_a_dataset_linked_from_outside_is_neither_read_nor_written(
         ["sql", "select * from linked.steps"],
         ["ingest", str(log), "--dataset", "linked"],
         ["history", "linked"],
-        ["sessionise", "linked"],
+        ["feedback", "join", "linked"],
         ["tag", "set", "linked@0", "t"],
         ["lineage", "--dataset", "linked"],
     ):

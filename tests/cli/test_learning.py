@@ -96,8 +96,8 @@ def test_flags_win_over_set_and_set_over_the_file(run: Any, tmp_path: Path) -> N
         (("lineage", "--policy", "absent"), "absent"),
         (("lineage", "--dataset", "absent"), "absent"),
         (("lineage", "--decision", "-nonsense"), "-nonsense"),
-        (("sessionise", "cartpole"), "--log-to cartpole"),
-        (("sessionise", "absent"), "absent"),
+        (("feedback", "join", "cartpole"), "--log-to cartpole"),
+        (("feedback", "join", "absent"), "absent"),
     ],
 )
 def test_what_is_refused_changes_nothing(

@@ -54,7 +54,7 @@ COMMANDS = [
     "package",
     "rollout",
     "serve",
-    "sessionise",
+    "feedback join",
     "feedback status",
     "lineage",
     "annotate",
@@ -186,7 +186,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0
-    assert "sessionise" in ran.stdout
+    assert "feedback" in ran.stdout
     modules = ran.stderr.split()
     assert not {name.partition(".")[0] for name in modules} & HEAVY
     # 240 of them, 140 of which Typer brings.
@@ -285,7 +285,7 @@ def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
         ("replay-decisions", "clone:1", "live"),
         ("package", "clone", "--output", "out"),
         ("serve", "clone"),
-        ("sessionise", "cartpole"),
+        ("feedback", "join", "cartpole"),
         ("lineage", "--policy", "clone"),
     ],
 )

@@ -235,7 +235,7 @@ class DatasetCheck:
         for decision_id, num in rows.duplicate_ids():
             message = (
                 f"decision {decision_id}: found {num} rows, expected one. Restore the table from a "
-                "copy of the lake: `sessionise` would make a step of each."
+                "copy of the lake: `feedback join` would make a step of each."
             )
             self.add(ERROR, "decision", plan.table.root, message)
 
