@@ -1,4 +1,4 @@
-"""`replaylake compact`: small shards into large ones."""
+"""`replaylake maintain compact`: small shards into large ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def compact(
     The rows stay what they are, and earlier versions readable. Safe at any time.
 
     Example:
-      replaylake compact cartpole
+      replaylake maintain compact cartpole
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.compact import check_target

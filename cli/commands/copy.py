@@ -1,4 +1,4 @@
-"""`replaylake copy`: a snapshot into another lake."""
+"""`replaylake datasets copy`: a snapshot into another lake."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def copy(
     there twice.
 
     Example:
-      replaylake copy cartpole /backup/lake
-      replaylake copy robots s3://centre/lake --as fleet
+      replaylake datasets copy cartpole /backup/lake
+      replaylake datasets copy robots s3://centre/lake --as fleet
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.copy.copy import copy as run

@@ -1,4 +1,4 @@
-"""`replaylake delete`: whole episodes go, from now on or from every version."""
+"""`replaylake datasets delete`: whole episodes go, from now on or from every version."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def delete(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Delete whole episodes, and the decisions and rewards that they were made of.
+    """Delete whole episodes, with their decisions and rewards.
 
     From the newest version on; with --purge from all there are, which breaks those versions and
     their tags. Exit code 3 if a purge could not show that nothing is left.
 
     Example:
-      replaylake delete live --where "source_episode_id = 'user-4711'"
-      replaylake delete live --where "source_episode_id = 'user-4711'" --purge --yes
+      replaylake datasets delete live --where "source_episode_id = 'user-4711'"
+      replaylake datasets delete live --where "source_episode_id = 'user-4711'" --purge --yes
     """
     from replaylake.datastore.lake.lake import open_lake
 

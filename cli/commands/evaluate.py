@@ -89,7 +89,7 @@ def evaluate(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure the return of a policy in an environment, or compare several.
+    """Measure the return of policies in an environment.
 
     Prints the mean return of whole episodes with its 95% interval. The policy `random` draws every
     action uniformly.

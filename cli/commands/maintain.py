@@ -1,4 +1,4 @@
-"""`replaylake maintain`: each dataset's retention applied, once or again and again."""
+"""`replaylake maintain run`: each dataset's retention applied, once or again and again."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def maintain(
     A dataset that fails does not stop the others. Safe beside writers and readers.
 
     Example:
-      replaylake maintain
-      replaylake maintain cartpole --every 1h
+      replaylake maintain run
+      replaylake maintain run cartpole --every 1h
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.maintain import maintain as run

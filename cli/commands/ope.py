@@ -142,7 +142,7 @@ def ope(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say what a policy is worth, from logged episodes of others.
+    """Estimate a policy's value from logged episodes.
 
     Says whether the answer can be believed: supported, weak, or not supported (exit code 3).
 

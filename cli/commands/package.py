@@ -1,4 +1,4 @@
-"""`replaylake package`: a policy as a Bento, to serve elsewhere."""
+"""`replaylake policies package`: a policy as a Bento, to serve elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def package(
     Dockerfile. It serves the policy without the lake.
 
     Example:
-      replaylake package clone@champion --output clone-bento
+      replaylake policies package clone@champion --output clone-bento
       bentoml serve clone-bento
     """
     from replaylake.datastore.lake.lake import open_lake

@@ -210,10 +210,10 @@ def delete_policy(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Delete a version that is neither protected nor named by an alias.
+    """Delete a version of a policy.
 
-    Its lineage stays on record, and its number is not given again. The next vacuum deletes its
-    files.
+    Refused while it is protected or an alias points at it. Its lineage stays on record, and its
+    number is not given again. The next `maintain vacuum` deletes its files.
 
     Example:
       replaylake policies delete clone:2

@@ -1,4 +1,4 @@
-"""`replaylake profile`: where the time and the bytes of an online run go."""
+"""`replaylake runs profile`: where the time and the bytes of an online run go."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def profile(
     the run goes on.
 
     Example:
-      replaylake profile 01m7xx
-      replaylake profile 01m7xx --last
+      replaylake runs profile 01m7xx
+      replaylake runs profile 01m7xx --last
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.metrics import read_logged_metrics

@@ -62,7 +62,7 @@ def replay_decisions(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare a policy with logged decisions, before it gets any traffic.
+    """Compare a policy's decisions with logged ones.
 
     Says how often they agree, how far their probabilities lie apart, what it cannot act on, and how
     long it takes. `ope` says what it would earn.

@@ -1,4 +1,4 @@
-"""`replaylake retention`: what a dataset keeps, and for how long."""
+"""`replaylake maintain retention`: what a dataset keeps, and for how long."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def retention(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show or set what `maintain` applies to a dataset.
+    """Show or set what `maintain run` applies to a dataset.
 
     `none` as a value goes back to the default. The setting is kept with the dataset.
 
     Example:
-      replaylake retention play --max-steps 1000000 --keep-versions 2d
-      replaylake retention play
+      replaylake maintain retention play --max-steps 1000000 --keep-versions 2d
+      replaylake maintain retention play
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.retention import (

@@ -129,7 +129,7 @@ def show_run(
     report.print_result(body, run_lines(summary, body, curves, names, drawn=bool(metrics)))
 
 
-def compare_runs(
+def diff_runs(
     runs: Annotated[
         list[str],
         typer.Argument(metavar="RUN", show_default=False, help="Ids, or how they begin."),
@@ -145,8 +145,8 @@ def compare_runs(
     Of the options those that differ, of each metric its last and its best value.
 
     Example:
-      replaylake runs compare 01m7xx 01m8ab
-      replaylake runs compare 01m7xx 01m8ab --metric selection/environment --plot both.png
+      replaylake runs diff 01m7xx 01m8ab
+      replaylake runs diff 01m7xx 01m8ab --metric selection/environment --plot both.png
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.metrics import read_curves
@@ -208,7 +208,7 @@ def _draw(
 def _select_metrics(curves: Sequence[Curves], wanted: list[str] | None) -> list[str]:
     """Return the metrics to show: those that were asked for, else all, measures first.
 
-    What the links of an online run took is shown by `replaylake profile`, unless it is asked for.
+    What the links of an online run took is in `replaylake runs profile`, unless it is asked for.
 
     Raises: NotFoundError for one that none of the runs has, with the near ones.
     """

@@ -1,4 +1,4 @@
-"""`replaylake trim`: the oldest whole episodes go."""
+"""`replaylake maintain trim`: the oldest whole episodes go."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def trim(
     Open episodes stay. Earlier versions keep what they had until vacuum.
 
     Example:
-      replaylake trim play --max-steps 1000000
-      replaylake trim live --older-than 30d --yes
+      replaylake maintain trim play --max-steps 1000000
+      replaylake maintain trim live --older-than 30d --yes
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.trim import trim as run

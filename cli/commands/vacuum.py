@@ -1,4 +1,4 @@
-"""`replaylake vacuum`: files that nobody can need any more."""
+"""`replaylake maintain vacuum`: files that nobody can need any more."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def vacuum(
     replaced less than the age ago.
 
     Example:
-      replaylake vacuum
-      replaylake vacuum cartpole --older-than 2d --yes
+      replaylake maintain vacuum
+      replaylake maintain vacuum cartpole --older-than 2d --yes
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.vacuum import vacuum as run

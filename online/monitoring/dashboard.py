@@ -116,7 +116,7 @@ _ROWS: Final[tuple[Row, ...]] = (
                 "Seconds a second, by link",
                 (_of(LINK_SECONDS, "{{link}} " + _RUN, form=RATE),),
                 "Processes that are busy with a link, or wait, at any moment. The bottleneck is "
-                "the busy link of the side that does not wait: `replaylake profile` names it.",
+                "the busy link of the side that does not wait: `replaylake runs profile` names it.",
                 "none",
                 is_stacked=True,
             ),

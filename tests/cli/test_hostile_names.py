@@ -110,11 +110,11 @@ COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     "feedback join": lambda name, log: ["feedback", "join", name],
     "history": lambda name, log: ["history", name],
     "lineage": lambda name, log: ["lineage", "--dataset", name],
-    "tag set": lambda name, log: ["tag", "set", "d@0", name],
-    "tag of dataset": lambda name, log: ["tag", "set", f"{name}@0", "t"],
+    "tag set": lambda name, log: ["datasets", "tag", "d@0", name],
+    "tag of dataset": lambda name, log: ["datasets", "tag", f"{name}@0", "t"],
     "show tag": lambda name, log: ["show", f"d@{name}"],
     "policies show": lambda name, log: ["policies", "show", name],
-    "package": lambda name, log: ["package", name, "--output", str(log.parent / "out")],
+    "package": lambda name, log: ["policies", "package", name, "--output", str(log.parent / "out")],
     "alias set": lambda name, log: ["policies", "alias", "p:1", name],
     "alias": lambda name, log: ["policies", "show", f"p@{name}"],
 }
@@ -196,7 +196,7 @@ def test_a_dataset_linked_from_outside_is_neither_read_nor_written(
         ["ingest", str(log), "--dataset", "linked"],
         ["history", "linked"],
         ["feedback", "join", "linked"],
-        ["tag", "set", "linked@0", "t"],
+        ["datasets", "tag", "linked@0", "t"],
         ["lineage", "--dataset", "linked"],
     ):
         run(*command).failed("inside of the lake")

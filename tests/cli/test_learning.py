@@ -92,7 +92,7 @@ def test_flags_win_over_set_and_set_over_the_file(run: Any, tmp_path: Path) -> N
         (("policies", "show", "Clone"), "Clone"),
         (("policies", "alias", "clone:9", "champion"), "9"),
         (("policies", "alias", "clone", "Champion!"), "Champion!"),
-        (("package", "absent", "--output", "out"), "absent"),
+        (("policies", "package", "absent", "--output", "out"), "absent"),
         (("lineage", "--policy", "absent"), "absent"),
         (("lineage", "--dataset", "absent"), "absent"),
         (("lineage", "--decision", "-nonsense"), "-nonsense"),
@@ -231,10 +231,10 @@ def test_lineage_of_a_dataset_names_the_policies(run: Any) -> None:
 @pytest.mark.slow
 def test_package(run: Any, tmp_path: Path) -> None:
     output = tmp_path / "bento"
-    body = run("package", "clone", "--output", output, "--json").json
+    body = run("policies", "package", "clone", "--output", output, "--json").json
     assert (body["policy"], body["version"], body["output"]) == ("clone", 1, str(output))
     assert (output / "bento.yaml").is_file()
-    again = run("package", "clone", "--output", output)
+    again = run("policies", "package", "clone", "--output", output)
     assert again.code == 1
     assert again.err.splitlines()[-1].startswith(f"error: {output}: ")
 

@@ -217,7 +217,7 @@ def test_what_learned_to_keep_a_cost_low_is_judged_by_that(run: Any, opened: Lak
          "--dataset", "new", "--steps", "10", "--start-from", "p:2"),
         ("policies", "show", "p:2"),
         ("serve", "p:2", "--check"),
-        ("package", "p:2", "--output", "bento"),
+        ("policies", "package", "p:2", "--output", "bento"),
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )  # fmt: skip
