@@ -176,5 +176,5 @@ def _check_printed(step: Step, out: str) -> None:
         verdict, said = lines[-1].partition(":")[0], step.printed.splitlines()
         assert verdict == said[-1].partition(":")[0]
         assert next(line for line in said if line.startswith("log mean ")) in lines
-    if verb == "policies":
+    if verb == "promote":
         assert out.strip() == step.printed

@@ -75,41 +75,6 @@ def show_policy(
     report.print_result(body, _policy_lines(str(ref), body))
 
 
-def alias_policy(
-    policy: PolicyArgument,
-    alias: Annotated[
-        str,
-        typer.Argument(metavar="ALIAS", show_default=False, help="A name such as champion."),
-    ],
-    lake: LakeOption = DEFAULT_LAKE,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Point an alias at a version.
-
-    A policy's name alone means its alias champion, where there is one.
-
-    Example:
-      replaylake policies alias clone:2 champion
-    """
-    from replaylake.datastore.lake.lake import open_lake
-
-    report = CommandOutput(as_json)
-    registry = open_lake(lake).registry
-    ref = registry.resolve(policy)
-    move = registry.aliases.move(ref.name, alias, ref.version, by=user_name())
-    previous = move.from_version
-    body = {
-        "policy": ref.name,
-        "alias": alias,
-        "version": ref.version,
-        "previous_version": previous,
-        "selected_by": ref.selected_by,
-    }
-    before = "" if previous is None else f", was {ref.name}:{previous}"
-    report.print_result(body, [f"{ref.name}@{alias} is {ref}{before}"])
-
-
 def policy_history(
     policy: Annotated[
         str, typer.Argument(metavar="NAME", show_default=False, help="The policy, by its name.")

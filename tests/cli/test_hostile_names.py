@@ -115,7 +115,7 @@ COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     "show tag": lambda name, log: ["show", f"d@{name}"],
     "policies show": lambda name, log: ["policies", "show", name],
     "package": lambda name, log: ["policies", "package", name, "--output", str(log.parent / "out")],
-    "alias set": lambda name, log: ["policies", "alias", "p:1", name],
+    "alias set": lambda name, log: ["promote", "p:1", "--to", name],
     "alias": lambda name, log: ["policies", "show", f"p@{name}"],
 }
 
