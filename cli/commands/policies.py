@@ -17,10 +17,14 @@ from replaylake.cli.options import (
     LakeOption,
     PolicyArgument,
 )
-from replaylake.cli.output.command_output import CommandOutput, table_lines, tree_lines
+from replaylake.cli.output.command_output import CommandOutput, cell_text, table_lines, tree_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.aliases import Move
+    from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
+
+# Of what `policies show` prints, that which `policies diff` compares beside the manifest's part.
+_COMPARED = ("aliases", "run_id", "created_at", "protected", "lineage")
 
 
 def list_policies(
@@ -60,19 +64,61 @@ def show_policy(
       replaylake policies show clone@champion --json
     """
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.datastore.lake.policies.package import check_package
 
     report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     ref = registry.resolve(policy)
-    entry = registry.show(ref)
-    body = {
-        **{key: entry[key] for key in entry if not key.startswith(("created", "deleted"))},
-        "created_at": _time(entry["created_ms"]),
-        "selected_by": ref.selected_by,
-        "manifest": check_package(ref.path, ref.manifest_sha256).body,
-    }
+    body = _describe(registry, ref)
     report.print_result(body, _policy_lines(str(ref), body))
+
+
+def diff_policies(
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="POLICY_A", show_default=False, help="name:version, name@alias, or name."
+        ),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(
+            metavar="POLICY_B", show_default=False, help="Policy to compare it with, likewise."
+        ),
+    ],
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Compare two versions of policies.
+
+    Prints the fields of `policies show` that differ: where each comes from, how it acts, its
+    aliases. `evaluate --compare` and `promote --gate` compare returns.
+
+    Example:
+      replaylake policies diff clone:1 clone:2
+      replaylake policies diff clone@champion clone@challenger --json
+    """
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import compare_fields
+
+    report = CommandOutput(as_json)
+    registry = open_lake(lake).registry
+    refs = [registry.resolve(text) for text in (first, second)]
+    bodies = [_describe(registry, ref) for ref in refs]
+    fields = compare_fields(
+        [
+            {**{key: body[key] for key in _COMPARED}, "manifest": body["manifest"]["policy"]}
+            for body in bodies
+        ]
+    )
+    named = [{key: body[key] for key in ("policy", "version", "selected_by")} for body in bodies]
+    columns = [str(ref) for ref in refs]
+    rows = [
+        {"field": name, **dict(zip(columns, map(cell_text, values), strict=True))}
+        for name, values in fields.items()
+    ]
+    lines = table_lines(rows, ("field", *columns)) if rows else ["no difference"]
+    report.print_result({"policies": named, "fields": fields}, lines)
 
 
 def policy_history(
@@ -203,6 +249,18 @@ def delete_policy(
     body = {"policy": ref.name, "version": ref.version, "deleted": yes, "path": ref.folder}
     done = "deleted" if yes else "would delete"
     report.print_result(body, [f"{done} {ref}; its files in {ref.folder} go with the next vacuum"])
+
+
+def _describe(registry: Registry, ref: PolicyRef) -> dict[str, Any]:
+    from replaylake.datastore.lake.policies.package import check_package
+
+    entry = registry.show(ref)
+    return {
+        **{key: entry[key] for key in entry if not key.startswith(("created", "deleted"))},
+        "created_at": _time(entry["created_ms"]),
+        "selected_by": ref.selected_by,
+        "manifest": check_package(ref.path, ref.manifest_sha256).body,
+    }
 
 
 def _protect(policy: str, is_on: bool, by: str | None, lake: str, as_json: bool) -> None:

@@ -1,5 +1,6 @@
 """The frame of every command: help, options, exit codes, streams, start-up time."""
 
+import inspect
 import json
 import math
 import os
@@ -52,6 +53,7 @@ COMMANDS = [
     "policies list",
     "policies show",
     "policies history",
+    "policies diff",
     "policies promote",
     "policies rollback",
     "policies note",
@@ -114,7 +116,7 @@ def test_the_commands_are_those_that_were_promised() -> None:
 def test_a_short_form_is_the_command_itself(run: Any) -> None:
     assert SHORT_FORMS == SHORT
     for short, full in SHORT.items():
-        assert TREE[short].callback is TREE[full].callback
+        assert inspect.unwrap(TREE[short].callback) is inspect.unwrap(TREE[full].callback)
         out = run(short, "--help").out
         assert out == run(*full.split(), "--help").out.replace(
             f"replaylake {full} ", f"replaylake {short} "
@@ -313,6 +315,7 @@ def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
         ("policies", "list"),
         ("policies", "show", "clone"),
         ("policies", "history", "clone"),
+        ("policies", "diff", "clone:1", "clone:2"),
         ("policies", "note", "clone:1", "text"),
         ("policies", "protect", "clone:1"),
         ("policies", "unprotect", "clone:1"),
