@@ -16,7 +16,7 @@ from replaylake.datastore.errors import ConfigInvalidError
 DEFAULT_LAKE: Final = "lake"
 # The last heading of each command's --help, with the options that all commands have.
 COMMON_OPTIONS: Final = "Common options"
-# How `delete`, `trim` and `vacuum` end without --yes.
+# How `datasets delete`, `maintain trim` and `maintain vacuum` end without --yes.
 NOTHING_CHANGED: Final = "nothing was changed: --yes does it"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -47,7 +47,7 @@ LakeOption = Annotated[
         envvar="REPLAYLAKE_LAKE",
         metavar="LAKE",
         rich_help_panel=COMMON_OPTIONS,
-        help="A folder, or such as s3://bucket/prefix.",
+        help="Path or URL of the lake (for example s3://bucket/prefix).",
     ),
 ]
 # Eager, so that they are known when another option's value turns out to be wrong.
@@ -58,7 +58,7 @@ JsonOption = Annotated[
         callback=_remember_option,
         is_eager=True,
         rich_help_panel=COMMON_OPTIONS,
-        help="Print the answer as one JSON object.",
+        help="Print the result as one JSON object.",
     ),
 ]
 DebugOption = Annotated[
@@ -68,7 +68,7 @@ DebugOption = Annotated[
         callback=_remember_option,
         is_eager=True,
         rich_help_panel=COMMON_OPTIONS,
-        help="Print the traceback when something fails.",
+        help="Print the traceback of an error.",
     ),
 ]
 DatasetsArgument = Annotated[
@@ -76,7 +76,7 @@ DatasetsArgument = Annotated[
     typer.Argument(
         metavar="DATASET",
         show_default=False,
-        help="By default all, and what crashes left of the lake itself.",
+        help="Datasets; by default all, and files that crashes left in the lake itself.",
     ),
 ]
 EnvArgsOption = Annotated[
@@ -84,7 +84,7 @@ EnvArgsOption = Annotated[
     typer.Option(
         "--env-arg",
         metavar="KEY=VALUE",
-        help="What the environment is made with, as JSON or else as text. Repeatable.",
+        help="Argument of the environment, parsed as JSON, else as text. Repeatable.",
     ),
 ]
 PolicyArgument = Annotated[
@@ -92,7 +92,8 @@ PolicyArgument = Annotated[
     typer.Argument(
         metavar="POLICY",
         show_default=False,
-        help="name:version, name@alias, or name: its champion if set, else its newest version.",
+        help="Policy, as name:version, name@alias, or name (its champion if set, else its "
+        "newest version).",
     ),
 ]
 

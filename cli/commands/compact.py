@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def compact(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="The dataset.")
+        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
     ],
     target: Annotated[
         str | None,
@@ -31,7 +31,8 @@ def compact(
             "--target",
             metavar="SIZE",
             show_default=False,
-            help="How large a shard becomes, 64MiB to 256MiB; else as its retention says.",
+            help="Target size of a shard, 64MiB to 256MiB; by default that of the dataset's "
+            "retention.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
@@ -40,7 +41,7 @@ def compact(
 ) -> None:
     """Rewrite small shards as large ones.
 
-    The rows stay what they are, and earlier versions readable. Safe at any time.
+    Rows do not change, and earlier versions stay readable. Safe at any time.
 
     Example:
       replaylake maintain compact cartpole

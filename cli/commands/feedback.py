@@ -43,7 +43,7 @@ def join_feedback(
     dataset: Annotated[
         str,
         typer.Argument(
-            metavar="DATASET", show_default=False, help="What `serve --log-to` was given."
+            metavar="DATASET", show_default=False, help="Dataset that `serve --log-to` logs to."
         ),
     ],
     every: Annotated[
@@ -52,11 +52,14 @@ def join_feedback(
             "--every",
             metavar="TIME",
             show_default=False,
-            help="Again and again, such as 60s, until SIGINT or SIGTERM; else once.",
+            help="Repeat at this interval, for example 60s, until SIGINT or SIGTERM.",
         ),
     ] = None,
     window: Annotated[
-        str, typer.Option("--window", metavar="TIME", help="How long decisions wait for rewards.")
+        str,
+        typer.Option(
+            "--window", metavar="TIME", help="Time that decisions wait for their rewards."
+        ),
     ] = "1d",
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -64,8 +67,8 @@ def join_feedback(
 ) -> None:
     """Join served decisions with their rewards.
 
-    Appends the episodes they make to the dataset. Safe to run at any time and again: a
-    decision is written once.
+    Appends the resulting episodes to the dataset. Safe to repeat at any time: each decision is
+    written once.
 
     Example:
       replaylake feedback join live
@@ -88,17 +91,20 @@ def status(
     dataset: Annotated[
         str,
         typer.Argument(
-            metavar="DATASET", show_default=False, help="What `serve --log-to` was given."
+            metavar="DATASET", show_default=False, help="Dataset that `serve --log-to` logs to."
         ),
     ],
     window: Annotated[
-        str, typer.Option("--window", metavar="TIME", help="How long decisions wait for rewards.")
+        str,
+        typer.Option(
+            "--window", metavar="TIME", help="Time that decisions wait for their rewards."
+        ),
     ] = "1d",
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Count decisions and what was fed back for them, by policy version.
+    """Count decisions and their rewards by policy version.
 
     Example:
       replaylake feedback status live

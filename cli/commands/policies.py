@@ -57,7 +57,7 @@ def show_policy(
 ) -> None:
     """Show where a policy comes from.
 
-    Says which version answers, and what chose it.
+    Prints its lineage, aliases and notes, and which version a name stands for.
 
     Example:
       replaylake policies show clone
@@ -76,13 +76,17 @@ def diff_policies(
     first: Annotated[
         str,
         typer.Argument(
-            metavar="POLICY_A", show_default=False, help="name:version, name@alias, or name."
+            metavar="POLICY_A",
+            show_default=False,
+            help="Policy, as name:version, name@alias or name.",
         ),
     ],
     second: Annotated[
         str,
         typer.Argument(
-            metavar="POLICY_B", show_default=False, help="Policy to compare it with, likewise."
+            metavar="POLICY_B",
+            show_default=False,
+            help="Policy to compare it with, as name:version, name@alias or name.",
         ),
     ],
     lake: LakeOption = DEFAULT_LAKE,
@@ -123,13 +127,13 @@ def diff_policies(
 
 def policy_history(
     policy: Annotated[
-        str, typer.Argument(metavar="NAME", show_default=False, help="The policy, by its name.")
+        str, typer.Argument(metavar="NAME", show_default=False, help="Name of the policy.")
     ],
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say who moved which alias when, and which version served when.
+    """List the moves of aliases, and when versions served.
 
     Example:
       replaylake policies history clone
@@ -153,14 +157,16 @@ def policy_history(
 def note_policy(
     policy: PolicyArgument,
     text: Annotated[
-        str, typer.Argument(metavar="TEXT", show_default=False, help="What is to be known of it.")
+        str, typer.Argument(metavar="TEXT", show_default=False, help="Text of the note.")
     ],
     by: ByOption = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Note something of a version; `show` has all notes.
+    """Add a note to a version.
+
+    `policies show` prints all notes of a version.
 
     Example:
       replaylake policies note clone:3 'trained without the logs of May'
@@ -182,7 +188,7 @@ def protect_policy(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Keep a version from deletion.
+    """Protect a version from deletion.
 
     Example:
       replaylake policies protect clone:3
@@ -208,12 +214,10 @@ def unprotect_policy(
 def delete_policy(
     policy: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME:VERSION", show_default=False, help="The version, by its number."
-        ),
+        typer.Argument(metavar="NAME:VERSION", show_default=False, help="Version to delete."),
     ],
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it, instead of saying what would be done.")
+        bool, typer.Option("--yes", help="Delete; without it, only print what would be deleted.")
     ] = False,
     note: NoteOption = None,
     by: ByOption = None,

@@ -28,15 +28,24 @@ _LIMITS: Final = "Limit options"
 def serve(
     policy: PolicyArgument,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0 takes any free one.")
+        int,
+        typer.Option(
+            "--port",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 takes a free one.",
+        ),
     ] = 3000,
     log_to: Annotated[
         str | None,
         typer.Option(
-            "--log-to", metavar="DATASET", help="Write decisions and rewards for this dataset."
+            "--log-to",
+            metavar="DATASET",
+            help="Dataset to log decisions and rewards to; created if it does not exist.",
         ),
     ] = None,
     explore: Annotated[
@@ -44,7 +53,7 @@ def serve(
         typer.Option(
             "--explore",
             metavar="epsilon=E|temperature=T",
-            help="Act at random with probability E, or sample at temperature T.",
+            help="Exploration: a random action with probability E, or sampling at temperature T.",
         ),
     ] = None,
     canary: Annotated[
@@ -52,13 +61,16 @@ def serve(
         typer.Option(
             "--canary",
             metavar="POLICY=WEIGHT",
-            help="Give a policy a share of the episodes; several times for several.",
+            help="Policy that gets a share of the episodes. Repeatable.",
         ),
     ] = None,
     follow: Annotated[
         float,
         typer.Option(
-            "--follow", metavar="SECONDS", min=0, help="Look so often where aliases point; 0 never."
+            "--follow",
+            metavar="SECONDS",
+            min=0,
+            help="Interval between checks for moved aliases; 0 disables them.",
         ),
     ] = 0.5,
     on_log_failure: Annotated[
@@ -66,7 +78,8 @@ def serve(
         typer.Option(
             "--on-log-failure",
             metavar="refuse|serve",
-            help="Where decisions cannot be logged, refuse to act, or answer and count the loss.",
+            help="Reaction to a decision that cannot be logged: refuse the request, or serve it "
+            "and count the loss.",
         ),
     ] = "refuse",
     join_every: Annotated[
@@ -75,17 +88,19 @@ def serve(
             "--join-every",
             metavar="TIME",
             show_default=False,
-            help="Join decisions with rewards so often, such as 60s, beside the server.",
+            help="Interval between joins of decisions with rewards, beside the server (for example "
+            "60s).",
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Say whether it could be served, and serve nothing.")
+        bool, typer.Option("--check", help="Check whether the policy can be served, and exit.")
     ] = False,
     server: Annotated[
-        str, typer.Option("--server", metavar="bentoml|uvicorn", help="What runs the workers.")
+        str,
+        typer.Option("--server", metavar="bentoml|uvicorn", help="Server that runs the workers."),
     ] = "bentoml",
     workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, help="Processes that answer.")
+        int, typer.Option("--workers", metavar="N", min=1, help="Number of worker processes.")
     ] = 1,
     act_token_file: Annotated[
         Path | None,
@@ -93,7 +108,7 @@ def serve(
             "--act-token-file",
             rich_help_panel=_ACCESS,
             metavar="FILE",
-            help="Tokens of who may act, one a line.",
+            help="File with bearer tokens for acting, one per line.",
         ),
     ] = None,
     feedback_token_file: Annotated[
@@ -102,7 +117,7 @@ def serve(
             "--feedback-token-file",
             rich_help_panel=_ACCESS,
             metavar="FILE",
-            help="Of who may send rewards.",
+            help="File with bearer tokens for sending rewards and episodes, one per line.",
         ),
     ] = None,
     admin_token_file: Annotated[
@@ -111,13 +126,15 @@ def serve(
             "--admin-token-file",
             rich_help_panel=_ACCESS,
             metavar="FILE",
-            help="Of who may see all the rest.",
+            help="File with bearer tokens for all other endpoints, one per line.",
         ),
     ] = None,
     insecure: Annotated[
         bool,
         typer.Option(
-            "--insecure", rich_help_panel=_ACCESS, help="Serve other machines without tokens."
+            "--insecure",
+            rich_help_panel=_ACCESS,
+            help="Allow other machines to connect without tokens.",
         ),
     ] = False,
     allowed_host: Annotated[
@@ -126,7 +143,7 @@ def serve(
             "--allowed-host",
             rich_help_panel=_ACCESS,
             metavar="HOST",
-            help="Answer to this name too, beside loopback and its address; several times.",
+            help="Host name to answer to, besides loopback and the listening address. Repeatable.",
         ),
     ] = None,
     access_log: Annotated[
@@ -135,7 +152,7 @@ def serve(
             "--access-log",
             rich_help_panel=_ACCESS,
             metavar="FILE|-",
-            help="Write a line of JSON for each request.",
+            help="File for one JSON line per request; - for standard output.",
         ),
     ] = None,
     max_body: Annotated[
@@ -145,7 +162,7 @@ def serve(
             rich_help_panel=_LIMITS,
             metavar="BYTES",
             min=1,
-            help="Larger requests get 413.",
+            help="Maximum size of a request body; larger ones get 413.",
         ),
     ] = 8 << 20,
     body_timeout: Annotated[
@@ -154,7 +171,7 @@ def serve(
             "--body-timeout",
             rich_help_panel=_LIMITS,
             metavar="SECONDS",
-            help="Slower requests get 408.",
+            help="Maximum time to receive a request body; slower ones get 408.",
         ),
     ] = 10.0,
     deadline: Annotated[
@@ -163,7 +180,7 @@ def serve(
             "--deadline",
             rich_help_panel=_LIMITS,
             metavar="SECONDS",
-            help="Later answers become 504.",
+            help="Maximum time to answer a request; slower ones get 504.",
         ),
     ] = 15.0,
     queue: Annotated[
@@ -173,7 +190,7 @@ def serve(
             rich_help_panel=_LIMITS,
             metavar="N",
             min=1,
-            help="More at once in a worker get 503.",
+            help="Maximum number of concurrent requests per worker; others get 503.",
         ),
     ] = 256,
     connections: Annotated[
@@ -183,7 +200,7 @@ def serve(
             rich_help_panel=_LIMITS,
             metavar="N",
             min=1,
-            help="That a worker keeps open.",
+            help="Maximum number of open connections per worker.",
         ),
     ] = 2048,
     lake: LakeOption = DEFAULT_LAKE,
@@ -192,8 +209,8 @@ def serve(
 ) -> None:
     """Serve a policy over HTTP.
 
-    Runs until interrupted. With --log-to it logs what it decides and the rewards it is told. When
-    an alias it was asked for moves, so does the server.
+    Runs until interrupted. With --log-to, decisions and the rewards reported for them are logged. A
+    policy that is named by an alias is replaced when the alias moves.
 
     Example:
       replaylake serve clone --port 3000 --log-to live --explore epsilon=0.05

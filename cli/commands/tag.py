@@ -19,8 +19,8 @@ def tag(
         typer.Argument(
             metavar="NAME[@VERSION]",
             show_default=False,
-            help="Dataset to tag, at a version, at another tag, or at its newest version. With "
-            "--list: the dataset whose tags are listed. With --remove: NAME@TAG.",
+            help="Dataset to tag, at a version, another tag, or its newest version. With --list: "
+            "the dataset whose tags are listed. With --remove: NAME@TAG.",
         ),
     ] = None,
     name: Annotated[
@@ -42,8 +42,8 @@ def tag(
 ) -> None:
     """Tag a version of a dataset, or list or remove tags.
 
-    NAME@TAG then means that version, and its files are kept. The files of a version whose tag is
-    removed are kept until vacuum finds that nothing else needs them.
+    NAME@TAG then stands for that version, and its files are kept. After the tag is removed, they
+    are kept until `maintain vacuum` finds that nothing else needs them.
 
     Example:
       replaylake datasets tag cartpole@12 golden

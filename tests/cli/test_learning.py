@@ -1,4 +1,4 @@
-"""`train offline`, `evaluate`, `policies`, `lineage` and `package` on the log that ships."""
+"""`train offline`, `evaluate`, `policies` and `lineage` on the log that ships."""
 
 import json
 import shutil

@@ -198,6 +198,33 @@ def test_help_begins_with_its_own_options_and_ends_with_the_common_ones(
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_each_text_of_help_makes_sense_by_itself(name: str) -> None:
+    summary = TREE[name].help.partition("\n")[0]
+    for text in (summary, *(parameter.help for parameter in TREE[name].params)):
+        assert re.match("[A-Z].*[.]$", text), text
+        assert not re.match("(Of|What|Who|Whose|Which|Where|How|So|Such|By)\\b", text), text
+        assert "such as" not in text, text
+
+
+def test_each_text_of_the_docs_makes_sense_by_itself() -> None:
+    texts = re.findall(r"^\| `[^|]*` \| (.*) \|$", DOCS.replace("\\|", "/"), re.M)
+    assert len(texts) > 200
+    for text in texts:
+        assert not re.match("(Of|What|Who|Whose|Which|Where|How|So|Such|By)\\b", text), text
+        assert "such as" not in text, text
+
+
+def test_help_says_when_to_evaluate_how(run: Any) -> None:
+    sentence = (
+        "Use `evaluate` where there is an environment, `ope` to estimate the value from logged "
+        "episodes alone, and `replay-decisions` to see where a policy decides differently from "
+        "the log."
+    )
+    for name in ("evaluate", "ope", "replay-decisions"):
+        assert sentence in " ".join(run(name, "--help").out.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_and_argument_is_explained_and_documented(name: str) -> None:
     section = re.search(rf"^## `replaylake {name}`\n(.*?)(?=^## |\Z)", DOCS, re.M | re.S)
     assert section is not None, f"docs/CLI.md has no section for {name}"
