@@ -39,7 +39,7 @@ def main() -> None:
     small = open_lake(lake).dataset("small")
     for seed in range(options.steps // BLOCK_STEPS):
         small.append(as_episodes(episodes(BLOCK_STEPS, seed)), producer="bench", sequence=seed)
-    report("compact", options.steps, ["compact", "small", "--lake", lake])
+    report("compact", options.steps, ["maintain", "compact", "small", "--lake", lake])
     shutil.rmtree(lake)
 
 

@@ -54,8 +54,7 @@ from replaylake.cli.commands import (
     tune,
     vacuum,
 )
-from replaylake.cli.commands import join_feedback as sessionise
-from replaylake.cli.options import Invocation
+from replaylake.cli.options import COMMON_OPTIONS, Invocation
 from replaylake.cli.output.command_output import escape_controls, print_json, reserve_stdout
 from replaylake.datastore.errors import ExtraMissingError, ReplayLakeError
 from replaylake.datastore.version import VERSION
@@ -64,71 +63,65 @@ _INTERRUPTED: Final = 130
 
 # The headings of `replaylake --help`, each with its commands.
 GROUPS: Final = {
-    "Put episodes in": ("ingest", "rollout", "sessionise", "feedback", "annotate"),
-    "Look at them": ("list", "show", "sql", "history", "diff", "tag", "lineage"),
-    "Take them elsewhere": ("export", "formats"),
-    "Learn and serve": (
+    "Write": ("ingest", "rollout", "feedback", "annotate"),
+    "Read": ("datasets", "sql", "lineage"),
+    "Export": ("export", "formats"),
+    "Learn and evaluate": (
         "train",
         "tune",
         "algorithms",
         "runs",
-        "profile",
         "evaluate",
         "ope",
-        "policies",
         "replay-decisions",
-        "promote",
-        "rollback",
-        "package",
-        "serve",
     ),
-    "Keep the lake": (
-        "maintain",
-        "retention",
-        "compact",
-        "trim",
-        "delete",
-        "vacuum",
-        "fsck",
-        "copy",
-    ),
+    "Policies and serving": ("policies", "serve"),
+    "Maintenance": ("maintain", "fsck"),
 }
+# By the name at the top level, the whole name of the command that it is short for.
+SHORT_FORMS: Final[dict[str, str]] = {}
 
 
 class _Commands(TyperGroup):
-    """The commands under their headings."""
+    """The commands under their headings, and last the short forms."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(len(name) for name in self.commands)
+        limit = formatter.width - width - 4
         for heading, names in GROUPS.items():
             with formatter.section(heading):
                 formatter.write_dl(
                     [
-                        (name.ljust(width), self.commands[name].get_short_help_str(64))
+                        (name.ljust(width), self.commands[name].get_short_help_str(limit))
                         for name in names
                     ]
                 )
+        with formatter.section("Short forms"):
+            formatter.write_dl([(name.ljust(width), full) for name, full in SHORT_FORMS.items()])
 
 
 class _Command(TyperCommand):
-    """A command whose options stand under the headings that they name, the others first."""
+    """A command whose help has its own options first, then its panels, then the common options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        sections: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                is_argument = parameter.param_type_name == "argument"
-                heading = getattr(parameter, "rich_help_panel", None)
-                kind = "Arguments" if is_argument else heading or "Options"
-                groups.setdefault(kind, []).append(record)
-        # Lake, --json and the like are of every command: what is this one's own comes first.
-        common = groups.pop("Options")
-        ordered = {**groups, ("Of every command" if len(groups) > 1 else "Options"): common}
-        for heading, records in ordered.items():
-            if records:
+            sections.setdefault(_heading(parameter), []).append(parameter)
+        sections[COMMON_OPTIONS] = sections.pop(COMMON_OPTIONS)
+        for heading, parameters in sections.items():
+            required_first = sorted(parameters, key=lambda one: not one.required)
+            records = [one.get_help_record(ctx) for one in required_first]
+            if shown := [record for record in records if record is not None]:
                 with formatter.section(heading):
-                    formatter.write_dl(records)
+                    formatter.write_dl(shown)
+
+
+def _heading(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return "Arguments"
+    if parameter.name == "help":  # click adds it, and knows no panels
+        return COMMON_OPTIONS
+    return getattr(parameter, "rich_help_panel", None) or "Options"
 
 
 # Plain help: rich's panels cost 0.1 s of start-up and say no more.
@@ -142,14 +135,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
     **_SETTINGS,
 )
-_train = typer.Typer(help="Train a policy.", **_SETTINGS)
-_feedback = typer.Typer(help="What became of what was served.", **_SETTINGS)
-_tag = typer.Typer(help="Name versions of datasets.", **_SETTINGS)
-_runs = typer.Typer(help="List, show and compare training runs.", **_SETTINGS)
-_policies = typer.Typer(help="List, show, name and delete policies.", **_SETTINGS)
+_feedback = typer.Typer(help="Join served decisions with rewards, or count them.", **_SETTINGS)
+_datasets = typer.Typer(
+    help="Work with datasets: list, show, diff, tag, copy, delete.", **_SETTINGS
+)
+_train = typer.Typer(help="Train a policy, offline or online.", **_SETTINGS)
+_runs = typer.Typer(help="Work with training runs: list, show, diff, profile.", **_SETTINGS)
+_policies = typer.Typer(
+    help="Work with policies: list, show, promote, package, delete.", **_SETTINGS
+)
+_maintain = typer.Typer(help="Compact, trim and vacuum, together or one by one.", **_SETTINGS)
 
 
-def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> None:
+def _register(
+    group: typer.Typer, name: str, function: Callable[..., None], *, has_short_form: bool = False
+) -> None:
     """Add a command; its docstring is its help, and the example in it keeps its lines."""
 
     @functools.wraps(function)
@@ -160,23 +160,27 @@ def _register(group: typer.Typer, name: str, function: Callable[..., None]) -> N
     text = inspect.getdoc(function) or ""
     text = text.replace("\nExample:\n", "\n\b\nExample:\n")
     group.command(name, help=text, cls=_Command)(command)
+    if has_short_form:
+        app.registered_commands.append(group.registered_commands[-1])
+        (full,) = [known.name for known in app.registered_groups if known.typer_instance is group]
+        SHORT_FORMS[name] = f"{full} {name}"
 
 
 _register(app, "ingest", ingest.ingest)
 _register(app, "rollout", rollout.rollout)
-_register(app, "sessionise", sessionise.join_feedback)
 app.add_typer(_feedback, name="feedback")
+_register(_feedback, "join", feedback.join_feedback)
 _register(_feedback, "status", feedback.status)
 _register(app, "annotate", annotate.annotate)
-_register(app, "list", datasets.list_datasets)
-_register(app, "show", datasets.show)
+app.add_typer(_datasets, name="datasets")
+_register(_datasets, "list", datasets.list_datasets, has_short_form=True)
+_register(_datasets, "show", datasets.show, has_short_form=True)
+_register(_datasets, "history", history.history, has_short_form=True)
+_register(_datasets, "diff", diff.diff, has_short_form=True)
+_register(_datasets, "tag", tag.tag)
+_register(_datasets, "copy", copy.copy)
+_register(_datasets, "delete", delete.delete)
 _register(app, "sql", sql.sql)
-_register(app, "history", history.history)
-_register(app, "diff", diff.diff)
-app.add_typer(_tag, name="tag")
-_register(_tag, "set", tag.set_tag)
-_register(_tag, "list", tag.list_tags)
-_register(_tag, "remove", tag.remove_tag)
 _register(app, "lineage", lineage.lineage)
 _register(app, "export", export.export)
 _register(app, "formats", formats.formats)
@@ -188,32 +192,31 @@ _register(app, "algorithms", algorithms.list_algorithms)
 app.add_typer(_runs, name="runs")
 _register(_runs, "list", runs.list_runs)
 _register(_runs, "show", runs.show_run)
-_register(_runs, "compare", runs.compare_runs)
-_register(app, "profile", profile_run.profile)
+_register(_runs, "diff", runs.diff_runs)
+_register(_runs, "profile", profile_run.profile)
 _register(app, "evaluate", evaluate.evaluate)
 _register(app, "ope", ope.ope)
+_register(app, "replay-decisions", replay_decisions.replay_decisions)
 app.add_typer(_policies, name="policies")
 _register(_policies, "list", policies.list_policies)
 _register(_policies, "show", policies.show_policy)
-_register(_policies, "alias", policies.alias_policy)
 _register(_policies, "history", policies.policy_history)
+_register(_policies, "diff", policies.diff_policies)
+_register(_policies, "promote", promote.promote, has_short_form=True)
+_register(_policies, "rollback", promote.rollback, has_short_form=True)
 _register(_policies, "note", policies.note_policy)
 _register(_policies, "protect", policies.protect_policy)
 _register(_policies, "unprotect", policies.unprotect_policy)
 _register(_policies, "delete", policies.delete_policy)
-_register(app, "replay-decisions", replay_decisions.replay_decisions)
-_register(app, "promote", promote.promote)
-_register(app, "rollback", promote.rollback)
-_register(app, "package", package.package)
+_register(_policies, "package", package.package)
 _register(app, "serve", serve.serve)
-_register(app, "maintain", maintain.maintain)
-_register(app, "retention", retention.retention)
-_register(app, "compact", compact.compact)
-_register(app, "trim", trim.trim)
-_register(app, "delete", delete.delete)
-_register(app, "vacuum", vacuum.vacuum)
+app.add_typer(_maintain, name="maintain")
+_register(_maintain, "run", maintain.maintain)
+_register(_maintain, "compact", compact.compact)
+_register(_maintain, "trim", trim.trim)
+_register(_maintain, "vacuum", vacuum.vacuum)
+_register(_maintain, "retention", retention.retention)
 _register(app, "fsck", fsck.fsck)
-_register(app, "copy", copy.copy)
 
 
 def _print_version(value: bool) -> None:

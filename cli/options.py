@@ -14,7 +14,9 @@ import typer
 from replaylake.datastore.errors import ConfigInvalidError
 
 DEFAULT_LAKE: Final = "lake"
-# How `delete`, `trim` and `vacuum` end without --yes.
+# The last heading of each command's --help, with the options that all commands have.
+COMMON_OPTIONS: Final = "Common options"
+# How `datasets delete`, `maintain trim` and `maintain vacuum` end without --yes.
 NOTHING_CHANGED: Final = "nothing was changed: --yes does it"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -44,7 +46,8 @@ LakeOption = Annotated[
         "--lake",
         envvar="REPLAYLAKE_LAKE",
         metavar="LAKE",
-        help="A folder, or such as s3://bucket/prefix.",
+        rich_help_panel=COMMON_OPTIONS,
+        help="Path or URL of the lake (for example s3://bucket/prefix).",
     ),
 ]
 # Eager, so that they are known when another option's value turns out to be wrong.
@@ -54,7 +57,8 @@ JsonOption = Annotated[
         "--json",
         callback=_remember_option,
         is_eager=True,
-        help="Print the answer as one JSON object.",
+        rich_help_panel=COMMON_OPTIONS,
+        help="Print the result as one JSON object.",
     ),
 ]
 DebugOption = Annotated[
@@ -63,7 +67,8 @@ DebugOption = Annotated[
         "--debug",
         callback=_remember_option,
         is_eager=True,
-        help="Print the traceback when something fails.",
+        rich_help_panel=COMMON_OPTIONS,
+        help="Print the traceback of an error.",
     ),
 ]
 DatasetsArgument = Annotated[
@@ -71,7 +76,7 @@ DatasetsArgument = Annotated[
     typer.Argument(
         metavar="DATASET",
         show_default=False,
-        help="By default all, and what crashes left of the lake itself.",
+        help="Datasets; by default all, and files that crashes left in the lake itself.",
     ),
 ]
 EnvArgsOption = Annotated[
@@ -79,7 +84,7 @@ EnvArgsOption = Annotated[
     typer.Option(
         "--env-arg",
         metavar="KEY=VALUE",
-        help="What the environment is made with, as JSON or else as text. Repeatable.",
+        help="Argument of the environment, parsed as JSON, else as text. Repeatable.",
     ),
 ]
 PolicyArgument = Annotated[
@@ -87,7 +92,8 @@ PolicyArgument = Annotated[
     typer.Argument(
         metavar="POLICY",
         show_default=False,
-        help="name:version, name@alias, or name: its champion if set, else its newest version.",
+        help="Policy, as name:version, name@alias, or name (its champion if set, else its "
+        "newest version).",
     ),
 ]
 

@@ -18,14 +18,18 @@ if TYPE_CHECKING:
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE.toml", help="Options; flags and --set win."),
+    typer.Option(
+        "--config",
+        metavar="FILE.toml",
+        help="TOML file with options; --set and command-line options override it.",
+    ),
 ]
 AssignmentsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="One option, as a TOML value or a bare word. Repeatable.",
+        help="Option to set, as a TOML value or a bare word. Repeatable.",
     ),
 ]
 ResumeOption = Annotated[
@@ -33,8 +37,8 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         metavar="RUN",
-        help="Go on with a run that was killed or interrupted, by its id or how only that begins; "
-        "no other options of the run beside it.",
+        help="Resume a killed or interrupted run, by its id or a unique prefix; takes no other "
+        "options of the run.",
     ),
 ]
 

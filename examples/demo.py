@@ -59,7 +59,7 @@ def main() -> None:
     say(f"mean return {evaluation['mean_return']:.1f} over {len(evaluation['returns'])} episodes")
 
     step("Package it as a Bento")
-    bento = replaylake("package", "clone", "--output", str(FOLDER / "bento"))
+    bento = replaylake("policies", "package", "clone", "--output", str(FOLDER / "bento"))
     say(f"{bento['output']}: start it with bentoml serve {FOLDER / 'bento'}")
 
     step("Serve it with some exploration, and play over HTTP")
@@ -73,7 +73,7 @@ def main() -> None:
     say(f"{decisions} decisions, {decisions} rewards sent back, server stopped")
 
     step("Join decisions and rewards into episodes")
-    joined = replaylake("sessionise", "cartpole")
+    joined = replaylake("feedback", "join", "cartpole")
     say(
         f"{joined['joined']} rewards joined, {joined['episodes']} episodes, {joined['steps']} steps"
     )

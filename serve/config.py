@@ -44,7 +44,7 @@ class ServeConfig:
     follow_s: how often a worker looks where aliases point, in a lake that is a URL ten times as
     seldom; 0 for never. canary: `clone@challenger=0.1`, policies that take a share of the episodes.
     on_log_failure: what becomes of an observation whose decision cannot be logged: `refuse` it, or
-    `serve` the action and count the loss. sessionise_every_s: how often one of the workers has what
+    `serve` the action and count the loss. join_every_s: how often one of the workers has what
     was served joined with its rewards, in a process beside it; 0 for never.
     server: `bentoml`, or `uvicorn` for the same app without BentoML around it. safety: tokens,
     limits and the access log. state_key: what signs the state that clients carry for a policy that
@@ -70,7 +70,7 @@ class ServeConfig:
     follow_s: float = 0.5
     canary: tuple[str, ...] = ()
     on_log_failure: str = REFUSE
-    sessionise_every_s: float = 0.0
+    join_every_s: float = 0.0
     server: str = "bentoml"
     safety: Safety = field(default_factory=Safety)
     state_key: str = field(default_factory=state_key, repr=False, compare=False)
@@ -98,14 +98,13 @@ class ServeConfig:
                 f"serve: found on_log_failure {self.on_log_failure!r}, expected one of "
                 f"{', '.join(ON_LOG_FAILURE)}."
             )
-        if not 0 <= self.sessionise_every_s < float("inf"):
+        if not 0 <= self.join_every_s < float("inf"):
             raise ConfigInvalidError(
-                f"serve: found sessionise_every_s {self.sessionise_every_s}, expected seconds, or "
-                "0 not to."
+                f"serve: found join_every_s {self.join_every_s}, expected seconds, or 0 not to."
             )
-        if self.sessionise_every_s and self.log_to is None:
+        if self.join_every_s and self.log_to is None:
             raise ConfigInvalidError(
-                f"serve: found sessionise_every_s {self.sessionise_every_s:g} and no log_to, "
+                f"serve: found join_every_s {self.join_every_s:g} and no log_to, "
                 "expected a dataset whose decisions are joined. Name it with --log-to."
             )
         if self.server not in SERVERS:
@@ -146,7 +145,7 @@ class ServeConfig:
             "FOLLOW_S": repr(self.follow_s),
             "CANARY": ",".join(self.canary) or None,
             "ON_LOG_FAILURE": self.on_log_failure,
-            "SESSIONISE_EVERY_S": repr(self.sessionise_every_s),
+            "JOIN_EVERY_S": repr(self.join_every_s),
             "SERVER": self.server,
             "STATE_KEY": self.state_key,
             "REQUEST_OPTIONS": None if self.request_options else "0",
@@ -186,7 +185,7 @@ class ServeConfig:
                 follow_s=float(read("FOLLOW_S") or 0.5),
                 canary=tuple(filter(None, (read("CANARY") or "").split(","))),
                 on_log_failure=read("ON_LOG_FAILURE") or REFUSE,
-                sessionise_every_s=float(read("SESSIONISE_EVERY_S") or 0),
+                join_every_s=float(read("JOIN_EVERY_S") or 0),
                 server=read("SERVER") or "bentoml",
                 safety=Safety.from_environment(environment),
                 state_key=read("STATE_KEY") or secrets.token_hex(32),

@@ -88,9 +88,9 @@ def load_serving(config: ServeConfig) -> ServingState:
         on_failure=config.on_log_failure,
     )
     common["states"] = StateSigner(lake.signing_key())
-    if config.sessionise_every_s:
+    if config.join_every_s:
         common["feedback_joiner"] = FeedbackJoinProcess(
-            log.dataset, config.lake, config.sessionise_every_s, config.window_s
+            log.dataset, config.lake, config.join_every_s, config.window_s
         )
     return ServingState(router, signer, log, exploration, follower=follower, **common)
 

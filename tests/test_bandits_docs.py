@@ -170,11 +170,11 @@ def _check_printed(step: Step, out: str) -> None:
     """Compare what does not depend on the machine: tables of data, verdicts, names."""
     verb = step.command.split()[1]
     lines = out.splitlines()
-    if verb in ("ingest", "sessionise") or "group by" in step.command:
+    if verb in ("ingest", "feedback") or "group by" in step.command:
         assert lines[: len(step.printed.splitlines())] == step.printed.splitlines()
     if verb == "ope" and step.printed:
         verdict, said = lines[-1].partition(":")[0], step.printed.splitlines()
         assert verdict == said[-1].partition(":")[0]
         assert next(line for line in said if line.startswith("log mean ")) in lines
-    if verb == "policies":
+    if verb == "promote":
         assert out.strip() == step.printed

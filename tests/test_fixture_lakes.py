@@ -94,7 +94,7 @@ def test_its_tag_replay_and_policy(lake: rl.Lake) -> None:
 
 
 def test_it_goes_on(lake: rl.Lake, tmp_path: Path, script: ModuleType) -> None:
-    """Write to it, compact it, copy it and sessionise it with the code of today."""
+    """Write to it, compact it, copy it and join its feedback with the code of today."""
     robots = lake.dataset("robots")
     before = robots.snapshot().num_steps
     commit = robots.append(

@@ -84,7 +84,7 @@ def test_one_observation_goes_round(replaylake, tmp_path):
         "evaluate", "clone", "--env", "CartPole-v1", "--episodes", "2", "--seed", "0"
     )
     assert len(measured["returns"]) == 2
-    bento = replaylake("package", "clone", "--output", str(tmp_path / "bento"))
+    bento = replaylake("policies", "package", "clone", "--output", str(tmp_path / "bento"))
     assert (Path(bento["output"]) / "bento.yaml").is_file()
 
     with served("clone", "--log-to", "cartpole", "--explore", "epsilon=0.5") as post:
@@ -100,9 +100,9 @@ def test_one_observation_goes_round(replaylake, tmp_path):
         )
     assert (answer["policy"], answer["version"]) == ("clone", first["version"])
 
-    joined = replaylake("sessionise", "cartpole")
+    joined = replaylake("feedback", "join", "cartpole")
     assert (joined["joined"], joined["episodes"], joined["steps"]) == (1, 1, 1)
-    assert replaylake("sessionise", "cartpole")["episodes"] == 0
+    assert replaylake("feedback", "join", "cartpole")["episodes"] == 0
 
     lake = open_lake(os.environ["REPLAYLAKE_LAKE"])
     (step,) = lake.sql(

@@ -152,15 +152,16 @@ def test_the_page_leads_from_a_policy_to_a_better_one_and_back(page: Page) -> No
     said: dict[str, list[str]] = {}
     joined = 0
     for command in commands:
-        verb = command.split()[1]
-        if verb in ("sessionise", "sql") and joined < 2:
+        words = command.split()[1:]
+        verb = " ".join(words[:2]) if words[0] == "feedback" else words[0]
+        if verb in ("feedback join", "sql") and joined < 2:
             # What the page takes for granted: that somebody asks the server for a while.
             page.play(40, f"game-{joined}")
             page.settle()
             joined += 1
             if verb == "sql":
-                assert page.run("replaylake sessionise live")[0] == 0
-        if verb == "feedback":
+                assert page.run("replaylake feedback join live")[0] == 0
+        if verb == "feedback status":
             page.settle()
         code, out, err = page.run(command)
         may_say_no = verb in _MAY_SAY_NO and ("--gate" in command or verb == "ope")
@@ -171,7 +172,7 @@ def test_the_page_leads_from_a_policy_to_a_better_one_and_back(page: Page) -> No
 
 def _check_said(said: dict[str, list[str]]) -> None:
     """Compare what the page promises in words with what was printed."""
-    (status,) = said["feedback"]
+    (status,) = said["feedback status"]
     assert status.splitlines()[0].startswith("live@")
     assert "2 decisions, 2 rewards" in status
     by_version, episode = said["sql"]

@@ -23,22 +23,26 @@ def list_algorithms(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", show_default=False, help="One algorithm: its options and defaults."
+            metavar="NAME",
+            show_default=False,
+            help="Algorithm to describe, with its options and defaults.",
         ),
     ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(
-            "--for", metavar="DATASET", help="Only those that can learn from NAME[@VERSION]."
+            "--for",
+            metavar="DATASET",
+            help="Dataset (NAME[@VERSION]) that the listed algorithms can learn from.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List the learning algorithms, or one's options.
+    """List the learning algorithms, or show one's options.
 
-    Without --for they do not depend on the lake; --lake is taken because every command takes it.
+    Without --for the list is the same for every lake.
 
     Example:
       replaylake algorithms

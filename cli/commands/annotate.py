@@ -32,14 +32,14 @@ class RewardTarget(StrEnum):
 
 def annotate(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="A dataset.")
+        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
     ],
     labels: Annotated[
         str,
         typer.Argument(
             metavar="LABELS",
             show_default=False,
-            help="A CSV, Parquet, JSONL or JSON file; or SQL: a text that begins with SELECT.",
+            help="CSV, Parquet, JSONL or JSON file with the labels, or a SELECT over the lake.",
         ),
     ],
     on: Annotated[
@@ -48,8 +48,9 @@ def annotate(
             "--on",
             metavar="KEY[=COLUMN]",
             show_default=False,
-            help="decision_id, request_id, episode_id or source_episode_id; for an episode's, "
-            "step and agent_id too. COLUMN is what the labels call it. Repeatable.",
+            help="Key that matches labels to steps: decision_id, request_id, episode_id or "
+            "source_episode_id; with the last two also step and agent_id. COLUMN is its name "
+            "in the labels. Repeatable.",
         ),
     ],
     assigned: Annotated[
@@ -57,7 +58,8 @@ def annotate(
         typer.Option(
             "--set",
             metavar="reward=SQL",
-            help="The reward, over the columns of the label and of its step (steps.NAME).",
+            help="Expression for the reward, over the columns of the label and of its step "
+            "(steps.NAME).",
         ),
     ] = None,
     add: Annotated[
@@ -65,30 +67,31 @@ def annotate(
         typer.Option(
             "--add",
             metavar="NAME[=COLUMN]",
-            help="A further column of the dataset, from a column of the labels. Repeatable.",
+            help="Column to add to the dataset, from a column of the labels. Repeatable.",
         ),
     ] = None,
     to: Annotated[
         RewardTarget,
-        typer.Option("--to", help="With a key of episodes: which step gets the reward."),
+        typer.Option("--to", help="Step that gets the reward, if the key is that of an episode."),
     ] = RewardTarget.last,
     again: Annotated[
-        bool, typer.Option("--again", help="Apply the same labels to steps that came since.")
+        bool,
+        typer.Option("--again", help="Apply the same labels also to steps that were added since."),
     ] = False,
     strict: Annotated[
         bool,
         typer.Option(
-            "--strict", help="Write nothing if a label is unmatched or ambiguous; exit code 3."
+            "--strict", help="Write nothing if a label is unmatched or ambiguous (exit code 3)."
         ),
     ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write labels to the steps or episodes that they are of.
+    """Write labels to steps or episodes.
 
-    In one commit; the same labels again change nothing. A label that is NULL leaves the value as it
-    is.
+    All labels are written in one commit, and the same labels again change nothing. A NULL label
+    leaves the value unchanged.
 
     Example:
       replaylake annotate live conversions.csv --on decision_id --set reward=value

@@ -1,4 +1,4 @@
-"""`replaylake compact`: small shards into large ones."""
+"""`replaylake maintain compact`: small shards into large ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def compact(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="The dataset.")
+        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
     ],
     target: Annotated[
         str | None,
@@ -31,7 +31,8 @@ def compact(
             "--target",
             metavar="SIZE",
             show_default=False,
-            help="How large a shard becomes, 64MiB to 256MiB; else as its retention says.",
+            help="Target size of a shard, 64MiB to 256MiB; by default that of the dataset's "
+            "retention.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
@@ -40,10 +41,10 @@ def compact(
 ) -> None:
     """Rewrite small shards as large ones.
 
-    The rows stay what they are, and earlier versions readable. Safe at any time.
+    Rows do not change, and earlier versions stay readable. Safe at any time.
 
     Example:
-      replaylake compact cartpole
+      replaylake maintain compact cartpole
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.compact import check_target

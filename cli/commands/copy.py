@@ -1,4 +1,4 @@
-"""`replaylake copy`: a snapshot into another lake."""
+"""`replaylake datasets copy`: a snapshot into another lake."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ def copy(
         typer.Argument(
             metavar="NAME[@VERSION]",
             show_default=False,
-            help="What to copy: a version, a tag or newest.",
+            help="Dataset to copy, at a version, a tag, or its newest version.",
         ),
     ],
     target: Annotated[
         str,
         typer.Argument(
-            metavar="LAKE", show_default=False, help="The lake to copy into: a folder or a URL."
+            metavar="LAKE", show_default=False, help="Path or URL of the lake to copy into."
         ),
     ],
     as_name: Annotated[
         str | None,
-        typer.Option("--as", metavar="NAME", help="The dataset's name there; the same by default."),
+        typer.Option(
+            "--as", metavar="NAME", help="Name of the copy; by default that of the dataset."
+        ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Copy a dataset into another lake, while writers append to it.
+    """Copy a dataset into another lake.
 
-    Again, it adds what came since; from several lakes, it brings them together. A step is never
-    there twice.
+    Safe while others append. Repeated, it copies only what is new; copies from several lakes into
+    one are merged. No step is copied twice.
 
     Example:
-      replaylake copy cartpole /backup/lake
-      replaylake copy robots s3://centre/lake --as fleet
+      replaylake datasets copy cartpole /backup/lake
+      replaylake datasets copy robots s3://centre/lake --as fleet
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.copy.copy import copy as run

@@ -55,7 +55,9 @@ def show(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME[@VERSION]", show_default=False, help="A dataset, at a version or newest."
+            metavar="NAME[@VERSION]",
+            show_default=False,
+            help="Dataset, at a version, a tag, or its newest version.",
         ),
     ],
     page: Annotated[
@@ -63,7 +65,8 @@ def show(
         typer.Option(
             "--report",
             metavar="FILE",
-            help="Write one HTML page with pictures of what is in it; --json: its numbers too.",
+            help="File for an HTML page with plots of the contents; --json then has their numbers "
+            "too.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
@@ -72,7 +75,7 @@ def show(
 ) -> None:
     """Show what a dataset holds.
 
-    Its episodes, steps, returns, how episodes end, spaces and columns, at a version or the newest.
+    Prints its episodes, steps, returns, how episodes end, spaces and columns.
 
     Example:
       replaylake show cartpole

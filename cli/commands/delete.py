@@ -1,4 +1,4 @@
-"""`replaylake delete`: whole episodes go, from now on or from every version."""
+"""`replaylake datasets delete`: whole episodes go, from now on or from every version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXIT_NO = 3
 
 def delete(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="A dataset.")
+        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
     ],
     where: Annotated[
         str,
@@ -34,28 +34,32 @@ def delete(
             "--where",
             metavar="SQL",
             show_default=False,
-            help="Which episodes: a condition over the columns of `episodes`.",
+            help="Condition over the columns of episodes that selects whole episodes.",
         ),
     ],
     purge: Annotated[
         bool,
         typer.Option(
-            "--purge", help="From every version, tag, quarantine, cache and log; then prove it."
+            "--purge",
+            help="Delete from every version, tag, quarantine, cache and log, and verify that "
+            "nothing is left.",
         ),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would go.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete; without it, only print what would be deleted.")
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Delete whole episodes, and the decisions and rewards that they were made of.
+    """Delete whole episodes, with their decisions and rewards.
 
-    From the newest version on; with --purge from all there are, which breaks those versions and
-    their tags. Exit code 3 if a purge could not show that nothing is left.
+    Deletes from the newest version on; with --purge from all versions, which can then no longer be
+    read. Exit code 3 if a purge cannot verify that nothing is left.
 
     Example:
-      replaylake delete live --where "source_episode_id = 'user-4711'"
-      replaylake delete live --where "source_episode_id = 'user-4711'" --purge --yes
+      replaylake datasets delete live --where "source_episode_id = 'user-4711'"
+      replaylake datasets delete live --where "source_episode_id = 'user-4711'" --purge --yes
     """
     from replaylake.datastore.lake.lake import open_lake
 

@@ -21,19 +21,27 @@ def diff(
     first: Annotated[
         str,
         typer.Argument(
-            metavar="NAME@A", show_default=False, help="From a version or tag of a dataset."
+            metavar="NAME@A",
+            show_default=False,
+            help="Version or tag of a dataset to compare from.",
         ),
     ],
     second: Annotated[
         str,
         typer.Argument(
-            metavar="NAME@B", show_default=False, help="To another of it; NAME is the newest."
+            metavar="NAME@B",
+            show_default=False,
+            help="Version or tag of the same dataset to compare to; NAME alone is its newest "
+            "version.",
         ),
     ],
     limit: Annotated[
         int,
         typer.Option(
-            "--limit", metavar="N", min=0, help="How many episodes of each kind --json names."
+            "--limit",
+            metavar="N",
+            min=0,
+            help="Maximum number of episodes of each kind that --json lists.",
         ),
     ] = 1000,
     lake: LakeOption = DEFAULT_LAKE,
@@ -42,7 +50,8 @@ def diff(
 ) -> None:
     """Compare two versions of a dataset.
 
-    Episodes and steps that were added, removed and changed. What compaction moved is no difference.
+    Prints the episodes and steps that were added, removed and changed. Rows that compaction moved
+    are no difference.
 
     Example:
       replaylake diff cartpole@3 cartpole

@@ -43,8 +43,8 @@ def evaluate(
         typer.Argument(
             metavar="POLICY",
             show_default=False,
-            help="name:version, name@alias, or name: its champion if set, else its newest "
-            "version; or `random`.",
+            help="Policy, as name:version, name@alias, or name (its champion if set, else its "
+            "newest version), or random for uniformly random actions.",
         ),
     ],
     env: Annotated[
@@ -52,47 +52,61 @@ def evaluate(
         typer.Option(
             "--env",
             metavar="ID",
-            help="Gymnasium id, or module:function.",
+            help="Environment to run in: Gymnasium id or module:function.",
             show_default=False,
         ),
     ],
     env_arg: EnvArgsOption = None,
     episodes: Annotated[
-        int, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes to run.")
+        int, typer.Option("--episodes", metavar="N", min=1, help="Number of whole episodes to run.")
     ] = 20,
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Episode i resets with seed + i.")
+        int,
+        typer.Option(
+            "--seed", metavar="N", min=0, help="Random seed: episode i resets with seed + i."
+        ),
     ] = 0,
     sample: Annotated[
-        bool, typer.Option("--sample", help="Draw actions from the policy, not its likeliest one.")
+        bool,
+        typer.Option(
+            "--sample",
+            help="Sample actions from the policy, instead of taking the most likely one.",
+        ),
     ] = False,
     comparing: Annotated[
         bool,
         typer.Option(
-            "--compare", help="Several policies on the same seeds, each against the first."
+            "--compare",
+            help="Run several policies on the same seeds, and compare each with the first.",
         ),
     ] = False,
     video: Annotated[
         Path | None,
         typer.Option(
-            "--video", metavar="FILE", help="Draw the first episodes: a .gif, .png or .mp4."
+            "--video",
+            metavar="FILE",
+            help="File to render the first episodes to: a .gif, .png or .mp4.",
         ),
     ] = None,
     video_episodes: Annotated[
-        int, typer.Option("--video-episodes", metavar="N", min=1, help="So many of them.")
+        int,
+        typer.Option("--video-episodes", metavar="N", min=1, help="Number of episodes to render."),
     ] = 1,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw the returns: a .png, .svg or .pdf."),
+        typer.Option(
+            "--plot", metavar="FILE", help="File to plot the returns to: a .png, .svg or .pdf."
+        ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Measure the return of a policy in an environment, or compare several.
+    """Measure the return of policies in an environment.
 
-    Prints the mean return of whole episodes with its 95% interval. The policy `random` draws every
-    action uniformly.
+    Prints the mean return of whole episodes with its 95% interval. Use `evaluate` where there is an
+    environment, `ope` to estimate the value from logged episodes alone, and `replay-decisions` to
+    see where a policy decides differently from the log.
 
     Example:
       replaylake evaluate clone --env CartPole-v1 --episodes 20 --seed 0

@@ -27,13 +27,13 @@ def export(
         typer.Argument(
             metavar="NAME[@VERSION]",
             show_default=False,
-            help="What to export: a version, a tag or newest.",
+            help="Dataset to export, at a version, a tag, or its newest version.",
         ),
     ],
     out: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", show_default=False, help="The file, or for some formats the folder."
+            metavar="OUT", show_default=False, help="File to write; for some formats a directory."
         ),
     ],
     form: Annotated[
@@ -42,7 +42,7 @@ def export(
             "--to",
             metavar="FORMAT",
             show_default=False,
-            help="A name that `replaylake formats` lists as written.",
+            help="Format to write, one that `replaylake formats` marks as written.",
         ),
     ],
     where: Annotated[
@@ -50,7 +50,7 @@ def export(
         typer.Option(
             "--where",
             metavar="SQL",
-            help="Condition over the columns of episodes; selects whole episodes.",
+            help="Condition over the columns of episodes that selects whole episodes.",
         ),
     ] = None,
     where_steps: Annotated[
@@ -58,20 +58,18 @@ def export(
         typer.Option(
             "--where-steps",
             metavar="SQL",
-            help="Condition over the columns of steps; keeps these steps alone.",
+            help="Condition over the columns of steps that selects steps.",
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an earlier export that is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Write a dataset, or a part of it, in another format.
 
-    The file is there whole or not at all. Read again, its rows are equal as far as the format has
-    a place for them; the notes say for what it has none.
+    The file is written whole or not at all. Read again, its rows are equal, except for what the
+    format cannot hold, which is listed in notes.
 
     Example:
       replaylake export cartpole --to parquet cartpole.parquet

@@ -9,9 +9,9 @@ from replaylake.cli.output.command_output import CommandOutput, table_lines
 def formats(
     lake: LakeOption = DEFAULT_LAKE, as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
-    """List the file formats that ingest reads and export writes.
+    """List the file formats that are read and written.
 
-    They do not depend on the lake; --lake is taken because every command takes it.
+    The list is the same for every lake.
 
     Example:
       replaylake formats

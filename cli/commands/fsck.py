@@ -22,19 +22,21 @@ def fsck(
         typer.Argument(
             metavar="DATASET",
             show_default=False,
-            help="Datasets; all of them, and the lake's own log and policies, by default.",
+            help="Datasets to check; by default all, and the log and policies of the lake.",
         ),
     ] = None,
     all_versions: Annotated[
         bool,
-        typer.Option("--all-versions", help="Read the shards of every kept version."),
+        typer.Option(
+            "--all-versions", help="Check the shards of every kept version, not only of the newest."
+        ),
     ] = False,
     repair: Annotated[
         bool,
         typer.Option(
             "--repair",
-            help="Move what is damaged, doubled or of no version into <dataset>/_quarantine, and "
-            "record hashes of manifests that have none on record.",
+            help="Move damaged, duplicated and orphaned files into <dataset>/_quarantine, and "
+            "record the hashes of manifests that have none.",
         ),
     ] = False,
     orphan_hours: Annotated[
@@ -42,18 +44,17 @@ def fsck(
         typer.Option(
             metavar="H",
             min=1,
-            help="A file that no version names is an orphan once it is older.",
+            help="Age from which a file that no version names is an orphan.",
         ),
     ] = 168,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check every byte of datasets, and say what is wrong.
+    """Check every byte of datasets, and report errors.
 
-    Shards against their sha256, their pages' checksums, row counts and schema; the log against
-    itself; each step once and in order; policy packages; files that nothing names. Exit code 3 if
-    something is wrong, 0 if not.
+    Checks shards (sha256, page checksums, row counts, schema), the log, the order and uniqueness of
+    steps, policy packages, and orphaned files. Exit code 3 if there are errors.
 
     Example:
       replaylake fsck

@@ -25,10 +25,10 @@ _COLUMNS = (
 
 def history(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="A dataset.")
+        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
     ],
     limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=1, help="How many of the newest versions.")
+        int, typer.Option("--limit", metavar="N", min=1, help="Maximum number of versions to list.")
     ] = 20,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -36,7 +36,8 @@ def history(
 ) -> None:
     """List the versions of a dataset, newest first.
 
-    Who committed each, how many episodes and steps it added, which shards came and went, its tags.
+    Prints who committed each, the episodes and steps it added, the shards added and removed, and
+    its tags.
 
     Example:
       replaylake history cartpole

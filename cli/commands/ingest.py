@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 
 
 # The headings of `replaylake ingest --help`.
-_SOURCE: Final = "Source"
-_COLUMNS: Final = "Columns"
-_EPISODES: Final = "Episodes"
-_UNITS: Final = "Units and environment"
-_STREAM: Final = "Stream"
+_COLUMNS: Final = "Column options"
+_EPISODES: Final = "Episode options"
+_ACTIONS: Final = "Action options"
+_STREAM: Final = "Stream options"
 
 # What a stage is called while it lasts, and what it counts.
 _STAGES: Final = {
@@ -78,16 +77,16 @@ def ingest(
         typer.Argument(
             metavar="SOURCE",
             show_default=False,
-            help="Files, folders, quoted patterns, zips, or - for JSON lines on standard input.",
+            help="Files, directories, quoted glob patterns, zip archives, or - for JSON lines on "
+            "standard input.",
         ),
     ],
     dataset: Annotated[
         str,
         typer.Option(
             "--dataset",
-            rich_help_panel=_SOURCE,
             metavar="NAME",
-            help="Made where it does not exist.",
+            help="Dataset to append to; created if it does not exist.",
             show_default=False,
         ),
     ],
@@ -95,9 +94,9 @@ def ingest(
         str | None,
         typer.Option(
             "--format",
-            rich_help_panel=_SOURCE,
             metavar="FORMAT",
-            help="Of `replaylake formats`; by content if left out.",
+            help="Format of the files, one that `replaylake formats` lists; detected from the "
+            "content by default.",
         ),
     ] = None,
     mapping: Annotated[
@@ -106,16 +105,17 @@ def ingest(
             "--map",
             rich_help_panel=_COLUMNS,
             metavar="OURS=THEIRS",
-            help="Where a column is: reward=payoff; observation=x,user_* is a vector. Repeatable.",
+            help="Column that holds a field: reward=payoff. Several make a vector: "
+            "observation=x,user_*. Repeatable.",
         ),
     ] = None,
     mapping_file: Annotated[
         Path | None,
         typer.Option(
             "--mapping",
-            rich_help_panel=_SOURCE,
             metavar="FILE",
-            help="A TOML file that keeps --map, --fill and the like; flags win over it.",
+            help="TOML file with values of --map, --fill and other reading options; command-line "
+            "options override it.",
         ),
     ] = None,
     fill: Annotated[
@@ -124,7 +124,7 @@ def ingest(
             "--fill",
             rich_help_panel=_COLUMNS,
             metavar="COLUMN=VALUE",
-            help="What stands where a column has no value. Repeatable.",
+            help="Value to use where a column has none. Repeatable.",
         ),
     ] = None,
     episode_by: Annotated[
@@ -133,7 +133,7 @@ def ingest(
             "--episode-by",
             rich_help_panel=_EPISODES,
             metavar="COLUMNS",
-            help="What tells episodes apart: user,session.",
+            help="Columns that identify an episode, for example user,session.",
         ),
     ] = None,
     order_by: Annotated[
@@ -142,7 +142,7 @@ def ingest(
             "--order-by",
             rich_help_panel=_EPISODES,
             metavar="COLUMNS",
-            help="What puts an episode's rows in order: hour,id.",
+            help="Columns that order the rows of an episode, for example hour,id.",
         ),
     ] = None,
     timezone: Annotated[
@@ -151,7 +151,7 @@ def ingest(
             "--timezone",
             rich_help_panel=_COLUMNS,
             metavar="ZONE",
-            help="Of times without one, such as Europe/Berlin or UTC.",
+            help="Time zone of timestamps without one, for example Europe/Berlin or UTC.",
         ),
     ] = None,
     max_categories: Annotated[
@@ -161,17 +161,17 @@ def ingest(
             rich_help_panel=_COLUMNS,
             metavar="N",
             min=1,
-            help="Distinct texts that a column may have to be encoded; 1,000 by default.",
+            help="Maximum number of distinct texts in a column that is encoded as categories; "
+            "1,000 by default.",
         ),
     ] = None,
     env: Annotated[
         str | None,
         typer.Option(
             "--env",
-            rich_help_panel=_UNITS,
             metavar="ID",
-            help="Check against this environment, a Gymnasium id or module:function: its spaces "
-            "and, where it can, its dynamics.",
+            help="Environment to check spaces against and, where possible, dynamics: Gymnasium id "
+            "or module:function.",
         ),
     ] = None,
     env_arg: EnvArgsOption = None,
@@ -179,24 +179,27 @@ def ingest(
         float | None,
         typer.Option(
             "--action-scale",
-            rich_help_panel=_UNITS,
+            rich_help_panel=_ACTIONS,
             metavar="F",
-            help="Multiply logged actions by this.",
+            help="Factor to multiply logged actions by.",
         ),
     ] = None,
     action_low: Annotated[
         float | None,
         typer.Option(
             "--action-low",
-            rich_help_panel=_UNITS,
+            rich_help_panel=_ACTIONS,
             metavar="F",
-            help="Bring logged actions from [-1, 1] to [low, high].",
+            help="Lower bound of the range that logged actions in [-1, 1] are scaled to.",
         ),
     ] = None,
     action_high: Annotated[
         float | None,
         typer.Option(
-            "--action-high", rich_help_panel=_UNITS, metavar="F", help="See --action-low."
+            "--action-high",
+            rich_help_panel=_ACTIONS,
+            metavar="F",
+            help="Upper bound of the range that logged actions in [-1, 1] are scaled to.",
         ),
     ] = None,
     time_limit: Annotated[
@@ -206,7 +209,8 @@ def ingest(
             rich_help_panel=_EPISODES,
             metavar="N",
             min=1,
-            help="Episodes of exactly N steps were truncated, whatever the log says.",
+            help="Mark episodes of exactly N steps as truncated, even where the log says "
+            "terminated.",
         ),
     ] = None,
     no_reward: Annotated[
@@ -214,7 +218,7 @@ def ingest(
         typer.Option(
             "--no-reward",
             rich_help_panel=_COLUMNS,
-            help="Rewards that the log lacks are unknown, instead of an error.",
+            help="Store rewards that the log lacks as unknown, instead of refusing the log.",
         ),
     ] = False,
     gaps: Annotated[
@@ -222,7 +226,7 @@ def ingest(
         typer.Option(
             "--gaps",
             rich_help_panel=_EPISODES,
-            help="Reject an episode with missing steps (the default), or split it there.",
+            help="Reject an episode with missing steps (default), or split it at the gap.",
         ),
     ] = None,
     open_ends: Annotated[
@@ -230,15 +234,14 @@ def ingest(
         typer.Option(
             "--open-ends",
             rich_help_panel=_EPISODES,
-            help="What an episode without an end is: still open (the default), or truncated.",
+            help="Record an episode without an end as open (default), or as truncated.",
         ),
     ] = None,
     on_invalid: Annotated[
         OnInvalid,
         typer.Option(
             "--on-invalid",
-            rich_help_panel=_SOURCE,
-            help="Put an invalid episode into quarantine, or refuse the source for one.",
+            help="Put invalid episodes into quarantine, or refuse the whole source.",
         ),
     ] = OnInvalid.reject,
     follow: Annotated[
@@ -246,7 +249,7 @@ def ingest(
         typer.Option(
             "--follow",
             rich_help_panel=_STREAM,
-            help="Commit JSON lines as they arrive on - or in a growing file.",
+            help="Commit JSON lines as they arrive on standard input or in a growing file.",
         ),
     ] = False,
     flush_every: Annotated[
@@ -255,7 +258,7 @@ def ingest(
             "--flush-every",
             rich_help_panel=_STREAM,
             metavar="TIME",
-            help="How long a line waits for its commit at most; 10s by default. With --follow.",
+            help="Maximum time before a line is committed; 10s by default. Requires --follow.",
         ),
     ] = None,
     stream: Annotated[
@@ -264,8 +267,8 @@ def ingest(
             "--stream",
             rich_help_panel=_STREAM,
             metavar="NAME",
-            help="Whose lines these are, the same at each start; by default the dataset's name. "
-            "With --follow.",
+            help="Name of the stream of lines, the same at each start; by default the dataset's "
+            "name. Requires --follow.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
@@ -274,9 +277,9 @@ def ingest(
 ) -> None:
     """Read log files into a dataset.
 
-    Each episode is checked, and the same content is committed only once. Makes the lake where there
-    is none. --json prints the receipt: how many episodes and steps were read, committed, rejected
-    and already present.
+    Each episode is validated, and the same content is committed only once. Creates the lake if
+    there is none. --json prints the receipt: the numbers of episodes and steps that were read,
+    committed, rejected and already present.
 
     Example:
       replaylake ingest logs/ --dataset cartpole --env CartPole-v1

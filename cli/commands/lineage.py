@@ -13,18 +13,36 @@ from replaylake.cli.output.command_output import CommandOutput, cell_text, count
 
 def lineage(
     decision: Annotated[
-        str | None, typer.Option("--decision", metavar="ID", help="A decision_id that /act gave.")
+        str | None,
+        typer.Option(
+            "--decision",
+            metavar="ID",
+            help="Decision to trace, by the decision_id that /act returned.",
+        ),
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option("--policy", metavar="POLICY", help="name:version, name@alias or name."),
+        typer.Option(
+            "--policy",
+            metavar="POLICY",
+            help="Policy to trace, as name:version, name@alias or name.",
+        ),
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option("--dataset", metavar="NAME", help="Down and up from a dataset.")
+        str | None,
+        typer.Option(
+            "--dataset",
+            metavar="NAME",
+            help="Dataset to trace, to its ingests and to the policies trained on it.",
+        ),
     ] = None,
     episode: Annotated[
         str | None,
-        typer.Option("--episode", metavar="ID", help="With --dataset: up from an episode of it."),
+        typer.Option(
+            "--episode",
+            metavar="ID",
+            help="Episode of --dataset to trace, to the policies trained on it.",
+        ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,

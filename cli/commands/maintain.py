@@ -1,4 +1,4 @@
-"""`replaylake maintain`: each dataset's retention applied, once or again and again."""
+"""`replaylake maintain run`: each dataset's retention applied, once or again and again."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def maintain(
             "--every",
             metavar="TIME",
             show_default=False,
-            help="Again and again, such as 1h, until SIGINT or SIGTERM; else once.",
+            help="Repeat at this interval, for example 1h, until SIGINT or SIGTERM.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Trim, compact and vacuum as each dataset's retention says.
+    """Trim, compact and vacuum by each dataset's retention.
 
-    A dataset that fails does not stop the others. Safe beside writers and readers.
+    An error in one dataset does not stop the others. Safe while others read and write.
 
     Example:
-      replaylake maintain
-      replaylake maintain cartpole --every 1h
+      replaylake maintain run
+      replaylake maintain run cartpole --every 1h
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.maintain import maintain as run

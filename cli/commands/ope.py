@@ -36,20 +36,26 @@ def ope(
     dataset: Annotated[
         str,
         typer.Argument(
-            metavar="NAME[@VERSION]", show_default=False, help="Whose episodes tell of the policy."
+            metavar="NAME[@VERSION]",
+            show_default=False,
+            help="Dataset with the logged episodes, at a version, a tag, or its newest version.",
         ),
     ],
     policy: Annotated[
         str | None,
-        typer.Option("--policy", metavar="NAME", help="name:version, name@alias, name, or random."),
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help="Policy to evaluate, as name:version, name@alias, name, or random.",
+        ),
     ] = None,
     target_prob: Annotated[
         str | None,
         typer.Option(
             "--target-prob",
             metavar="SQL",
-            help="In place of a policy: its probability of the logged action, or a list of all "
-            "actions', over the columns of steps.",
+            help="Instead of a policy, an expression over steps for its probability of the logged "
+            "action, or a list of those of all actions.",
         ),
     ] = None,
     explore: Annotated[
@@ -57,26 +63,31 @@ def ope(
         typer.Option(
             "--explore",
             metavar="HOW",
-            help="How the policy is to act: epsilon=E or temperature=T, as in serve. By default "
+            help="Exploration of the policy, as in serve: epsilon=E or temperature=T. By default "
             "it takes its best action.",
         ),
     ] = None,
     gamma: Annotated[
         float,
-        typer.Option("--gamma", metavar="G", help="Discount; at 1 the value is a mean return."),
+        typer.Option(
+            "--gamma", metavar="G", help="Discount factor; with 1 the value is the mean return."
+        ),
     ] = 1.0,
     estimator: Annotated[
         list[str] | None,
         typer.Option(
             "--estimator",
             metavar="NAME",
-            help="Such as ips, snips, dr, dm, wpdis, fqe. Repeatable; by default all that suit.",
+            help="Estimator to compute, for example ips, snips, dr, dm, wpdis or fqe. Repeatable; "
+            "by default all that apply.",
         ),
     ] = None,
     where: Annotated[
         str | None,
         typer.Option(
-            "--where", metavar="SQL", help="Whole episodes, by a condition over episodes."
+            "--where",
+            metavar="SQL",
+            help="Condition over the columns of episodes that selects whole episodes.",
         ),
     ] = None,
     reward: Annotated[
@@ -84,8 +95,8 @@ def ope(
         typer.Option(
             "--reward",
             metavar="SQL",
-            help="Reward, as an expression over steps. By default the one that the policy was "
-            "trained with.",
+            help="Expression over steps to use as the reward; by default the one that the policy "
+            "was trained with.",
         ),
     ] = None,
     behavior_prob: Annotated[
@@ -93,7 +104,8 @@ def ope(
         typer.Option(
             "--behavior-prob",
             metavar="SQL",
-            help="The logging policy's probability, in place of the logged one.",
+            help="Expression over steps for the behavior policy's probability, instead of the "
+            "logged one.",
         ),
     ] = None,
     holdout: Annotated[
@@ -101,49 +113,53 @@ def ope(
         typer.Option(
             "--holdout",
             metavar="SHARE",
-            help="Evaluate on this share of the episodes, as train keeps it. By default on what "
-            "the policy's training held out, or did not use.",
+            help="Share of the episodes to evaluate on, the one that train holds out. By default "
+            "the episodes that the policy's training held out or did not use.",
         ),
     ] = None,
     holdout_after: Annotated[
         str | None,
         typer.Option(
-            "--holdout-after", metavar="TIME", help="Evaluate on what began then or later."
+            "--holdout-after",
+            metavar="TIME",
+            help="Evaluate on the episodes that began at this time or later.",
         ),
     ] = None,
     incomplete: Annotated[
-        bool, typer.Option("--incomplete", help="Take episodes that were not seen to end, too.")
+        bool, typer.Option("--incomplete", help="Include episodes whose end was not recorded.")
     ] = False,
     unseen: Annotated[
         bool,
         typer.Option(
             "--unseen",
-            help="Your word that the policy learned from none of these episodes, where its lineage "
-            "does not say.",
+            help="Assert that the policy was not trained on these episodes, where its lineage does "
+            "not say.",
         ),
     ] = False,
     clip: Annotated[
         float | None,
-        typer.Option("--clip", metavar="W", help="Largest weight of the clipped estimators."),
+        typer.Option("--clip", metavar="W", help="Maximum weight of the clipped estimators."),
     ] = None,
     updates: Annotated[
         int | None,
-        typer.Option("--updates", metavar="N", help="Of fitted Q evaluation, for each fold."),
+        typer.Option("--updates", metavar="N", help="FQE updates per fold."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Of folds, models and resamples.")
-    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Random seed.")] = 0,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw it: a .png, .svg or .pdf."),
+        typer.Option(
+            "--plot", metavar="FILE", help="File to plot the estimates to: a .png, .svg or .pdf."
+        ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say what a policy is worth, from logged episodes of others.
+    """Estimate a policy's value from logged episodes.
 
-    Says whether the answer can be believed: supported, weak, or not supported (exit code 3).
+    Reports whether the log supports the estimate: supported, weak, or not supported (exit code 3).
+    Use `evaluate` where there is an environment, `ope` to estimate the value from logged episodes
+    alone, and `replay-decisions` to see where a policy decides differently from the log.
 
     Example:
       replaylake ope live --policy clone --explore epsilon=0.05

@@ -1,4 +1,4 @@
-"""`replaylake package`: a policy as a Bento, to serve elsewhere."""
+"""`replaylake policies package`: a policy as a Bento, to serve elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def package(
     policy: PolicyArgument,
     output: Annotated[
         Path,
-        typer.Option("--output", metavar="DIR", help="A folder to make.", show_default=False),
+        typer.Option("--output", metavar="DIR", help="Directory to create.", show_default=False),
     ],
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -31,11 +31,11 @@ def package(
 ) -> None:
     """Package a policy as a Bento.
 
-    The result is a folder with the policy, ReplayLake's wheel, a lock of what both need and a
+    The Bento is a directory with the policy, ReplayLake's wheel, a lock of the requirements and a
     Dockerfile. It serves the policy without the lake.
 
     Example:
-      replaylake package clone@champion --output clone-bento
+      replaylake policies package clone@champion --output clone-bento
       bentoml serve clone-bento
     """
     from replaylake.datastore.lake.lake import open_lake

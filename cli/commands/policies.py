@@ -17,10 +17,14 @@ from replaylake.cli.options import (
     LakeOption,
     PolicyArgument,
 )
-from replaylake.cli.output.command_output import CommandOutput, table_lines, tree_lines
+from replaylake.cli.output.command_output import CommandOutput, cell_text, table_lines, tree_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.aliases import Move
+    from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
+
+# Of what `policies show` prints, that which `policies diff` compares beside the manifest's part.
+_COMPARED = ("aliases", "run_id", "created_at", "protected", "lineage")
 
 
 def list_policies(
@@ -53,72 +57,83 @@ def show_policy(
 ) -> None:
     """Show where a policy comes from.
 
-    Says which version answers, and what chose it.
+    Prints its lineage, aliases and notes, and which version a name stands for.
 
     Example:
       replaylake policies show clone
       replaylake policies show clone@champion --json
     """
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.datastore.lake.policies.package import check_package
 
     report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     ref = registry.resolve(policy)
-    entry = registry.show(ref)
-    body = {
-        **{key: entry[key] for key in entry if not key.startswith(("created", "deleted"))},
-        "created_at": _time(entry["created_ms"]),
-        "selected_by": ref.selected_by,
-        "manifest": check_package(ref.path, ref.manifest_sha256).body,
-    }
+    body = _describe(registry, ref)
     report.print_result(body, _policy_lines(str(ref), body))
 
 
-def alias_policy(
-    policy: PolicyArgument,
-    alias: Annotated[
+def diff_policies(
+    first: Annotated[
         str,
-        typer.Argument(metavar="ALIAS", show_default=False, help="A name such as champion."),
+        typer.Argument(
+            metavar="POLICY_A",
+            show_default=False,
+            help="Policy, as name:version, name@alias or name.",
+        ),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(
+            metavar="POLICY_B",
+            show_default=False,
+            help="Policy to compare it with, as name:version, name@alias or name.",
+        ),
     ],
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Point an alias at a version.
+    """Compare two versions of policies.
 
-    A policy's name alone means its alias champion, where there is one.
+    Prints the fields of `policies show` that differ: where each comes from, how it acts, its
+    aliases. `evaluate --compare` and `promote --gate` compare returns.
 
     Example:
-      replaylake policies alias clone:2 champion
+      replaylake policies diff clone:1 clone:2
+      replaylake policies diff clone@champion clone@challenger --json
     """
     from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import compare_fields
 
     report = CommandOutput(as_json)
     registry = open_lake(lake).registry
-    ref = registry.resolve(policy)
-    move = registry.aliases.move(ref.name, alias, ref.version, by=user_name())
-    previous = move.from_version
-    body = {
-        "policy": ref.name,
-        "alias": alias,
-        "version": ref.version,
-        "previous_version": previous,
-        "selected_by": ref.selected_by,
-    }
-    before = "" if previous is None else f", was {ref.name}:{previous}"
-    report.print_result(body, [f"{ref.name}@{alias} is {ref}{before}"])
+    refs = [registry.resolve(text) for text in (first, second)]
+    bodies = [_describe(registry, ref) for ref in refs]
+    fields = compare_fields(
+        [
+            {**{key: body[key] for key in _COMPARED}, "manifest": body["manifest"]["policy"]}
+            for body in bodies
+        ]
+    )
+    named = [{key: body[key] for key in ("policy", "version", "selected_by")} for body in bodies]
+    columns = [str(ref) for ref in refs]
+    rows = [
+        {"field": name, **dict(zip(columns, map(cell_text, values), strict=True))}
+        for name, values in fields.items()
+    ]
+    lines = table_lines(rows, ("field", *columns)) if rows else ["no difference"]
+    report.print_result({"policies": named, "fields": fields}, lines)
 
 
 def policy_history(
     policy: Annotated[
-        str, typer.Argument(metavar="NAME", show_default=False, help="The policy, by its name.")
+        str, typer.Argument(metavar="NAME", show_default=False, help="Name of the policy.")
     ],
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Say who moved which alias when, and which version served when.
+    """List the moves of aliases, and when versions served.
 
     Example:
       replaylake policies history clone
@@ -142,14 +157,16 @@ def policy_history(
 def note_policy(
     policy: PolicyArgument,
     text: Annotated[
-        str, typer.Argument(metavar="TEXT", show_default=False, help="What is to be known of it.")
+        str, typer.Argument(metavar="TEXT", show_default=False, help="Text of the note.")
     ],
     by: ByOption = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Note something of a version; `show` has all notes.
+    """Add a note to a version.
+
+    `policies show` prints all notes of a version.
 
     Example:
       replaylake policies note clone:3 'trained without the logs of May'
@@ -171,7 +188,7 @@ def protect_policy(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Keep a version from deletion.
+    """Protect a version from deletion.
 
     Example:
       replaylake policies protect clone:3
@@ -197,12 +214,10 @@ def unprotect_policy(
 def delete_policy(
     policy: Annotated[
         str,
-        typer.Argument(
-            metavar="NAME:VERSION", show_default=False, help="The version, by its number."
-        ),
+        typer.Argument(metavar="NAME:VERSION", show_default=False, help="Version to delete."),
     ],
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it, instead of saying what would be done.")
+        bool, typer.Option("--yes", help="Delete; without it, only print what would be deleted.")
     ] = False,
     note: NoteOption = None,
     by: ByOption = None,
@@ -210,10 +225,10 @@ def delete_policy(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Delete a version that is neither protected nor named by an alias.
+    """Delete a version of a policy.
 
-    Its lineage stays on record, and its number is not given again. The next vacuum deletes its
-    files.
+    Refused while it is protected or an alias points at it. Its lineage stays on record, and its
+    number is not given again. The next `maintain vacuum` deletes its files.
 
     Example:
       replaylake policies delete clone:2
@@ -238,6 +253,18 @@ def delete_policy(
     body = {"policy": ref.name, "version": ref.version, "deleted": yes, "path": ref.folder}
     done = "deleted" if yes else "would delete"
     report.print_result(body, [f"{done} {ref}; its files in {ref.folder} go with the next vacuum"])
+
+
+def _describe(registry: Registry, ref: PolicyRef) -> dict[str, Any]:
+    from replaylake.datastore.lake.policies.package import check_package
+
+    entry = registry.show(ref)
+    return {
+        **{key: entry[key] for key in entry if not key.startswith(("created", "deleted"))},
+        "created_at": _time(entry["created_ms"]),
+        "selected_by": ref.selected_by,
+        "manifest": check_package(ref.path, ref.manifest_sha256).body,
+    }
 
 
 def _protect(policy: str, is_on: bool, by: str | None, lake: str, as_json: bool) -> None:

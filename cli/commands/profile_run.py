@@ -1,4 +1,4 @@
-"""`replaylake profile`: where the time and the bytes of an online run go."""
+"""`replaylake runs profile`: where the time and the bytes of an online run go."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ _COLUMNS: Final = ("link", "of", "seconds", "share %", "items", "items/s", "MB",
 def profile(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", show_default=False, help="Its id, or how only it begins."),
+        typer.Argument(
+            metavar="RUN", show_default=False, help="Run, by its id or a unique prefix."
+        ),
     ],
     last: Annotated[
-        bool, typer.Option("--last", help="Of the time between its last two totals alone.")
+        bool,
+        typer.Option(
+            "--last", help="Use only the time between the last two totals that the run logged."
+        ),
     ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -32,12 +37,12 @@ def profile(
 ) -> None:
     """Show where an online run's time and bytes go.
 
-    Of each link its seconds, its rate and its bytes, and last what holds the run up. Works while
-    the run goes on.
+    Prints the seconds, rate and bytes of each link, and the bottleneck. Works while the run goes
+    on.
 
     Example:
-      replaylake profile 01m7xx
-      replaylake profile 01m7xx --last
+      replaylake runs profile 01m7xx
+      replaylake runs profile 01m7xx --last
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.metrics import read_logged_metrics

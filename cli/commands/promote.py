@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 
 _EXIT_NO: Final = 3
 _CHAMPION: Final = "champion"
-_GATE: Final = "Of the gate"
+_GATE: Final = "Gate options"
 
 ByOption = Annotated[
     str | None,
     typer.Option(
-        "--by", metavar="NAME", help="Who does it, for the record; by default the user's name here."
+        "--by",
+        metavar="NAME",
+        help="Name of the person responsible, for the record; by default the user name on this "
+        "machine.",
     ),
 ]
 NoteOption = Annotated[
-    str | None, typer.Option("--note", metavar="TEXT", help="Why, for the record.")
+    str | None, typer.Option("--note", metavar="TEXT", help="Reason, for the record.")
 ]
 
 
@@ -47,21 +50,29 @@ def promote(
         typer.Argument(
             metavar="POLICY",
             show_default=False,
-            help="name:version or name@alias; name is its newest version.",
+            help="Policy, as name:version, name@alias, or name (its newest version).",
         ),
     ],
     to: Annotated[
         str,
         typer.Option(
-            "--to", metavar="ALIAS", show_default=False, help="champion, challenger, or another."
+            "--to",
+            metavar="ALIAS",
+            show_default=False,
+            help="Alias to move, for example champion or challenger.",
         ),
     ],
     gate: Annotated[
         bool,
-        typer.Option("--gate", help="Only if it is better than the champion on logged episodes."),
+        typer.Option(
+            "--gate",
+            help="Promote only if off-policy evaluation finds the version better than the "
+            "champion.",
+        ),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if the gate says no; that is recorded.")
+        bool,
+        typer.Option("--force", help="Promote even if the gate refuses; the refusal is recorded."),
     ] = False,
     note: NoteOption = None,
     by: ByOption = None,
@@ -71,7 +82,7 @@ def promote(
             "--dataset",
             metavar="NAME[@VERSION]",
             rich_help_panel=_GATE,
-            help="Whose episodes tell of both.",
+            help="Dataset with the logged episodes to compare on, as NAME[@VERSION].",
         ),
     ] = None,
     where: Annotated[
@@ -80,7 +91,7 @@ def promote(
             "--where",
             metavar="SQL",
             rich_help_panel=_GATE,
-            help="Whole episodes, by a condition over episodes.",
+            help="Condition over the columns of episodes that selects whole episodes.",
         ),
     ] = None,
     reward: Annotated[
@@ -89,12 +100,12 @@ def promote(
             "--reward",
             metavar="SQL",
             rich_help_panel=_GATE,
-            help="Reward, as an expression over steps. By default the one that both were trained "
-            "with.",
+            help="Expression over steps to use as the reward; by default the one that both were "
+            "trained with.",
         ),
     ] = None,
     gamma: Annotated[
-        float, typer.Option("--gamma", metavar="G", rich_help_panel=_GATE, help="Discount.")
+        float, typer.Option("--gamma", metavar="G", rich_help_panel=_GATE, help="Discount factor.")
     ] = 1.0,
     explore: Annotated[
         str | None,
@@ -102,8 +113,8 @@ def promote(
             "--explore",
             metavar="HOW",
             rich_help_panel=_GATE,
-            help="How both are to act: epsilon=E or temperature=T, as in serve. By default their "
-            "best actions.",
+            help="Exploration of both policies, as in serve: epsilon=E or temperature=T. By "
+            "default they take their best actions.",
         ),
     ] = None,
     estimator: Annotated[
@@ -112,7 +123,8 @@ def promote(
             "--estimator",
             metavar="NAME",
             rich_help_panel=_GATE,
-            help="As in ope. Repeatable, and all have to agree; by default snips or wpdis, and dr.",
+            help="Estimator to compute, as in ope. Repeatable, and all have to agree; by default "
+            "snips or wpdis, and dr.",
         ),
     ] = None,
     alpha: Annotated[
@@ -121,7 +133,7 @@ def promote(
             "--alpha",
             metavar="A",
             rich_help_panel=_GATE,
-            help="The chance at which one that is no better may pass.",
+            help="Probability of passing a version that is no better.",
         ),
     ] = 0.025,
     margin: Annotated[
@@ -130,7 +142,7 @@ def promote(
             "--margin",
             metavar="M",
             rich_help_panel=_GATE,
-            help="By how much it has to be better, in units of the return.",
+            help="Minimum improvement, in units of the return.",
         ),
     ] = 0.0,
     holdout: Annotated[
@@ -139,7 +151,7 @@ def promote(
             "--holdout",
             metavar="SHARE",
             rich_help_panel=_GATE,
-            help="Evaluate on this share of the episodes, as in ope.",
+            help="Share of the episodes to evaluate on, as in ope.",
         ),
     ] = None,
     unseen: Annotated[
@@ -147,7 +159,8 @@ def promote(
         typer.Option(
             "--unseen",
             rich_help_panel=_GATE,
-            help="Your word that neither learned from these episodes, where lineage does not say.",
+            help="Assert that neither policy was trained on these episodes, where lineage does not "
+            "say.",
         ),
     ] = False,
     updates: Annotated[
@@ -156,7 +169,7 @@ def promote(
             "--updates",
             metavar="N",
             rich_help_panel=_GATE,
-            help="Of fitted Q evaluation, for each fold.",
+            help="FQE updates per fold.",
         ),
     ] = None,
     seed: Annotated[
@@ -166,7 +179,7 @@ def promote(
             metavar="N",
             min=0,
             rich_help_panel=_GATE,
-            help="Of folds, models and resamples.",
+            help="Random seed.",
         ),
     ] = 0,
     lake: LakeOption = DEFAULT_LAKE,
@@ -175,8 +188,9 @@ def promote(
 ) -> None:
     """Point an alias at a version, if a gate lets it pass.
 
-    The gate compares it with the champion, on the same held-out episodes, by off-policy evaluation.
-    Exit code 3 if the difference does not beat the champion, or the log does not support it.
+    With --gate, the version is compared with the champion on the same held-out episodes, by
+    off-policy evaluation. Exit code 3 if it is not better, or if the log does not support the
+    comparison.
 
     Example:
       replaylake promote clone:3 --to champion --gate --dataset live --explore epsilon=0.05
@@ -254,15 +268,15 @@ def promote(
 
 def rollback(
     policy: Annotated[
-        str, typer.Argument(metavar="NAME", show_default=False, help="The policy, by its name.")
+        str, typer.Argument(metavar="NAME", show_default=False, help="Name of the policy.")
     ],
     alias: Annotated[
-        str, typer.Option("--alias", metavar="ALIAS", help="Which alias goes back.")
+        str, typer.Option("--alias", metavar="ALIAS", help="Alias to roll back.")
     ] = _CHAMPION,
     to_version: Annotated[
         int | None,
         typer.Option(
-            "--to-version", metavar="N", help="Where to; by default the version before this one."
+            "--to-version", metavar="N", help="Version to go back to; by default the previous one."
         ),
     ] = None,
     from_version: Annotated[
@@ -270,7 +284,8 @@ def rollback(
         typer.Option(
             "--from-version",
             metavar="N",
-            help="Only if the alias is at this version: so nobody undoes what another has done.",
+            help="Roll back only if the alias is at this version, so that two people do not do it "
+            "twice.",
         ),
     ] = None,
     note: NoteOption = None,
@@ -279,9 +294,9 @@ def rollback(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Point an alias back at the version before.
+    """Point an alias back at its previous version.
 
-    Rolled back again, it goes to the one before that. Asks no gate.
+    Repeated, it goes back by one more version. No gate is evaluated.
 
     Example:
       replaylake rollback clone --note 'returns fell since noon'

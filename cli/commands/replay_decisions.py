@@ -31,7 +31,7 @@ def replay_decisions(
         typer.Argument(
             metavar="DATASET",
             show_default=False,
-            help="Whose decisions; its steps where none were served into it.",
+            help="Dataset with the logged decisions; its steps are used if it has none.",
         ),
     ],
     explore: Annotated[
@@ -39,33 +39,40 @@ def replay_decisions(
         typer.Option(
             "--explore",
             metavar="HOW",
-            help="How the candidate is to act: epsilon=E or temperature=T, as in serve. By default "
+            help="Exploration of the policy, as in serve: epsilon=E or temperature=T. By default "
             "it takes its best action.",
         ),
     ] = None,
     where: Annotated[
         str | None,
         typer.Option(
-            "--where", metavar="SQL", help="Which decisions, by a condition over their columns."
+            "--where",
+            metavar="SQL",
+            help="Condition over the columns of decisions that selects decisions.",
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", min=1, help="So many at most.")
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help="Maximum number of decisions to replay."),
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
-            "--by", metavar="COLUMN", help="Tell its values apart, those that disagree most first."
+            "--by",
+            metavar="COLUMN",
+            help="Column to group results by; the groups that agree least come first.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Compare a policy with logged decisions, before it gets any traffic.
+    """Compare a policy's decisions with logged ones.
 
-    Says how often they agree, how far their probabilities lie apart, what it cannot act on, and how
-    long it takes. `ope` says what it would earn.
+    Prints how often they agree, how far their probabilities differ, which observations the policy
+    cannot act on, and its latency. Use `evaluate` where there is an environment, `ope` to estimate
+    the value from logged episodes alone, and `replay-decisions` to see where a policy decides
+    differently from the log.
 
     Example:
       replaylake replay-decisions clone:3 live --explore epsilon=0.05

@@ -1,4 +1,4 @@
-"""`replaylake retention`: what a dataset keeps, and for how long."""
+"""`replaylake maintain retention`: what a dataset keeps, and for how long."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def retention(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="The dataset.")
+        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
     ],
     max_steps: Annotated[
         str | None,
@@ -32,13 +32,16 @@ def retention(
             "--max-steps",
             metavar="N",
             show_default=False,
-            help="The oldest whole episodes go beyond it.",
+            help="Maximum number of steps to keep; the oldest whole episodes are removed.",
         ),
     ] = None,
     max_age: Annotated[
         str | None,
         typer.Option(
-            "--max-age", metavar="AGE", show_default=False, help="Episodes that are older go."
+            "--max-age",
+            metavar="AGE",
+            show_default=False,
+            help="Maximum age of episodes; older ones are removed.",
         ),
     ] = None,
     keep_versions: Annotated[
@@ -47,7 +50,7 @@ def retention(
             "--keep-versions",
             metavar="AGE",
             show_default=False,
-            help="How long a replaced version stays readable; at least 1h, 7d by default.",
+            help="Time that a replaced version stays readable; at least 1h, by default 7d.",
         ),
     ] = None,
     target_shard: Annotated[
@@ -56,7 +59,7 @@ def retention(
             "--target-shard",
             metavar="SIZE",
             show_default=False,
-            help="What small shards become, 64MiB to 256MiB; 128MiB by default.",
+            help="Target size of compacted shards, 64MiB to 256MiB; by default 128MiB.",
         ),
     ] = None,
     cache_max: Annotated[
@@ -65,20 +68,20 @@ def retention(
             "--cache-max",
             metavar="SIZE",
             show_default=False,
-            help="Cap of this machine's copies of remote shards.",
+            help="Maximum size of this machine's cache of remote shards.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show or set what `maintain` applies to a dataset.
+    """Show or set what `maintain run` applies to a dataset.
 
-    `none` as a value goes back to the default. The setting is kept with the dataset.
+    The value `none` restores the default. The setting is stored with the dataset.
 
     Example:
-      replaylake retention play --max-steps 1000000 --keep-versions 2d
-      replaylake retention play
+      replaylake maintain retention play --max-steps 1000000 --keep-versions 2d
+      replaylake maintain retention play
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.retention import (

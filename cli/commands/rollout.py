@@ -31,19 +31,27 @@ def rollout(
     env: Annotated[
         str,
         typer.Option(
-            "--env", metavar="ID", help="Gymnasium id, or module:function.", show_default=False
+            "--env",
+            metavar="ID",
+            help="Environment to collect in: Gymnasium id or module:function.",
+            show_default=False,
         ),
     ],
     dataset: Annotated[
         str,
         typer.Option(
-            "--dataset", metavar="NAME", help="Made where it does not exist.", show_default=False
+            "--dataset",
+            metavar="NAME",
+            help="Dataset to append to; created if it does not exist.",
+            show_default=False,
         ),
     ],
     policy: Annotated[
         str,
         typer.Option(
-            "--policy", metavar="POLICY", help="random, name, name:version or name@alias."
+            "--policy",
+            metavar="POLICY",
+            help="Policy that acts: random, name, name:version or name@alias.",
         ),
     ] = _RANDOM,
     agent_policy: Annotated[
@@ -51,31 +59,42 @@ def rollout(
         typer.Option(
             "--agent-policy",
             metavar="AGENT=POLICY",
-            help="Of one of several agents, in place of --policy. Repeatable.",
+            help="Policy of one agent of a multi-agent environment, instead of --policy. "
+            "Repeatable.",
         ),
     ] = None,
     episodes: Annotated[
-        int, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes to collect.")
+        int,
+        typer.Option("--episodes", metavar="N", min=1, help="Number of whole episodes to collect."),
     ] = 100,
     workers: Annotated[
         int,
         typer.Option(
-            "--workers", metavar="N", min=0, help="Ray workers; 0 collects in this process."
+            "--workers",
+            metavar="N",
+            min=0,
+            help="Number of Ray workers; 0 collects in this process.",
         ),
     ] = 0,
     envs_per_worker: Annotated[
-        int, typer.Option("--envs-per-worker", metavar="K", min=1, help="Stepped together.")
+        int,
+        typer.Option(
+            "--envs-per-worker",
+            metavar="K",
+            min=1,
+            help="Number of environments that each worker steps together.",
+        ),
     ] = 8,
     worker_cpus: Annotated[
         float,
-        typer.Option("--worker-cpus", metavar="C", help="CPUs of each worker, as Ray counts them."),
+        typer.Option("--worker-cpus", metavar="C", help="CPUs that Ray reserves for each worker."),
     ] = 1.0,
     address: Annotated[
         str | None,
         typer.Option(
             "--address",
             metavar="RAY",
-            help="A Ray that runs already; without it one is started here.",
+            help="Address of a running Ray cluster; without it, Ray is started on this machine.",
             show_default=False,
         ),
     ] = None,
@@ -85,7 +104,8 @@ def rollout(
             "--seed",
             metavar="N",
             min=0,
-            help="Episode i resets with seed + i; without it a new one, named in the answer.",
+            help="Random seed: episode i resets with seed + i. By default a new one, printed with "
+            "the result.",
         ),
     ] = None,
     explore: Annotated[
@@ -93,14 +113,17 @@ def rollout(
         typer.Option(
             "--explore",
             metavar="epsilon=E|temperature=T",
-            help="Act at random with probability E and else greedily, or sample at temperature T.",
+            help="Exploration: a random action with probability E, or sampling at temperature T.",
             show_default="temperature=1",
         ),
     ] = None,
     env_args: EnvArgsOption = None,
     env_runner: Annotated[
         EnvRunner,
-        typer.Option("--env-runner", help="local: in this process without Ray, as --workers 0."),
+        typer.Option(
+            "--env-runner",
+            help="Step environments in Ray workers, or locally in this process (as --workers 0).",
+        ),
     ] = EnvRunner.ray,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -108,8 +131,8 @@ def rollout(
 ) -> None:
     """Collect episodes with a policy.
 
-    Each step is kept with who acted and its log-probability. The episodes follow from the seed,
-    however many workers collect them. Makes the lake where there is none.
+    Each step is stored with the policy that acted and its log-probability. The same seed gives the
+    same episodes, with any number of workers. Creates the lake if there is none.
 
     Example:
       replaylake rollout --env CartPole-v1 --policy random --episodes 1000 --dataset cartpole

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 
 MetricOption = Annotated[
     list[str] | None,
-    typer.Option("--metric", metavar="NAME", help="Only this one. Repeatable."),
+    typer.Option("--metric", metavar="NAME", help="Metric to show; by default all. Repeatable."),
 ]
 PlotOption = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw the curves: a .png, .svg or .pdf."),
+    typer.Option(
+        "--plot", metavar="FILE", help="File to plot the curves to: a .png, .svg or .pdf."
+    ),
 ]
 
 
@@ -39,12 +41,16 @@ def list_runs(
     status: Annotated[
         str | None,
         typer.Option(
-            "--status", metavar="STATUS", help="running, killed, interrupted, failed or done."
+            "--status",
+            metavar="STATUS",
+            help="Status of the runs: running, killed, interrupted, failed or done.",
         ),
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option("--dataset", metavar="NAME", help="Learning from it, at any version."),
+        typer.Option(
+            "--dataset", metavar="NAME", help="Dataset that the runs learn from, at any version."
+        ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -84,7 +90,9 @@ def list_runs(
 def show_run(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", show_default=False, help="Its id, or how only it begins."),
+        typer.Argument(
+            metavar="RUN", show_default=False, help="Run, by its id or a unique prefix."
+        ),
     ],
     metrics: MetricOption = None,
     plot: PlotOption = None,
@@ -94,8 +102,8 @@ def show_run(
 ) -> None:
     """Show a run: its options, results and learning curves.
 
-    Learning curves are drawn in the terminal: the measure that the policy is chosen by, or what
-    --metric names; of the others each is a line.
+    Draws the measure that the policy is selected by, or --metric, and prints a line for each other
+    metric.
 
     Example:
       replaylake runs show 01m7xx
@@ -129,10 +137,14 @@ def show_run(
     report.print_result(body, run_lines(summary, body, curves, names, drawn=bool(metrics)))
 
 
-def compare_runs(
+def diff_runs(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN", show_default=False, help="Ids, or how they begin."),
+        typer.Argument(
+            metavar="RUN",
+            show_default=False,
+            help="Runs to compare, by their ids or unique prefixes.",
+        ),
     ],
     metrics: MetricOption = None,
     plot: PlotOption = None,
@@ -142,11 +154,11 @@ def compare_runs(
 ) -> None:
     """Compare runs: their options, results and learning curves.
 
-    Of the options those that differ, of each metric its last and its best value.
+    Prints the options that differ, and the last and best value of each metric.
 
     Example:
-      replaylake runs compare 01m7xx 01m8ab
-      replaylake runs compare 01m7xx 01m8ab --metric selection/environment --plot both.png
+      replaylake runs diff 01m7xx 01m8ab
+      replaylake runs diff 01m7xx 01m8ab --metric selection/environment --plot both.png
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.metrics import read_curves
@@ -208,7 +220,7 @@ def _draw(
 def _select_metrics(curves: Sequence[Curves], wanted: list[str] | None) -> list[str]:
     """Return the metrics to show: those that were asked for, else all, measures first.
 
-    What the links of an online run took is shown by `replaylake profile`, unless it is asked for.
+    What the links of an online run took is in `replaylake runs profile`, unless it is asked for.
 
     Raises: NotFoundError for one that none of the runs has, with the near ones.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -21,19 +21,31 @@ from replaylake.cli.output.command_output import CommandOutput, result_stream
 if TYPE_CHECKING:
     from replaylake.serve.config import ServeConfig
 
+_ACCESS: Final = "Access options"
+_LIMITS: Final = "Limit options"
+
 
 def serve(
     policy: PolicyArgument,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0 takes any free one.")
+        int,
+        typer.Option(
+            "--port",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 takes a free one.",
+        ),
     ] = 3000,
     log_to: Annotated[
         str | None,
         typer.Option(
-            "--log-to", metavar="DATASET", help="Write decisions and rewards for this dataset."
+            "--log-to",
+            metavar="DATASET",
+            help="Dataset to log decisions and rewards to; created if it does not exist.",
         ),
     ] = None,
     explore: Annotated[
@@ -41,7 +53,7 @@ def serve(
         typer.Option(
             "--explore",
             metavar="epsilon=E|temperature=T",
-            help="Act at random with probability E, or sample at temperature T.",
+            help="Exploration: a random action with probability E, or sampling at temperature T.",
         ),
     ] = None,
     canary: Annotated[
@@ -49,13 +61,16 @@ def serve(
         typer.Option(
             "--canary",
             metavar="POLICY=WEIGHT",
-            help="Give a policy a share of the episodes; several times for several.",
+            help="Policy that gets a share of the episodes. Repeatable.",
         ),
     ] = None,
     follow: Annotated[
         float,
         typer.Option(
-            "--follow", metavar="SECONDS", min=0, help="Look so often where aliases point; 0 never."
+            "--follow",
+            metavar="SECONDS",
+            min=0,
+            help="Interval between checks for moved aliases; 0 disables them.",
         ),
     ] = 0.5,
     on_log_failure: Annotated[
@@ -63,70 +78,130 @@ def serve(
         typer.Option(
             "--on-log-failure",
             metavar="refuse|serve",
-            help="Where decisions cannot be logged, refuse to act, or answer and count the loss.",
+            help="Reaction to a decision that cannot be logged: refuse the request, or serve it "
+            "and count the loss.",
         ),
     ] = "refuse",
-    sessionise_every: Annotated[
+    join_every: Annotated[
         str | None,
         typer.Option(
-            "--sessionise-every",
+            "--join-every",
             metavar="TIME",
             show_default=False,
-            help="Join decisions with rewards so often, such as 60s, beside the server.",
+            help="Interval between joins of decisions with rewards, beside the server (for example "
+            "60s).",
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Say whether it could be served, and serve nothing.")
+        bool, typer.Option("--check", help="Check whether the policy can be served, and exit.")
     ] = False,
     server: Annotated[
-        str, typer.Option("--server", metavar="bentoml|uvicorn", help="What runs the workers.")
+        str,
+        typer.Option("--server", metavar="bentoml|uvicorn", help="Server that runs the workers."),
     ] = "bentoml",
     workers: Annotated[
-        int, typer.Option("--workers", metavar="N", min=1, help="Processes that answer.")
+        int, typer.Option("--workers", metavar="N", min=1, help="Number of worker processes.")
     ] = 1,
     act_token_file: Annotated[
         Path | None,
-        typer.Option("--act-token-file", metavar="FILE", help="Tokens of who may act, one a line."),
+        typer.Option(
+            "--act-token-file",
+            rich_help_panel=_ACCESS,
+            metavar="FILE",
+            help="File with bearer tokens for acting, one per line.",
+        ),
     ] = None,
     feedback_token_file: Annotated[
         Path | None,
-        typer.Option("--feedback-token-file", metavar="FILE", help="Of who may send rewards."),
+        typer.Option(
+            "--feedback-token-file",
+            rich_help_panel=_ACCESS,
+            metavar="FILE",
+            help="File with bearer tokens for sending rewards and episodes, one per line.",
+        ),
     ] = None,
     admin_token_file: Annotated[
         Path | None,
-        typer.Option("--admin-token-file", metavar="FILE", help="Of who may see all the rest."),
+        typer.Option(
+            "--admin-token-file",
+            rich_help_panel=_ACCESS,
+            metavar="FILE",
+            help="File with bearer tokens for all other endpoints, one per line.",
+        ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines without tokens.")
+        bool,
+        typer.Option(
+            "--insecure",
+            rich_help_panel=_ACCESS,
+            help="Allow other machines to connect without tokens.",
+        ),
     ] = False,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             "--allowed-host",
+            rich_help_panel=_ACCESS,
             metavar="HOST",
-            help="Answer to this name too, beside loopback and its address; several times.",
+            help="Host name to answer to, besides loopback and the listening address. Repeatable.",
         ),
     ] = None,
     access_log: Annotated[
         str | None,
         typer.Option(
-            "--access-log", metavar="FILE|-", help="Write a line of JSON for each request."
+            "--access-log",
+            rich_help_panel=_ACCESS,
+            metavar="FILE|-",
+            help="File for one JSON line per request; - for standard output.",
         ),
     ] = None,
     max_body: Annotated[
-        int, typer.Option("--max-body", metavar="BYTES", min=1, help="Larger requests get 413.")
+        int,
+        typer.Option(
+            "--max-body",
+            rich_help_panel=_LIMITS,
+            metavar="BYTES",
+            min=1,
+            help="Maximum size of a request body; larger ones get 413.",
+        ),
     ] = 8 << 20,
     body_timeout: Annotated[
-        float, typer.Option("--body-timeout", metavar="SECONDS", help="Slower requests get 408.")
+        float,
+        typer.Option(
+            "--body-timeout",
+            rich_help_panel=_LIMITS,
+            metavar="SECONDS",
+            help="Maximum time to receive a request body; slower ones get 408.",
+        ),
     ] = 10.0,
     deadline: Annotated[
-        float, typer.Option("--deadline", metavar="SECONDS", help="Later answers become 504.")
+        float,
+        typer.Option(
+            "--deadline",
+            rich_help_panel=_LIMITS,
+            metavar="SECONDS",
+            help="Maximum time to answer a request; slower ones get 504.",
+        ),
     ] = 15.0,
     queue: Annotated[
-        int, typer.Option("--queue", metavar="N", min=1, help="More at once in a worker get 503.")
+        int,
+        typer.Option(
+            "--queue",
+            rich_help_panel=_LIMITS,
+            metavar="N",
+            min=1,
+            help="Maximum number of concurrent requests per worker; others get 503.",
+        ),
     ] = 256,
     connections: Annotated[
-        int, typer.Option("--connections", metavar="N", min=1, help="That a worker keeps open.")
+        int,
+        typer.Option(
+            "--connections",
+            rich_help_panel=_LIMITS,
+            metavar="N",
+            min=1,
+            help="Maximum number of open connections per worker.",
+        ),
     ] = 2048,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -134,8 +209,8 @@ def serve(
 ) -> None:
     """Serve a policy over HTTP.
 
-    Runs until interrupted. With --log-to it logs what it decides and the rewards it is told. When
-    an alias it was asked for moves, so does the server.
+    Runs until interrupted. With --log-to, decisions and the rewards reported for them are logged. A
+    policy that is named by an alias is replaced when the alias moves.
 
     Example:
       replaylake serve clone --port 3000 --log-to live --explore epsilon=0.05
@@ -157,8 +232,8 @@ def serve(
             f"found {on_log_failure!r}, expected refuse or serve", param_hint="--on-log-failure"
         )
     every_s = 0.0
-    if sessionise_every is not None:
-        every_s = parse_duration(sessionise_every, "--sessionise-every")
+    if join_every is not None:
+        every_s = parse_duration(join_every, "--join-every")
     with translate_usage_errors("--explore"):
         exploration = parse_exploration(explore)
     with translate_usage_errors("--canary"):
@@ -196,7 +271,7 @@ def serve(
         canary=tuple(canary or ()),
         workers=workers,
         on_log_failure=on_log_failure,
-        sessionise_every_s=every_s,
+        join_every_s=every_s,
         server=server,
         safety=safety,
         manifest_sha256=ref.manifest_sha256,

@@ -44,18 +44,20 @@ class OutputFormat(StrEnum):
 
 def sql(
     query: Annotated[
-        str | None, typer.Argument(metavar="QUERY", show_default=False, help="One SELECT.")
+        str | None,
+        typer.Argument(metavar="QUERY", show_default=False, help="SELECT statement to run."),
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", metavar="F", help="Read the query from a file; - is stdin."),
+        typer.Option("--file", metavar="F", help="File with the query; - for standard input."),
     ] = None,
     param: Annotated[
         list[str] | None,
         typer.Option(
             "--param",
             metavar="K=V",
-            help="The value of $K in the query, as a TOML value or a bare word. Repeatable.",
+            help="Value of the parameter $K in the query, as a TOML value or a bare word. "
+            "Repeatable.",
         ),
     ] = None,
     at: Annotated[
@@ -63,25 +65,29 @@ def sql(
         typer.Option(
             "--at",
             metavar="DATASET=VERSION",
-            help="Read a dataset at a version or tag; NAME=DATASET@VERSION under a further name. "
-            "Repeatable.",
+            help="Version or tag to read a dataset at; NAME=DATASET@VERSION reads it under another "
+            "name. Repeatable.",
         ),
     ] = None,
     form: Annotated[
         OutputFormat | None,
         typer.Option(
-            "--format", help="How to write the rows; table unless --json.", show_default=False
+            "--format",
+            help="Format of the rows; by default table, with --json json.",
+            show_default=False,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="Write to a file, whole or not at all."),
+        typer.Option(
+            "--output", metavar="FILE", help="File to write the rows to, whole or not at all."
+        ),
     ] = None,
     untrusted: Annotated[
         bool,
         typer.Option(
             "--untrusted",
-            help="Somebody else wrote it: run it in a process of its own, with limits.",
+            help="Run a query of an untrusted author in a sandboxed process, with limits.",
         ),
     ] = False,
     lake: LakeOption = DEFAULT_LAKE,
@@ -90,9 +96,9 @@ def sql(
 ) -> None:
     """Run one SELECT over the lake.
 
-    Each dataset has NAME.steps, NAME.episodes, NAME.games and NAME.transitions; what was served
-    into it has NAME.decisions and NAME.rewards; the lake has datasets, shards, commits, policies
-    and runs.
+    Each dataset has the views NAME.steps, NAME.episodes, NAME.games, NAME.transitions,
+    NAME.decisions, NAME.rewards, NAME.received and NAME.quarantine; the lake has commits, datasets,
+    metrics, policies, promotions, runs and shards. docs/SQL.md describes their columns.
 
     Example:
       replaylake sql "select count(*) as n, avg(num_steps) as steps from cartpole.episodes"

@@ -1,4 +1,4 @@
-"""`replaylake tag`: names for versions of datasets."""
+"""`replaylake datasets tag`: names for versions of datasets."""
 
 from __future__ import annotations
 
@@ -13,36 +13,70 @@ from replaylake.cli.output.command_output import CommandOutput, table_lines
 _COLUMNS = ("dataset", "tag", "version", "created_at")
 
 
-def set_tag(
+def tag(
     snapshot: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="NAME[@VERSION]",
             show_default=False,
-            help="What to tag: a dataset at a version, at another tag, or newest.",
+            help="Dataset to tag, at a version, another tag, or its newest version. With --list: "
+            "the dataset whose tags are listed. With --remove: NAME@TAG.",
         ),
-    ],
-    tag: Annotated[
-        str, typer.Argument(metavar="TAG", show_default=False, help="A name such as v1 or golden.")
-    ],
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TAG", show_default=False, help="Tag to set, for example v1 or golden."
+        ),
+    ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Move a tag that points at another version.")
+        bool, typer.Option("--replace", help="Move the tag if it is at another version.")
     ] = False,
+    listing: Annotated[
+        bool, typer.Option("--list", help="List the tags of a dataset, or of all datasets.")
+    ] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the tag NAME@TAG.")] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Tag a version of a dataset.
+    """Tag a version of a dataset, or list or remove tags.
 
-    From then on NAME@TAG means that version, and its files are kept.
+    NAME@TAG then stands for that version, and its files are kept. After the tag is removed, they
+    are kept until `maintain vacuum` finds that nothing else needs them.
 
     Example:
-      replaylake tag set cartpole@12 golden
-      replaylake tag set cartpole golden --replace
+      replaylake datasets tag cartpole@12 golden
+      replaylake datasets tag cartpole golden --replace
+      replaylake datasets tag --list
+      replaylake datasets tag --remove cartpole@golden
     """
+    if replace + listing + remove > 1:
+        raise typer.BadParameter(
+            "found several, expected at most one.", param_hint="--replace / --list / --remove"
+        )
+    if listing or remove:
+        if name is not None:
+            option, form = ("--list", "a dataset") if listing else ("--remove", "NAME@TAG")
+            raise typer.BadParameter(
+                f"found {name!r} as a second name, expected {form} alone.", param_hint=option
+            )
+        if listing:
+            _list_tags(CommandOutput(as_json), lake, snapshot)
+        else:
+            _remove_tag(CommandOutput(as_json), lake, snapshot)
+    elif snapshot is None or name is None:
+        raise typer.BadParameter(
+            "expected a dataset and a tag, or --list or --remove.",
+            param_hint="NAME[@VERSION] TAG",
+        )
+    else:
+        _set_tag(CommandOutput(as_json), lake, snapshot, name, replace)
+
+
+def _set_tag(report: CommandOutput, lake: str, snapshot: str, tag: str, replace: bool) -> None:
     from replaylake.datastore.lake.lake import open_lake
 
-    report = CommandOutput(as_json)
     opened = open_lake(lake)
     pinned = opened.snapshot(snapshot)
     name, version = pinned.dataset, pinned.version
@@ -52,72 +86,44 @@ def set_tag(
     report.print_result(body, [f"{name}@{tag} is {name}@{version}{before}"])
 
 
-def list_tags(
-    dataset: Annotated[
-        str | None,
-        typer.Argument(metavar="DATASET", show_default=False, help="Of one dataset; else all."),
-    ] = None,
-    lake: LakeOption = DEFAULT_LAKE,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """List tags.
-
-    Example:
-      replaylake tag list
-      replaylake tag list cartpole --json
-    """
+def _list_tags(report: CommandOutput, lake: str, dataset: str | None) -> None:
     from replaylake.datastore.lake.lake import open_lake
 
-    report = CommandOutput(as_json)
     opened = open_lake(lake)
     if dataset is not None:
         opened.dataset(dataset).snapshot()  # a dataset that is not there has no tags to list
     rows = [
         {
-            "dataset": tag.dataset,
-            "tag": tag.name,
-            "version": tag.version,
-            "created_at": datetime.fromtimestamp(tag.created_ms / 1000, UTC).isoformat(
+            "dataset": one.dataset,
+            "tag": one.name,
+            "version": one.version,
+            "created_at": datetime.fromtimestamp(one.created_ms / 1000, UTC).isoformat(
                 timespec="seconds"
             ),
-            "reproducible": tag.reproducible,
+            "reproducible": one.reproducible,
         }
-        for tag in opened.tags.list(dataset)
+        for one in opened.tags.list(dataset)
     ]
     if not rows:
-        report.print_message("no tags: `replaylake tag set NAME[@VERSION] TAG` makes one")
-    # Said only where a purge broke one.
+        report.print_message("no tags: `replaylake datasets tag NAME[@VERSION] TAG` sets one")
+    # The column is shown only where a purge broke a tag.
     is_whole = all(row["reproducible"] for row in rows)
     columns = _COLUMNS if is_whole else (*_COLUMNS, "reproducible")
     report.print_result({"tags": rows}, table_lines(rows, columns) if rows else [])
 
 
-def remove_tag(
-    snapshot: Annotated[
-        str, typer.Argument(metavar="NAME@TAG", show_default=False, help="The tag to remove.")
-    ],
-    lake: LakeOption = DEFAULT_LAKE,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Remove a tag.
-
-    The version stays until vacuum finds that nothing else keeps it.
-
-    Example:
-      replaylake tag remove cartpole@golden
-    """
+def _remove_tag(report: CommandOutput, lake: str, snapshot: str | None) -> None:
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.names import parse_snapshot
 
-    report = CommandOutput(as_json)
+    if snapshot is None:
+        raise typer.BadParameter("found no tag, expected NAME@TAG.", param_hint="--remove")
     opened = open_lake(lake)
     name, tag = parse_snapshot(snapshot)
     if not isinstance(tag, str):
         raise typer.BadParameter(
-            f"found {snapshot!r}, expected a dataset and its tag, such as {name}@golden.",
-            param_hint="NAME@TAG",
+            f"found {snapshot!r}, expected a dataset and its tag, for example {name}@golden.",
+            param_hint="--remove",
         )
     version = opened.tags.version(name, tag)
     opened.tags.remove(name, tag)

@@ -46,7 +46,7 @@ def offline(
         typer.Argument(
             metavar="NAME[@VERSION]...",
             show_default=False,
-            help="Datasets of the same spaces; required but with --resume.",
+            help="Datasets to learn from, with equal spaces; required unless --resume is given.",
         ),
     ] = None,
     policy: Annotated[
@@ -54,7 +54,8 @@ def offline(
         typer.Option(
             "--policy",
             metavar="NAME",
-            help="Registered as its next version; required but with --resume.",
+            help="Name to register the policy under, as its next version; required unless --resume "
+            "is given.",
             show_default=False,
         ),
     ] = None,
@@ -63,32 +64,40 @@ def offline(
         typer.Option(
             "--algorithm",
             metavar="NAME",
-            help="Required, here or in --config. bc, cql, iql, ...; d3rlpy:bc for d3rlpy's where "
-            "we have our own; module:function for one of yours.",
+            help="Algorithm: bc, cql, iql, ...; d3rlpy:bc for d3rlpy's where ReplayLake has its "
+            "own; module:function for yours. Required here or in --config.",
         ),
     ] = None,
     where: Annotated[
         str | None,
         typer.Option(
-            "--where", metavar="SQL", help="Whole episodes, by a condition over episodes."
+            "--where",
+            metavar="SQL",
+            help="Condition over the columns of episodes that selects whole episodes.",
         ),
     ] = None,
     where_steps: Annotated[
         str | None,
         typer.Option(
-            "--where-steps", metavar="SQL", help="Which of their steps, by a condition over steps."
+            "--where-steps",
+            metavar="SQL",
+            help="Condition over the columns of steps that selects the steps to learn from.",
         ),
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option("--reward", metavar="SQL", help="Reward, as an expression over steps."),
+        typer.Option(
+            "--reward",
+            metavar="SQL",
+            help="Expression over steps to use as the reward, instead of the logged one.",
+        ),
     ] = None,
     weight: Annotated[
         str | None,
         typer.Option(
             "--weight",
             metavar="SQL",
-            help="Draw steps in proportion to this expression over a step and its episode.",
+            help="Expression over a step and its episode; steps are sampled in proportion to it.",
         ),
     ] = None,
     holdout: Annotated[
@@ -96,27 +105,28 @@ def offline(
         typer.Option(
             "--holdout",
             metavar="SHARE",
-            help="Keep this share of the episodes, by a hash of their ids, to evaluate on.",
+            help="Share of the episodes to hold out for evaluation, chosen by a hash of their ids.",
         ),
     ] = None,
     holdout_after: Annotated[
         str | None,
         typer.Option(
-            "--holdout-after", metavar="TIME", help="Keep the episodes that began then or later."
+            "--holdout-after",
+            metavar="TIME",
+            help="Hold out the episodes that began at this time or later.",
         ),
     ] = None,
     updates: Annotated[
-        int | None, typer.Option("--updates", metavar="N", help="Gradient steps.")
+        int | None, typer.Option("--updates", metavar="N", help="Number of gradient updates.")
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Of weights and batches.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Random seed.")] = None,
     learners: Annotated[
         int | None,
         typer.Option(
             "--learners",
             metavar="N",
-            help="Processes that make each update together, each on its part of the batch.",
+            help="Number of processes that compute each update together, each on a part of the "
+            "batch.",
         ),
     ] = None,
     env: Annotated[
@@ -124,7 +134,8 @@ def offline(
         typer.Option(
             "--env",
             metavar="ID",
-            help="Choose and evaluate the policy here: a Gymnasium id or module:function.",
+            help="Environment to select and evaluate the policy in: Gymnasium id or "
+            "module:function.",
         ),
     ] = None,
     env_arg: EnvArgsOption = None,
@@ -133,17 +144,19 @@ def offline(
     assignments: AssignmentsOption = None,
     wandb: Annotated[
         str | None,
-        typer.Option("--wandb", metavar="PROJECT", help="Report the metrics to W&B too."),
+        typer.Option(
+            "--wandb", metavar="PROJECT", help="Weights & Biases project to report metrics to."
+        ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Learn a policy from datasets at rest.
+    """Learn a policy from recorded datasets.
 
-    Registers it as a new version: the best of the run by its measure, else the last. Options in
-    --config and --set are the training's (batch_size, discount, patience, ...) or the algorithm's
-    own.
+    Registers the run's best policy by its measure, else its last, as a new version. Options in
+    --config and --set are those of training (batch_size, discount, patience, ...) or of the
+    algorithm.
 
     Example:
       replaylake train offline cartpole --algorithm bc --policy clone --env CartPole-v1

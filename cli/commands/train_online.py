@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from replaylake.online.training.progress import OnlineProgress
     from replaylake.online.training.result import OnlineResult
 
-_COLLECTING: Final = "Collecting"
-_LEARNING: Final = "Learning"
-_WATCHING: Final = "Watching"
+_COLLECTING: Final = "Collection options"
+_LEARNING: Final = "Learning options"
+_MONITORING: Final = "Monitoring options"
 
 
 class Agents(StrEnum):
@@ -60,7 +60,8 @@ def online(
         typer.Option(
             "--env",
             metavar="ID",
-            help="Gymnasium id or module:function; required but with --resume.",
+            help="Environment to collect in: Gymnasium id or module:function; required unless "
+            "--resume is given.",
             show_default=False,
         ),
     ] = None,
@@ -69,8 +70,8 @@ def online(
         typer.Option(
             "--algorithm",
             metavar="NAME",
-            help="dqn, sac, td3, impala, ppo, ...; module:function for one of yours. Required, "
-            "here or in --config, but with --start-from.",
+            help="Algorithm: dqn, sac, td3, impala, ppo, ..., or module:function for yours. "
+            "Required here or in --config, unless --start-from is given.",
         ),
     ] = None,
     dataset: Annotated[
@@ -78,7 +79,8 @@ def online(
         typer.Option(
             "--dataset",
             metavar="NAME",
-            help="Where the steps go; made where it does not exist. Required but with --resume.",
+            help="Dataset to append steps to; created if it does not exist. Required unless "
+            "--resume is given.",
             show_default=False,
         ),
     ] = None,
@@ -87,33 +89,41 @@ def online(
         typer.Option(
             "--policy",
             metavar="NAME",
-            help="Registered as its next version; required but with --resume.",
+            help="Name to register the policy under, as its next version; required unless --resume "
+            "is given.",
             show_default=False,
         ),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", metavar="N", help="Steps to collect.", rich_help_panel=_COLLECTING),
+        typer.Option(
+            "--steps",
+            metavar="N",
+            help="Number of environment steps to collect.",
+            rich_help_panel=_COLLECTING,
+        ),
     ] = None,
     until_return: Annotated[
         float | None,
         typer.Option(
             "--until-return",
             metavar="R",
-            help="End once an evaluation of the policy returns this much on average.",
+            help="Stop once an evaluation of the policy reaches this mean return.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", metavar="N", help="Ray workers.", rich_help_panel=_COLLECTING),
+        typer.Option(
+            "--workers", metavar="N", help="Number of Ray workers.", rich_help_panel=_COLLECTING
+        ),
     ] = None,
     envs_per_worker: Annotated[
         int | None,
         typer.Option(
             "--envs-per-worker",
             metavar="K",
-            help="Stepped together.",
+            help="Number of environments that each worker steps together.",
             rich_help_panel=_COLLECTING,
         ),
     ] = None,
@@ -122,7 +132,7 @@ def online(
         EnvRunner | None,
         typer.Option(
             "--env-runner",
-            help="local: in this process without Ray, between updates.",
+            help="Step environments in Ray workers, or locally in this process between updates.",
             rich_help_panel=_COLLECTING,
         ),
     ] = None,
@@ -130,7 +140,7 @@ def online(
         Agents | None,
         typer.Option(
             "--agents",
-            help="Of several agents: one policy for all, or each has its own.",
+            help="Learn one policy that several agents share, or one for each.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
@@ -139,7 +149,7 @@ def online(
         typer.Option(
             "--worker-cpus",
             metavar="C",
-            help="CPUs of each worker, as Ray counts them.",
+            help="CPUs that Ray reserves for each worker.",
             rich_help_panel=_COLLECTING,
         ),
     ] = None,
@@ -148,7 +158,7 @@ def online(
         typer.Option(
             "--address",
             metavar="RAY",
-            help="A Ray that runs already; without it one is started here.",
+            help="Address of a running Ray cluster; without it, Ray is started on this machine.",
             rich_help_panel=_COLLECTING,
         ),
     ] = None,
@@ -164,7 +174,7 @@ def online(
         bool,
         typer.Option(
             "--no-record",
-            help="Write no steps into the lake: to measure what recording costs.",
+            help="Write no steps to the lake, to measure the cost of recording.",
             rich_help_panel=_COLLECTING,
         ),
     ] = False,
@@ -173,7 +183,7 @@ def online(
         typer.Option(
             "--samples-per-insert",
             metavar="S",
-            help="Steps sampled for each that came; without it an update a step.",
+            help="Steps sampled per collected step; without it, one update per step.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
@@ -182,7 +192,7 @@ def online(
         typer.Option(
             "--max-staleness",
             metavar="V",
-            help="Policy versions that a step may be behind, of impala and ppo.",
+            help="Maximum number of policy versions that a step may be behind (impala and ppo).",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
@@ -191,7 +201,7 @@ def online(
         typer.Option(
             "--start-from",
             metavar="POLICY",
-            help="Go on from what a registered policy learned: name, name:version or name@alias.",
+            help="Registered policy to start from, as name:version, name@alias or name.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
@@ -200,7 +210,7 @@ def online(
         typer.Option(
             "--mix",
             metavar="DATASET:SHARE",
-            help="Draw this share of each batch from another dataset, or an earlier version of "
+            help="Share of each batch to draw from another dataset, or from an earlier version of "
             "this one. Repeatable.",
             rich_help_panel=_LEARNING,
         ),
@@ -210,13 +220,13 @@ def online(
         typer.Option(
             "--learner-gpus",
             metavar="G",
-            help="Learn on a GPU of the Ray cluster.",
+            help="Number of GPUs of the Ray cluster for the learner.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", metavar="N", help="Of weights, batches and episodes."),
+        typer.Option("--seed", metavar="N", help="Random seed."),
     ] = None,
     resume: ResumeOption = None,
     config: ConfigOption = None,
@@ -226,8 +236,8 @@ def online(
         typer.Option(
             "--metrics-port",
             metavar="PORT",
-            help="Serve the metrics to Prometheus on this port of 127.0.0.1; 0 takes a free one.",
-            rich_help_panel=_WATCHING,
+            help="Port on 127.0.0.1 to serve Prometheus metrics on; 0 takes a free one.",
+            rich_help_panel=_MONITORING,
         ),
     ] = None,
     wandb: Annotated[
@@ -235,19 +245,19 @@ def online(
         typer.Option(
             "--wandb",
             metavar="PROJECT",
-            help="Report the metrics to W&B too.",
-            rich_help_panel=_WATCHING,
+            help="Weights & Biases project to report metrics to.",
+            rich_help_panel=_MONITORING,
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Learn a policy while it collects.
+    """Learn a policy while collecting.
 
-    Workers write every step into the dataset, the learner follows that, and the best policy is
-    registered. Options in --config and --set are the run's (batch_size, min_size, patience, ...) or
-    the algorithm's own. Makes the lake where there is none.
+    Workers append every step to the dataset, the learner samples from it, and the best policy is
+    registered. Options in --config and --set are those of the run (batch_size, min_size, patience,
+    ...) or of the algorithm. Creates the lake if there is none.
 
     Example:
       replaylake train online --env CartPole-v1 --algorithm dqn --dataset cartpole --policy dqn

@@ -1,4 +1,4 @@
-"""`replaylake trim`: the oldest whole episodes go."""
+"""`replaylake maintain trim`: the oldest whole episodes go."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 def trim(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="The dataset.")
+        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
     ],
     max_steps: Annotated[
         int | None,
         typer.Option(
-            "--max-steps", metavar="N", min=0, show_default=False, help="Steps that may be left."
+            "--max-steps",
+            metavar="N",
+            min=0,
+            show_default=False,
+            help="Maximum number of steps to keep.",
         ),
     ] = None,
     older_than: Annotated[
@@ -37,21 +41,23 @@ def trim(
             "--older-than",
             metavar="AGE",
             show_default=False,
-            help="Episodes go whose newest row is older: 30s, 15m, 1h, 7d.",
+            help="Remove episodes whose newest row is older than this, for example 15m or 30d.",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; else only say what would go.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove; without it, only print what would be removed.")
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Remove the oldest whole episodes.
 
-    Open episodes stay. Earlier versions keep what they had until vacuum.
+    Open episodes are kept. Earlier versions keep the removed episodes until `maintain vacuum`.
 
     Example:
-      replaylake trim play --max-steps 1000000
-      replaylake trim live --older-than 30d --yes
+      replaylake maintain trim play --max-steps 1000000
+      replaylake maintain trim live --older-than 30d --yes
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.trim import trim as run

@@ -30,7 +30,8 @@ def tune(
         typer.Argument(
             metavar="CONFIG.toml",
             show_default=False,
-            help="What to train and what to vary; required but with --resume.",
+            help="TOML file with the training options and the values to vary; required unless "
+            "--resume is given.",
         ),
     ] = None,
     resume: Annotated[
@@ -38,18 +39,18 @@ def tune(
         typer.Option(
             "--resume",
             metavar="SWEEP",
-            help="Go on with a sweep that was killed or interrupted, without CONFIG.toml.",
+            help="Resume a killed or interrupted sweep, by its id; takes no file.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Train under seeds and options, and compare.
+    """Train under several seeds and options, and compare.
 
-    Each trial is a run, as `runs list` shows, in a process of its own, and registers a version of
-    the policy. The table has a line for each combination of options: the mean over the seeds with
-    its 95% interval. docs/TUNING.md says what the file holds.
+    Each trial is a run in a process of its own (see `runs list`) and registers a policy version.
+    The table has a row for each combination of options: the mean over the seeds with its 95%
+    interval. docs/TUNING.md describes the file.
 
     Example:
       replaylake tune sweep.toml

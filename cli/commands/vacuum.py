@@ -1,4 +1,4 @@
-"""`replaylake vacuum`: files that nobody can need any more."""
+"""`replaylake maintain vacuum`: files that nobody can need any more."""
 
 from __future__ import annotations
 
@@ -34,26 +34,33 @@ def vacuum(
             "--older-than",
             metavar="AGE",
             show_default=False,
-            help="At least 1h; else as each dataset's retention says, 7d by default.",
+            help="Minimum age of replaced versions, at least 1h; by default that of each dataset's "
+            "retention.",
         ),
     ] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Take an age below 1h: only while nothing writes or reads."),
+        typer.Option(
+            "--force",
+            help="Allow an age below 1h; only while nothing writes to the lake or reads older "
+            "versions.",
+        ),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete them; else only list them.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Delete the files; without it, only list them.")
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """List or delete files that no kept version needs.
 
-    Kept are the newest version, tagged ones, those that policies were trained on, and those
-    replaced less than the age ago.
+    Kept are the newest version, tagged versions, versions that policies were trained on, and
+    versions replaced more recently than the age.
 
     Example:
-      replaylake vacuum
-      replaylake vacuum cartpole --older-than 2d --yes
+      replaylake maintain vacuum
+      replaylake maintain vacuum cartpole --older-than 2d --yes
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.vacuum import vacuum as run

@@ -2,7 +2,7 @@
 
 A served decision and the reward that follows it are written by different requests, often through
 different workers, so they are rows of two tables that are never updated: `<dataset>/_decisions` and
-`<dataset>/_rewards`. `sessionise.py` joins them into episodes.
+`<dataset>/_rewards`. `join.py` joins them into episodes.
 """
 
 from __future__ import annotations

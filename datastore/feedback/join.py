@@ -189,11 +189,11 @@ def join_once(
     now_s: float | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> JoinRound:
-    """Do what `sessionise` does, and say when to come again. Raises: as sessionise."""
+    """Do what `join_feedback` does, and return when the next round is due. Raises: as it does."""
     handle = lake.dataset(dataset)
     if not (handle.exists() and handle.decisions.exists() and handle.rewards.exists()):
         raise NotFoundError(
-            f"sessionise {dataset}: found no decisions, expected some from a served policy. "
+            f"feedback join {dataset}: found no decisions, expected some from a served policy. "
             f"`replaylake serve POLICY --log-to {dataset}` logs them."
         )
     now = time.time_ns() // 1000 if now_s is None else int(now_s * 1e6)

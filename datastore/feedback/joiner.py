@@ -1,4 +1,4 @@
-"""Rounds: sessionise again and again, beside a server, at little cost while nothing is new."""
+"""Rounds of the feedback join, beside a server, at little cost while nothing is new."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replaylake.datastore.storage.table.table import Table
 
 
 class FeedbackJoiner:
-    """Sessionises one dataset; a round reads nothing where no other could come of it.
+    """Joins the feedback of one dataset; a round reads nothing where no other could come of it.
 
     That is: no new version of a table that is read, and no window that has closed since.
     """
@@ -31,7 +31,7 @@ class FeedbackJoiner:
     def run(self, now_s: float | None = None) -> JoinReceipt | None:
         """Run a round at `now_s` (s since 1970; now); None if it was spared.
 
-        Raises: as sessionise. Cost of a round that is spared: a few looks into the log.
+        Raises: as join_feedback. Cost of a round that is spared: a few looks into the log.
         """
         now = time.time() if now_s is None else now_s
         recovered = NOTHING_RECOVERED

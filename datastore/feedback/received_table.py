@@ -1,7 +1,7 @@
 """Received: steps that were acted elsewhere and came by POST /episodes, at rest.
 
 They are rows of `<dataset>/_received`, a table that is only appended to, with the columns of the
-dataset's steps; `sessionise` moves them into the dataset (received_steps.py). An episode has the
+dataset's steps; `feedback join` moves them into the dataset (received_steps.py). An episode has the
 same id in both, `received/<the client's>`.
 """
 

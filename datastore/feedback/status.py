@@ -142,8 +142,8 @@ def feedback_status(
     """Count what was served into a dataset and fed back, as it is in the lake now.
 
     What a running server wrote within about a second is not there yet. `window_s` and `now_s` are
-    as for sessionise. Raises: NotFoundError if nothing was ever served into it. Cost: as
-    sessionise.
+    as for join_feedback. Raises: NotFoundError if nothing was ever served into it. Cost: as
+    join_feedback.
     """
     handle = lake.dataset(dataset)
     if not (handle.exists() and handle.decisions.exists() and handle.rewards.exists()):

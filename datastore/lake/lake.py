@@ -127,7 +127,8 @@ class Lake:
 
         A dataset has `<dataset>.steps`, `.episodes`, `.games`, `.transitions`, `.quarantine`,
         `.decisions`, `.rewards` and `.received`; the lake has `commits`, `datasets`, `metrics`,
-        `policies`, `runs` and `shards`. `$name` in the text takes its value from `parameters`.
+        `policies`, `promotions`, `runs` and `shards`. `$name` in the text takes its value from
+        `parameters`.
 
         Args:
             text: the SELECT.

@@ -72,7 +72,7 @@ def remove_decisions(dataset: Dataset, keys: pa.Array, operation: str) -> tuple[
     """Remove decisions, and the rewards given for them, by decision id; return how many of each.
 
     Done before their steps leave: a crash in between then leaves steps without decisions, which
-    nothing joins anew, and not decisions without steps, which `sessionise` would bring back.
+    nothing joins anew, and not decisions without steps, which `feedback join` would bring back.
     """
     # First: without the decisions nobody knows whose they are.
     num_named = remove_named_reports(dataset, keys, operation)
@@ -330,7 +330,7 @@ def count_received(dataset: Dataset, keys: pa.Array) -> int:
 def remove_received(dataset: Dataset, keys: pa.Array, operation: str) -> int:
     """Remove the received steps of episodes, by episode id; return how many.
 
-    Done before the steps leave the dataset: `sessionise` would else bring them back.
+    Done before the steps leave the dataset: `feedback join` would bring them back otherwise.
     """
     return remove_rows(dataset.received, EPISODE_ID, keys, operation)
 

@@ -17,7 +17,7 @@ from replaylake.datastore.storage.table.presence import check_shards_present
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table import TableSnapshot
 
-_LAKE_VIEWS: Final = (
+LAKE_VIEWS: Final = (
     "commits",
     "datasets",
     "metrics",
@@ -29,7 +29,7 @@ _LAKE_VIEWS: Final = (
 STEP_VIEWS: Final = ("steps", "episodes", "games", "transitions")
 # Each of a table of its own.
 _PLAIN_VIEWS: Final = ("decisions", "rewards", "received", "quarantine")
-_DATASET_VIEWS: Final = (*STEP_VIEWS, *_PLAIN_VIEWS)
+DATASET_VIEWS: Final = (*STEP_VIEWS, *_PLAIN_VIEWS)
 
 
 class Catalog(Protocol):
@@ -130,16 +130,16 @@ def plan_views(names: Iterable[tuple[str, str]], catalog: Catalog) -> Views:
     wanted: dict[str, list[str]] = {}
     for dataset, view in dict.fromkeys(names):
         if not dataset:
-            relation = catalog.relation(view) if view in _LAKE_VIEWS else None
+            relation = catalog.relation(view) if view in LAKE_VIEWS else None
             if relation is not None:
                 views.relations[view] = relation
             else:
                 _refuse_without_dataset(view, catalog)
-        elif view in _DATASET_VIEWS:
+        elif view in DATASET_VIEWS:
             wanted.setdefault(dataset, []).append(view)
         elif dataset in catalog.datasets():
             raise NotFoundError(
-                f"{dataset}.{view}: found no such view, expected {', '.join(_DATASET_VIEWS)}."
+                f"{dataset}.{view}: found no such view, expected {', '.join(DATASET_VIEWS)}."
             )
     for dataset, chosen in wanted.items():
         views.statements.append(f"CREATE SCHEMA {dataset}")
@@ -169,7 +169,7 @@ def create_dataset_views(
 def _refuse_without_dataset(view: str, catalog: Catalog) -> None:
     """Refuse a dataset's view, or a dataset, alone: DuckDB would suggest tables of its own."""
     names = catalog.datasets()
-    if view not in (*_DATASET_VIEWS, *names):
+    if view not in (*DATASET_VIEWS, *names):
         return
     if view in names:
         expected = f"one of its views, such as {view}.steps"

@@ -1,7 +1,7 @@
 """Housekeeper: compacts a run's dataset as it grows, in a process of its own that gives way.
 
 A run commits small shards ten times a second; 10,000 of them make a scan take 0.8 s. Whatever goes
-wrong here is a remark: the next round tries again, and so does `replaylake maintain`.
+wrong here is a remark: the next round tries again, and so does `replaylake maintain run`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _wait_or_terminate(process: subprocess.Popen[bytes], dataset: str) -> Compac
         return CompactionRound(**json.loads(said))
     return CompactionRound(
         blocked_reason=f"its process ended with {process.returncode}, expected a report of it. "
-        f"Run `replaylake maintain {dataset}` to see why; nothing is lost meanwhile."
+        f"Run `replaylake maintain run {dataset}` to see why; nothing is lost meanwhile."
     )
 
 

@@ -63,7 +63,7 @@ _TIMESTAMPS: Final = (-62_135_596_800_000_000, 253_402_300_799_999_999)
 
 
 class EpisodesEndpoint:
-    """Writes the steps down; `sessionise` moves them into the dataset, each once."""
+    """Writes the steps down; `feedback join` moves them into the dataset, each once."""
 
     def __init__(self, serving: Callable[[], ServingState], metrics: Metrics) -> None:
         self._serving, self._metrics = serving, metrics

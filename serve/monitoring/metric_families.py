@@ -139,20 +139,20 @@ FEEDBACK_LAG: Final = MetricFamily(
 JOINED: Final = MetricFamily(
     "replaylake_joined_ratio",
     "gauge",
-    "Share of all logged decisions that have a reward, as `sessionise` last found it.",
+    "Share of all logged decisions that have a reward, as `feedback join` last found it.",
     (),
     merge_mode="max",
 )
 ORPHANED: Final = MetricFamily(
     "replaylake_orphaned_rewards",
     "gauge",
-    "Rewards without a decision, as `sessionise` last found them.",
+    "Rewards without a decision, as `feedback join` last found them.",
     merge_mode="max",
 )
 SET_ASIDE: Final = MetricFamily(
     "replaylake_set_aside_decisions",
     "gauge",
-    "Decisions and received steps that cannot be steps as they are, as `sessionise` last found.",
+    "Decisions and received steps that cannot be steps as they are, as `feedback join` last found.",
     merge_mode="max",
 )
 LOG_FAILURES: Final = MetricFamily(

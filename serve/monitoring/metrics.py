@@ -164,7 +164,7 @@ class Metrics:
         self._set(PENDING, (table,), num_rows)
 
     def set_joined(self, decisions: int, joined: int, orphaned: int, set_aside: int) -> None:
-        """Report what `sessionise` found: of all logged decisions, those that have a reward."""
+        """Report what `feedback join` found: of all logged decisions, those that have a reward."""
         if decisions:
             self._set(JOINED, (), joined / decisions)
         self._set(ORPHANED, (), orphaned)

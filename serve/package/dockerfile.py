@@ -31,7 +31,7 @@ VARIABLES: Final = {
     "REPLAYLAKE_SERVE_WINDOW_S": "how long a decision takes rewards, in seconds",
     "REPLAYLAKE_SERVE_SYNC_EVERY": "1: each decision on disk for good before it is answered",
     "REPLAYLAKE_SERVE_ON_LOG_FAILURE": "serve: answer even if it cannot log",
-    "REPLAYLAKE_SERVE_SESSIONISE_EVERY_S": "join rewards to decisions this often",
+    "REPLAYLAKE_SERVE_JOIN_EVERY_S": "join rewards to decisions this often",
     "REPLAYLAKE_STATE": "where the journals of a lake on an object store are: on a kept volume",
     "REPLAYLAKE_SERVE_CANARY": "policies of the lake that take a share, such as clone@next=0.1",
     "REPLAYLAKE_SERVE_FOLLOW_S": "how often it looks where their aliases point, in seconds",

@@ -1,4 +1,4 @@
-"""Sessioniser: decisions joined with their rewards beside a server, in a process of its own.
+"""Feedback join: decisions joined with their rewards beside a server, in a process of its own.
 
 The join holds the interpreter for seconds where much was served, and takes memory that DuckDB does
 not give back; neither is for a process that answers requests. One worker of a machine has the
@@ -66,7 +66,7 @@ class FeedbackJoinProcess:
             try:
                 self._check_process()
             except OSError as error:
-                _logger.error("sessionise: %s; trying again", error)
+                _logger.error("feedback join: %s; trying again", error)
             if self._stopping.wait(_POLL_S):
                 return
 
@@ -74,7 +74,7 @@ class FeedbackJoinProcess:
         if self._lock_fd is None and not self._take_lock():
             return
         if self._process is not None and self._process.poll() is not None:
-            _logger.error("sessionise: ended with %d, beginning anew", self._process.returncode)
+            _logger.error("feedback join: ended with %d, restarting", self._process.returncode)
             self._process = None
         if self._process is None:
             command = [
@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> None:
         stop.set()
 
     def say(text: str) -> None:
-        sys.stderr.write(f"sessionise {text}\n")
+        sys.stderr.write(f"feedback join {text}\n")
         sys.stderr.flush()
 
     def on_round(receipt: JoinReceipt) -> None:

@@ -1,4 +1,4 @@
-"""`replaylake delete`: what it prints, and its exit codes."""
+"""`replaylake datasets delete`: what it prints, and its exit codes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def filled(run: Any, log: Path) -> None:
 def test_without_yes_nothing_changes(run: Any, tree: Callable[[], dict[str, bytes]]) -> None:
     before = tree()
     for more in ((), ("--purge",)):
-        done = run("delete", "d", "--where", "terminated", *more)
+        done = run("datasets", "delete", "d", "--where", "terminated", *more)
         assert done.code == 0
         assert "would" in done.out.splitlines()[0]
         assert done.out.splitlines()[-1].strip() == "nothing was changed: --yes does it"
@@ -27,34 +27,38 @@ def test_without_yes_nothing_changes(run: Any, tree: Callable[[], dict[str, byte
 
 
 def test_delete(run: Any) -> None:
-    done = run("delete", "d", "--where", "terminated", "--yes")
+    done = run("datasets", "delete", "d", "--where", "terminated", "--yes")
     assert done.out.splitlines()[0] == (
         "d@2: deleted 1 episode, 2 steps, 0 decisions, 0 rewards; 1 step left"
     )
-    assert run("delete", "d", "--where", "terminated").out == "d: nothing to delete\n"
-    body = run("delete", "d", "--where", "terminated", "--yes", "--json").json
+    assert run("datasets", "delete", "d", "--where", "terminated").out == "d: nothing to delete\n"
+    body = run("datasets", "delete", "d", "--where", "terminated", "--yes", "--json").json
     assert (body["version"], body["num_episodes"]) == (None, 0)
     assert run("show", "d", "--json").json["num_episodes"] == 1
 
 
 def test_purge(run: Any) -> None:
-    assert run("tag", "set", "d", "golden").code == 0
-    lines = run("delete", "d", "--where", "terminated", "--purge", "--yes").out.splitlines()
+    assert run("datasets", "tag", "d", "golden").code == 0
+    lines = run(
+        "datasets", "delete", "d", "--where", "terminated", "--purge", "--yes"
+    ).out.splitlines()
     assert lines[0].startswith("d@2: purged 1 episode, 2 steps of the newest version, 0 decisions")
     assert lines[1].strip() == "version 1 can no longer be read"
     assert lines[2].strip() == "tags broken: golden"
     assert lines[-1].endswith("scanned: none is left")
     run("show", "d@golden").failed("purged")
-    (tag,) = run("tag", "list", "d", "--json").json["tags"]
+    (tag,) = run("datasets", "tag", "--list", "d", "--json").json["tags"]
     assert (tag["tag"], tag["reproducible"]) == ("golden", False)
-    body = run("delete", "d", "--where", "terminated", "--purge", "--yes", "--json").json
+    body = run(
+        "datasets", "delete", "d", "--where", "terminated", "--purge", "--yes", "--json"
+    ).json
     assert (body["num_episodes"], body["is_proven"]) == (0, True)
 
 
 def test_a_purge_that_is_not_proven_is_a_no(run: Any, lake: Path) -> None:
     table = open_lake(lake).dataset("d").table
     table.write(table.snapshot().read())  # and not committed yet
-    done = run("delete", "d", "--where", "terminated", "--purge", "--yes")
+    done = run("datasets", "delete", "d", "--where", "terminated", "--purge", "--yes")
     assert done.code == 3
     assert done.out.splitlines()[-1].endswith("scanned: not all is gone")
     assert any("left: d/shards/" in line for line in done.out.splitlines())
@@ -66,22 +70,27 @@ def test_what_a_condition_cannot_decide_is_a_no(run: Any, tmp_path: Path) -> Non
     assert run("ingest", bad, "--dataset", "d", "--map", "observation=x,y").code == 0
     where = ("--where", "terminated")
     told = "1 episode in quarantine may be meant, too"
-    assert told in run("delete", "d", *where).out
-    done = run("delete", "d", *where, "--purge", "--yes")
+    assert told in run("datasets", "delete", "d", *where).out
+    done = run("datasets", "delete", "d", *where, "--purge", "--yes")
     assert done.code == 3
     assert told in done.out
     assert "none is left" not in done.out
     assert done.out.splitlines()[-1].endswith("scanned: all that was selected is gone")
-    again = run("delete", "d", *where, "--purge", "--yes")
+    again = run("datasets", "delete", "d", *where, "--purge", "--yes")
     assert again.code == 3
     assert again.out.splitlines()[0] == "d: nothing to purge"
     assert told in again.out
-    body = run("delete", "d", *where, "--purge", "--yes", "--json").json
+    body = run("datasets", "delete", "d", *where, "--purge", "--yes", "--json").json
     assert (body["num_undecided"], body["is_proven"]) == (1, False)
-    assert run("delete", "d", "--where", "source_episode_id = 'z'", "--purge", "--yes").code == 0
+    assert (
+        run(
+            "datasets", "delete", "d", "--where", "source_episode_id = 'z'", "--purge", "--yes"
+        ).code
+        == 0
+    )
 
 
 def test_what_is_refused(run: Any) -> None:
-    assert run("delete", "d", "--yes").code == 2
-    run("delete", "d", "--where", "random() < 1", "--yes").failed("random")
-    run("delete", "nope", "--where", "true").failed("nope")
+    assert run("datasets", "delete", "d", "--yes").code == 2
+    run("datasets", "delete", "d", "--where", "random() < 1", "--yes").failed("random")
+    run("datasets", "delete", "nope", "--where", "true").failed("nope")

@@ -1,4 +1,4 @@
-"""`sessionise --every` and `feedback status`, as commands."""
+"""`feedback join --every` and `feedback status`, as commands."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def line_of(process: subprocess.Popen[str], stream: Any) -> str:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_every_goes_on_past_failures_until_a_signal(served: Served, number: int) -> None:
     code = "import sys; from replaylake.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = ["sessionise", "live", "--every", "0.2s", "--lake", str(served.path)]
+    command = ["feedback", "join", "live", "--every", "0.2s", "--lake", str(served.path)]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *command],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`replaylake fsck` and `replaylake copy`."""
+"""`replaylake fsck` and `replaylake datasets copy`."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def test_what_fsck_does_not_take(run: Any) -> None:
 
 def test_copy(run: Any, lake: Path, tmp_path: Path) -> None:
     there = tmp_path / "there"
-    ran = run("copy", "d", there)
+    ran = run("datasets", "copy", "d", there)
     assert ran.code == 0
     assert ran.out.startswith(f"d@1 -> {there}: d@1: 2 episodes, 3 steps in 1 shard, ")
-    again = run("copy", "d", there, "--json").json
+    again = run("datasets", "copy", "d", there, "--json").json
     assert (again["version"], again["num_steps"]) == (None, 0)
-    assert "nothing to add" in run("copy", "d@1", there).out
-    other = run("copy", "d", there, "--as", "e", "--json").json
+    assert "nothing to add" in run("datasets", "copy", "d@1", there).out
+    other = run("datasets", "copy", "d", there, "--as", "e", "--json").json
     assert (other["dataset"], other["num_steps"], other["num_episodes"]) == ("e", 3, 2)
     assert run("fsck", "--lake", there).code == 0
     path = shard(lake)
     path.write_bytes(b"")
-    run("copy", "d", tmp_path / "third").failed("another sha256 than the log has")
+    run("datasets", "copy", "d", tmp_path / "third").failed("another sha256 than the log has")
 
 
 def test_what_copy_does_not_take(run: Any, lake: Path, tmp_path: Path) -> None:
-    run("copy", "e", tmp_path / "there").failed("dataset 'e': not in this lake")
+    run("datasets", "copy", "e", tmp_path / "there").failed("dataset 'e': not in this lake")
     assert not (tmp_path / "there").exists()
-    run("copy", "d", lake).failed("the source itself")
+    run("datasets", "copy", "d", lake).failed("the source itself")

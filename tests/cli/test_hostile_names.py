@@ -107,15 +107,15 @@ USES = (
 COMMANDS: dict[str, Callable[[str, Path], list[str]]] = {
     "show": lambda name, log: ["show", name],
     "ingest": lambda name, log: ["ingest", str(log), "--dataset", name],
-    "sessionise": lambda name, log: ["sessionise", name],
+    "feedback join": lambda name, log: ["feedback", "join", name],
     "history": lambda name, log: ["history", name],
     "lineage": lambda name, log: ["lineage", "--dataset", name],
-    "tag set": lambda name, log: ["tag", "set", "d@0", name],
-    "tag of dataset": lambda name, log: ["tag", "set", f"{name}@0", "t"],
+    "tag set": lambda name, log: ["datasets", "tag", "d@0", name],
+    "tag of dataset": lambda name, log: ["datasets", "tag", f"{name}@0", "t"],
     "show tag": lambda name, log: ["show", f"d@{name}"],
     "policies show": lambda name, log: ["policies", "show", name],
-    "package": lambda name, log: ["package", name, "--output", str(log.parent / "out")],
-    "alias set": lambda name, log: ["policies", "alias", "p:1", name],
+    "package": lambda name, log: ["policies", "package", name, "--output", str(log.parent / "out")],
+    "alias set": lambda name, log: ["promote", "p:1", "--to", name],
     "alias": lambda name, log: ["policies", "show", f"p@{name}"],
 }
 
@@ -195,8 +195,8 @@ def test_a_dataset_linked_from_outside_is_neither_read_nor_written(
         ["sql", "select * from linked.steps"],
         ["ingest", str(log), "--dataset", "linked"],
         ["history", "linked"],
-        ["sessionise", "linked"],
-        ["tag", "set", "linked@0", "t"],
+        ["feedback", "join", "linked"],
+        ["datasets", "tag", "linked@0", "t"],
         ["lineage", "--dataset", "linked"],
     ):
         run(*command).failed("inside of the lake")

@@ -1,4 +1,4 @@
-"""`train offline`, `evaluate`, `policies`, `lineage` and `package` on the log that ships."""
+"""`train offline`, `evaluate`, `policies` and `lineage` on the log that ships."""
 
 import json
 import shutil
@@ -90,14 +90,14 @@ def test_flags_win_over_set_and_set_over_the_file(run: Any, tmp_path: Path) -> N
         (("evaluate", "random", "--env", "CartPoll-v1"), "CartPole-v1"),
         (("policies", "show", "absent"), "absent"),
         (("policies", "show", "Clone"), "Clone"),
-        (("policies", "alias", "clone:9", "champion"), "9"),
-        (("policies", "alias", "clone", "Champion!"), "Champion!"),
-        (("package", "absent", "--output", "out"), "absent"),
+        (("promote", "clone:9", "--to", "champion"), "9"),
+        (("promote", "clone", "--to", "Champion!"), "Champion!"),
+        (("policies", "package", "absent", "--output", "out"), "absent"),
         (("lineage", "--policy", "absent"), "absent"),
         (("lineage", "--dataset", "absent"), "absent"),
         (("lineage", "--decision", "-nonsense"), "-nonsense"),
-        (("sessionise", "cartpole"), "--log-to cartpole"),
-        (("sessionise", "absent"), "absent"),
+        (("feedback", "join", "cartpole"), "--log-to cartpole"),
+        (("feedback", "join", "absent"), "absent"),
     ],
 )
 def test_what_is_refused_changes_nothing(
@@ -184,21 +184,21 @@ def test_policies(run: Any) -> None:
     (row,) = run("policies", "list", "--json").json["policies"]
     assert (row["policy"], row["version"], row["aliases"]) == ("clone", 1, [])
     assert run("policies", "list").out.splitlines()[1].split()[:2] == ["clone", "1"]
-    assert run("policies", "alias", "clone:1", "champion").out == "clone@champion is clone:1\n"
+    assert run("promote", "clone:1", "--to", "champion").out == "clone@champion is clone:1\n"
     body = run("policies", "show", "clone", "--json").json
     assert body["selected_by"] == "alias champion"
     assert body["manifest"]["algorithm"] == "bc"
     assert body["lineage"]["datasets"][0]["dataset"] == "cartpole"
     out = run("policies", "show", "clone").out
     assert out.startswith("clone:1 (alias champion)\n  aliases  champion\n")
-    moved = run("policies", "alias", "clone:1", "champion", "--json").json
-    assert (moved["previous_version"], moved["version"]) == (1, 1)
+    again = run("policies", "promote", "clone:1", "--to", "champion", "--json").json
+    assert (again["promoted"], again["version"], again["move"]) == (False, 1, None)
 
 
 def test_a_name_means_its_champion_else_its_newest(run: Any) -> None:
     assert run(*TRAIN, "--updates", "5", "--set", "hidden_sizes=[8]").code == 0
     assert run("policies", "show", "clone", "--json").json["version"] == 2
-    assert run("policies", "alias", "clone:1", "champion").code == 0
+    assert run("promote", "clone:1", "--to", "champion").code == 0
     assert run("policies", "show", "clone", "--json").json["version"] == 1
     assert run("policies", "show", "clone:2", "--json").json["selected_by"] == "version"
 
@@ -231,10 +231,10 @@ def test_lineage_of_a_dataset_names_the_policies(run: Any) -> None:
 @pytest.mark.slow
 def test_package(run: Any, tmp_path: Path) -> None:
     output = tmp_path / "bento"
-    body = run("package", "clone", "--output", output, "--json").json
+    body = run("policies", "package", "clone", "--output", output, "--json").json
     assert (body["policy"], body["version"], body["output"]) == ("clone", 1, str(output))
     assert (output / "bento.yaml").is_file()
-    again = run("package", "clone", "--output", output)
+    again = run("policies", "package", "clone", "--output", output)
     assert again.code == 1
     assert again.err.splitlines()[-1].startswith(f"error: {output}: ")
 

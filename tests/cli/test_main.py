@@ -1,5 +1,6 @@
 """The frame of every command: help, options, exit codes, streams, start-up time."""
 
+import inspect
 import json
 import math
 import os
@@ -16,60 +17,66 @@ import pytest
 import typer
 
 import replaylake.cli.commands.datasets
-from replaylake.cli.main import GROUPS, app, main
+from replaylake.cli.main import GROUPS, SHORT_FORMS, app, main
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.version import VERSION
 
 DOCS = (Path(__file__).parents[2] / "docs" / "CLI.md").read_text(encoding="utf-8")
 COMMANDS = [
     "ingest",
-    "list",
-    "show",
+    "rollout",
+    "feedback join",
+    "feedback status",
+    "annotate",
+    "datasets list",
+    "datasets show",
+    "datasets history",
+    "datasets diff",
+    "datasets tag",
+    "datasets copy",
+    "datasets delete",
     "sql",
-    "history",
-    "diff",
-    "tag set",
-    "tag list",
-    "tag remove",
+    "lineage",
+    "export",
+    "formats",
     "train offline",
     "train online",
+    "tune",
     "algorithms",
     "runs list",
     "runs show",
-    "runs compare",
-    "profile",
+    "runs diff",
+    "runs profile",
     "evaluate",
     "ope",
+    "replay-decisions",
     "policies list",
     "policies show",
-    "policies alias",
     "policies history",
+    "policies diff",
+    "policies promote",
+    "policies rollback",
     "policies note",
     "policies protect",
     "policies unprotect",
     "policies delete",
-    "promote",
-    "rollback",
-    "replay-decisions",
-    "package",
-    "rollout",
+    "policies package",
     "serve",
-    "sessionise",
-    "feedback status",
-    "lineage",
-    "annotate",
-    "delete",
-    "compact",
-    "vacuum",
-    "trim",
-    "tune",
-    "retention",
-    "maintain",
+    "maintain run",
+    "maintain compact",
+    "maintain trim",
+    "maintain vacuum",
+    "maintain retention",
     "fsck",
-    "copy",
-    "export",
-    "formats",
 ]
+SHORT = {
+    "list": "datasets list",
+    "show": "datasets show",
+    "history": "datasets history",
+    "diff": "datasets diff",
+    "promote": "policies promote",
+    "rollback": "policies rollback",
+}
 HEAVY = {
     "bentoml",
     "d3rlpy",
@@ -103,16 +110,48 @@ def started(*arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_commands_are_those_that_were_promised() -> None:
-    assert sorted(TREE) == sorted(COMMANDS)
+    assert sorted(TREE) == sorted([*COMMANDS, *SHORT])
 
 
-def test_help_lists_every_command_once_under_a_heading(run: Any) -> None:
+def test_a_short_form_is_the_command_itself(run: Any) -> None:
+    assert SHORT_FORMS == SHORT
+    for short, full in SHORT.items():
+        assert inspect.unwrap(TREE[short].callback) is inspect.unwrap(TREE[full].callback)
+        out = run(short, "--help").out
+        assert out == run(*full.split(), "--help").out.replace(
+            f"replaylake {full} ", f"replaylake {short} "
+        )
+
+
+def test_help_lists_every_command_once_under_a_heading(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     grouped = [name for names in GROUPS.values() for name in names]
     assert sorted(grouped) == sorted({name.split()[0] for name in COMMANDS})
     out = run("--help").out
-    listed = re.findall(r"^  ([a-z][a-z-]+) +[A-Z].*", out, re.M)
-    assert listed == grouped
-    assert [line[:-1] for line in out.splitlines() if line[:-1] in GROUPS] == [*GROUPS]
+    assert re.findall(r"^  ([a-z][a-z-]+) +[A-Z].*\.$", out, re.M) == grouped
+    headings = [*GROUPS, "Short forms"]
+    assert [line[:-1] for line in out.splitlines() if line[:-1] in headings] == headings
+    short = re.findall(r"^  ([a-z]+) +([a-z]+ [a-z]+)$", out.partition("Short forms:")[2], re.M)
+    assert dict(short) == SHORT
+
+
+@pytest.mark.parametrize("path", ["", *sorted({n.split()[0] for n in COMMANDS if " " in n})])
+def test_no_summary_is_cut_at_80_columns(
+    run: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run(*path.split(), "--help").out
+    assert "..." not in out.partition("\n")[2]
+    listed = re.findall(r"^  ([a-z][a-z-]+) +[A-Z].*\.$", out, re.M)
+    names = {name.split()[0] for name in COMMANDS}
+    assert set(listed) == ({n.split()[1] for n in COMMANDS if n.startswith(f"{path} ")} or names)
+
+
+def test_a_group_has_several_commands() -> None:
+    groups = [name.split()[0] for name in COMMANDS if " " in name]
+    assert all(groups.count(group) > 1 for group in groups)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -131,7 +170,58 @@ def test_help_has_one_line_and_an_example(run: Any, name: str) -> None:
     assert lines[0].startswith(f"Usage: replaylake {name} ")
     assert re.fullmatch(r"  [A-Z].*\.", lines[2]), lines[2]
     example = lines[lines.index("  Example:") + 1 :]
-    assert example[0].startswith(f"    replaylake {name}")
+    daily = {full: short for short, full in SHORT.items()}.get(name, name)
+    assert example[0].startswith(f"    replaylake {daily} ".rstrip())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_begins_with_its_own_options_and_ends_with_the_common_ones(
+    run: Any, name: str
+) -> None:
+    out = run(*name.split(), "--help").out
+    sections = dict(re.findall(r"^([A-Z][\w ]*):\n((?:  .*\n)+)", out, re.M))
+    shown = {
+        heading: re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.M)
+        for heading, text in sections.items()
+    }
+    headings = [heading for heading in sections if heading != "Arguments"]
+    assert headings[-1] == "Common options"
+    assert shown["Common options"] == ["--lake", "--json", "--debug", "--help"]
+    own = [p for p in TREE[name].params if p.opts[0] not in shown["Common options"]]
+    options = [p for p in own if p.param_type_name == "option"]
+    for option in options:
+        assert option.opts[0] in shown[option.rich_help_panel or "Options"]
+    if options:
+        assert headings[0] == "Options"
+    required = [option.opts[0] for option in options if option.required]
+    assert sorted(shown.get("Options", [])[: len(required)]) == sorted(required)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_text_of_help_makes_sense_by_itself(name: str) -> None:
+    summary = TREE[name].help.partition("\n")[0]
+    for text in (summary, *(parameter.help for parameter in TREE[name].params)):
+        assert re.match("[A-Z].*[.]$", text), text
+        assert not re.match("(Of|What|Who|Whose|Which|Where|How|So|Such|By)\\b", text), text
+        assert "such as" not in text, text
+
+
+def test_each_text_of_the_docs_makes_sense_by_itself() -> None:
+    texts = re.findall(r"^\| `[^|]*` \| (.*) \|$", DOCS.replace("\\|", "/"), re.M)
+    assert len(texts) > 200
+    for text in texts:
+        assert not re.match("(Of|What|Who|Whose|Which|Where|How|So|Such|By)\\b", text), text
+        assert "such as" not in text, text
+
+
+def test_help_says_when_to_evaluate_how(run: Any) -> None:
+    sentence = (
+        "Use `evaluate` where there is an environment, `ope` to estimate the value from logged "
+        "episodes alone, and `replay-decisions` to see where a policy decides differently from "
+        "the log."
+    )
+    for name in ("evaluate", "ope", "replay-decisions"):
+        assert sentence in " ".join(run(name, "--help").out.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -163,7 +253,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0
-    assert "sessionise" in ran.stdout
+    assert "feedback" in ran.stdout
     modules = ran.stderr.split()
     assert not {name.partition(".")[0] for name in modules} & HEAVY
     # 240 of them, 140 of which Typer brings.
@@ -239,20 +329,20 @@ def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
         ("sql", "select 1"),
         ("history", "cartpole"),
         ("diff", "cartpole@1", "cartpole@2"),
-        ("tag", "set", "cartpole@1", "golden"),
-        ("tag", "list"),
-        ("tag", "remove", "cartpole@golden"),
-        ("compact", "cartpole"),
-        ("vacuum",),
-        ("trim", "cartpole", "--max-steps", "1"),
-        ("retention", "cartpole"),
-        ("maintain",),
+        ("datasets", "tag", "cartpole@1", "golden"),
+        ("datasets", "tag", "--list"),
+        ("datasets", "tag", "--remove", "cartpole@golden"),
+        ("maintain", "compact", "cartpole"),
+        ("maintain", "vacuum"),
+        ("maintain", "trim", "cartpole", "--max-steps", "1"),
+        ("maintain", "retention", "cartpole"),
+        ("maintain", "run"),
         ("train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone"),
         ("evaluate", "clone", "--env", "CartPole-v1"),
         ("policies", "list"),
         ("policies", "show", "clone"),
-        ("policies", "alias", "clone:1", "champion"),
         ("policies", "history", "clone"),
+        ("policies", "diff", "clone:1", "clone:2"),
         ("policies", "note", "clone:1", "text"),
         ("policies", "protect", "clone:1"),
         ("policies", "unprotect", "clone:1"),
@@ -260,9 +350,9 @@ def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
         ("promote", "clone:1", "--to", "champion"),
         ("rollback", "clone"),
         ("replay-decisions", "clone:1", "live"),
-        ("package", "clone", "--output", "out"),
+        ("policies", "package", "clone", "--output", "out"),
         ("serve", "clone"),
-        ("sessionise", "cartpole"),
+        ("feedback", "join", "cartpole"),
         ("lineage", "--policy", "clone"),
     ],
 )

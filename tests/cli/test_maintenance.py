@@ -38,34 +38,34 @@ def _age(lake: Path, days: float) -> None:
 
 
 def test_compact(run: Callable, shards: Path) -> None:
-    done = run("compact", "play")
+    done = run("maintain", "compact", "play")
     assert done.code == 0
     assert done.out.startswith("play@6: 5 shards became 1, ")
     assert "10 rows of 5 shards rewritten in 1 commit\n" in done.out
-    again = run("compact", "play", "--json").json
+    again = run("maintain", "compact", "play", "--json").json
     assert again["tables"][0]["num_commits"] == 0
-    assert run("compact", "play").out == "play@6: 1 shard, no change\n"
+    assert run("maintain", "compact", "play").out == "play@6: 1 shard, no change\n"
 
 
 def test_compact_takes_a_size_in_range(run: Callable, shards: Path) -> None:
-    refused = run("compact", "play", "--target", "1MiB")
+    refused = run("maintain", "compact", "play", "--target", "1MiB")
     assert refused.code == 2
     assert "expected 67,108,864 (64 MiB)" in " ".join(refused.err.split())
-    assert run("compact", "play", "--target", "100MB").code == 0
-    run("compact", "nope").failed("dataset 'nope': not in this lake")
+    assert run("maintain", "compact", "play", "--target", "100MB").code == 0
+    run("maintain", "compact", "nope").failed("dataset 'nope': not in this lake")
 
 
 def test_vacuum_lists_and_then_deletes(run: Callable, shards: Path, tree: Callable) -> None:
-    run("compact", "play")
-    assert run("vacuum").out == "0 files, 0 bytes to delete\n"
+    run("maintain", "compact", "play")
+    assert run("maintain", "vacuum").out == "0 files, 0 bytes to delete\n"
     _age(shards, 8)
     before = tree()
-    listed = run("vacuum")
+    listed = run("maintain", "vacuum")
     assert len(listed.out.splitlines()) == 7
     assert "5 files (shard 5), " in listed.out
     assert listed.out.endswith(" to delete\n  nothing was changed: --yes does it\n")
     assert tree() == before
-    done = run("vacuum", "play", "--yes", "--json").json
+    done = run("maintain", "vacuum", "play", "--yes", "--json").json
     assert (done["deleted"], done["num_files"]) == (True, 5)
     assert len(before) - len(tree()) == 5
     run("show", "play@2").failed("play@2: found that 2 of its 2 shards are gone", "vacuum")
@@ -73,57 +73,63 @@ def test_vacuum_lists_and_then_deletes(run: Callable, shards: Path, tree: Callab
 
 
 def test_vacuum_of_what_is_young_has_to_be_forced(run: Callable, shards: Path) -> None:
-    run("compact", "play")
-    refused = run("vacuum", "--older-than", "1m")
+    run("maintain", "compact", "play")
+    refused = run("maintain", "vacuum", "--older-than", "1m")
     assert refused.code == 2
     said = " ".join(refused.err.split())
     assert "Invalid value for --older-than: found 60, expected at least 3600" in said
     assert "force it" in said
     time.sleep(0.02)
-    assert run("vacuum", "--older-than", "0s", "--force", "--json").json["num_files"] == 5
+    assert (
+        run("maintain", "vacuum", "--older-than", "0s", "--force", "--json").json["num_files"] == 5
+    )
 
 
 def test_trim(run: Callable, shards: Path) -> None:
-    assert run("trim", "play", "--max-steps", 5).out == (
+    assert run("maintain", "trim", "play", "--max-steps", 5).out == (
         "play: would remove 3 episodes, 6 steps; 4 steps left\n"
         "  nothing was changed: --yes does it\n"
     )
-    done = run("trim", "play", "--max-steps", 5, "--yes")
+    done = run("maintain", "trim", "play", "--max-steps", 5, "--yes")
     assert done.out == (
         "play@6: 3 episodes, 6 steps removed; 4 steps left\n  3 shards dropped whole, 0 rewritten\n"
     )
-    again = run("trim", "play", "--older-than", "1d", "--yes")
+    again = run("maintain", "trim", "play", "--older-than", "1d", "--yes")
     assert again.out == "play@6: nothing to trim; 4 steps left\n"
-    assert run("trim", "play", "--older-than", "1d", "--json").json["dry_run"] is True
-    assert run("trim", "play").code == 2
-    assert run("trim", "play", "--older-than", "soon").code == 2
+    assert run("maintain", "trim", "play", "--older-than", "1d", "--json").json["dry_run"] is True
+    assert run("maintain", "trim", "play").code == 2
+    assert run("maintain", "trim", "play", "--older-than", "soon").code == 2
 
 
 def test_retention_is_shown_set_and_unset(run: Callable, shards: Path) -> None:
-    assert run("retention", "play").out == (
+    assert run("maintain", "retention", "play").out == (
         "play\n  max steps      no limit\n  max age        no limit\n  keep versions  7d\n"
         "  target shard   128 MiB\n  cache max      no limit\n"
     )
-    done = run("retention", "play", "--max-steps", "4", "--max-age", "30d", "--json").json
+    done = run(
+        "maintain", "retention", "play", "--max-steps", "4", "--max-age", "30d", "--json"
+    ).json
     assert (done["max_steps"], done["max_age_s"]) == (4, 30 * 86_400)
-    done = run("retention", "play", "--max-age", "none", "--cache-max", "20GB", "--json").json
+    done = run(
+        "maintain", "retention", "play", "--max-age", "none", "--cache-max", "20GB", "--json"
+    ).json
     assert (done["max_age_s"], done["cache_max_bytes"]) == (None, 20 * 10**9)
-    assert "  max steps      4\n" in run("retention", "play").out
-    refused = run("retention", "play", "--keep-versions", "1m")
+    assert "  max steps      4\n" in run("maintain", "retention", "play").out
+    refused = run("maintain", "retention", "play", "--keep-versions", "1m")
     assert refused.code == 2
     assert "Invalid value for --keep-versions: found 60, expected" in refused.err
-    assert run("retention", "play", "--max-steps", "many").code == 2
+    assert run("maintain", "retention", "play", "--max-steps", "many").code == 2
 
 
 def test_maintain_once(run: Callable, shards: Path) -> None:
-    run("retention", "play", "--max-steps", "6")
-    done = run("maintain")
+    run("maintain", "retention", "play", "--max-steps", "6")
+    done = run("maintain", "run")
     assert done.code == 0
     header, play, lake = done.out.splitlines()
     assert header.split()[:3] == ["dataset", "version", "trimmed"]
     assert play.split()[0] == "play"
     assert lake.split()[0] == "(lake)"
-    body = run("maintain", "play", "--json").json
+    body = run("maintain", "run", "play", "--json").json
     assert [one["dataset"] for one in body["datasets"]] == ["play"]
     assert body["datasets"][0]["trimmed"] == 0
 
@@ -133,7 +139,7 @@ def test_maintain_goes_on_after_a_failure_and_says_so(run: Callable, shards: Pat
     other.append([Episode("e", np.zeros((1, 2), np.float32), np.array([0]), np.ones(1))])
     path = next((shards / "other" / "_delta_log").glob("*1.json"))
     path.write_bytes(b"{")
-    done = run("maintain", "--json")
+    done = run("maintain", "run", "--json")
     assert done.code == 1
     assert "error: other: LogCorruptError" in done.err
     rows = {one["dataset"]: one for one in done.json["datasets"]}
@@ -142,7 +148,16 @@ def test_maintain_goes_on_after_a_failure_and_says_so(run: Callable, shards: Pat
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_maintain_every_ends_cleanly_mid_sleep(shards: Path, number: int) -> None:
-    command = [sys.executable, "-m", "replaylake.cli.main", "maintain", "--every", "1h", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "replaylake.cli.main",
+        "maintain",
+        "run",
+        "--every",
+        "1h",
+        "--json",
+    ]
     environment = {**os.environ, "REPLAYLAKE_LAKE": str(shards)}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""`replaylake package`: what it builds, says and refuses."""
+"""`replaylake policies package`: what it builds, says and refuses."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def policy(lake: Path, tmp_path: Path) -> None:
 
 def test_it_says_what_it_built_how_large_and_how_to_run_it(run: Any, tmp_path: Path) -> None:
     output = tmp_path / "bento"
-    ran = run("package", "pick", "--output", output)
+    ran = run("policies", "package", "pick", "--output", output)
     assert ran.code == 0, ran.err
     assert ran.err.splitlines()[0] == "policy pick:1 (newest)"
     first, *lines = ran.out.splitlines()
@@ -51,14 +51,14 @@ def test_it_says_what_it_built_how_large_and_how_to_run_it(run: Any, tmp_path: P
     dockerfile = f"{output}/env/docker/Dockerfile"
     assert image == f"as an image: docker build -f {dockerfile} -t pick:1 {output}"
     assert Path(dockerfile).is_file()
-    again = run("package", "pick", "--output", output)
+    again = run("policies", "package", "pick", "--output", output)
     assert again.code == 1
     assert again.err.splitlines()[-1].startswith(f"error: {output}: ")
 
 
 def test_as_json(run: Any, tmp_path: Path) -> None:
     output = tmp_path / "bento"
-    body = run("package", "pick:1", "--output", output, "--json").json
+    body = run("policies", "package", "pick:1", "--output", output, "--json").json
     assert (body["tag"], body["policy"], body["version"]) == ("pick:1", "pick", 1)
     assert (body["output"], body["selected_by"]) == (str(output), "version")
     assert body["dockerfile"] == str(output / "env" / "docker" / "Dockerfile")
@@ -72,9 +72,9 @@ def test_as_json(run: Any, tmp_path: Path) -> None:
 
 
 def test_an_absent_policy_and_a_folder_that_is_not_there(run: Any, tmp_path: Path) -> None:
-    run("package", "absent", "--output", tmp_path / "bento").failed("absent")
+    run("policies", "package", "absent", "--output", tmp_path / "bento").failed("absent")
     assert not (tmp_path / "bento").exists()
-    ran = run("package", "pick", "--output", tmp_path / "nowhere" / "bento")
+    ran = run("policies", "package", "pick", "--output", tmp_path / "nowhere" / "bento")
     assert ran.code == 1
     assert ran.err.splitlines()[-1].startswith(
         f"error: {tmp_path / 'nowhere'}: found no such folder"

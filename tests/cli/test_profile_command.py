@@ -1,4 +1,4 @@
-"""`replaylake profile` and `runs`, of an online run that goes on and of one that is done."""
+"""`replaylake runs profile` and `runs`, of an online run that goes on and of one that is done."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def filled(lake: Path) -> Lake:
 
 def test_the_table_and_the_bottleneck(run: Any, filled: Lake) -> None:
     with RunLease(filled.storage, GOES_ON):
-        lines = run("profile", GOES_ON).out.splitlines()
+        lines = run("runs", "profile", GOES_ON).out.splitlines()
     head = f"run {GOES_ON}  running  20 s of the trainer and 2 workers, until update 900"
     assert lines[0] == head
     assert re.split("  +", lines[1].strip()) == [
@@ -96,7 +96,7 @@ def test_the_table_and_the_bottleneck(run: Any, filled: Lake) -> None:
 
 
 def test_the_last_interval_alone(run: Any, filled: Lake) -> None:
-    body = run("profile", "01aa", "--last", "--json").json
+    body = run("runs", "profile", "01aa", "--last", "--json").json
     assert (body["run_id"], body["status"], body["only_last"]) == (GOES_ON, "killed", True)
     assert (body["wall_s"], body["processes"]) == (10.0, 3)
     assert body["links"][0]["seconds"] == 4.0
@@ -106,7 +106,7 @@ def test_the_last_interval_alone(run: Any, filled: Lake) -> None:
         "reason": "update takes 90% of the trainer's time; the learner waits 0% of its time, the "
         "workers 75%",
     }
-    lines = run("profile", "01aa", "--last").out.splitlines()
+    lines = run("runs", "profile", "01aa", "--last").out.splitlines()
     assert "  killed  the last 10 s of the trainer and 2 workers, until update 900" in lines[0]
 
 
@@ -119,7 +119,7 @@ def test_the_last_interval_alone(run: Any, filled: Lake) -> None:
     ],
 )
 def test_what_has_no_profile(run: Any, filled: Lake, run_id: str, said: str) -> None:
-    run("profile", run_id).failed(said)
+    run("runs", "profile", run_id).failed(said)
 
 
 def test_they_are_listed_with_what_they_collected(run: Any, filled: Lake) -> None:
@@ -188,7 +188,7 @@ def test_one_is_shown_without_the_times_of_its_links(run: Any, filled: Lake) -> 
 
 
 def test_two_are_compared(run: Any, filled: Lake) -> None:
-    out = run("runs", "compare", GOES_ON, DONE).out
+    out = run("runs", "diff", GOES_ON, DONE).out
     assert "asked for the same" in out
     assert "profile/" not in out
     assert re.search(r"^return \(best\) +180 +180$", out, re.M)

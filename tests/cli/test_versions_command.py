@@ -1,4 +1,4 @@
-"""`replaylake tag`, `history` and `diff`, and NAME@TAG wherever a version is taken."""
+"""`replaylake datasets tag`, `history` and `diff`, and NAME@TAG wherever a version is taken."""
 
 from pathlib import Path
 from typing import Any
@@ -20,67 +20,86 @@ def filled(run: Any, log: Path, tmp_path: Path) -> None:
 
 
 def test_set_list_and_remove(run: Any) -> None:
-    assert run("tag", "list").out == ""
-    assert run("tag", "set", "d@1", "golden").out == "d@golden is d@1\n"
-    assert run("tag", "set", "d@1", "golden").out == "d@golden is d@1\n"
-    run("tag", "set", "d", "golden").failed("points at version 1", "--replace")
-    moved = run("tag", "set", "d", "golden", "--replace", "--json").json
+    assert run("datasets", "tag", "--list").out == ""
+    assert run("datasets", "tag", "d@1", "golden").out == "d@golden is d@1\n"
+    assert run("datasets", "tag", "d@1", "golden").out == "d@golden is d@1\n"
+    run("datasets", "tag", "d", "golden").failed("points at version 1", "--replace")
+    moved = run("datasets", "tag", "d", "golden", "--replace", "--json").json
     assert moved == {"dataset": "d", "tag": "golden", "version": 2, "previous_version": 1}
-    assert run("tag", "set", "d@golden", "same").out == "d@same is d@2\n"
-    header, *lines = run("tag", "list", "d").out.splitlines()
+    assert run("datasets", "tag", "d@golden", "same").out == "d@same is d@2\n"
+    header, *lines = run("datasets", "tag", "--list", "d").out.splitlines()
     assert header.split() == ["dataset", "tag", "version", "created_at"]
     assert [line.split()[:3] for line in lines] == [["d", "golden", "2"], ["d", "same", "2"]]
-    assert [row["tag"] for row in run("tag", "list", "--json").json["tags"]] == ["golden", "same"]
-    assert run("tag", "remove", "d@golden").out == "removed the tag d@golden, which was d@2\n"
-    run("tag", "remove", "d@golden").failed("golden", "same")
+    assert [row["tag"] for row in run("datasets", "tag", "--list", "--json").json["tags"]] == [
+        "golden",
+        "same",
+    ]
+    assert (
+        run("datasets", "tag", "--remove", "d@golden").out
+        == "removed the tag d@golden, which was d@2\n"
+    )
+    run("datasets", "tag", "--remove", "d@golden").failed("golden", "same")
     assert run("show", "d@golden").code == 1
-    run("tag", "remove", "d@same")
-    run("tag", "remove", "d@same").failed("expected a tag, and the dataset has none")
+    run("datasets", "tag", "--remove", "d@same")
+    run("datasets", "tag", "--remove", "d@same").failed("expected a tag, and the dataset has none")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("set", "d@9", "golden"), "9"),
-        (("set", "nowhere", "golden"), "nowhere"),
-        (("set", "d", "../x"), "../x"),
-        (("set", "d", "Golden"), "Golden"),
-        (("set", "d", "12"), "12"),
-        (("list", "nowhere"), "nowhere"),
-        (("remove", "d@none"), "none"),
+        (("d@9", "golden"), "9"),
+        (("nowhere", "golden"), "nowhere"),
+        (("d", "../x"), "../x"),
+        (("d", "Golden"), "Golden"),
+        (("d", "12"), "12"),
+        (("--list", "nowhere"), "nowhere"),
+        (("--remove", "d@none"), "none"),
     ],
 )
 def test_tags_refused(run: Any, arguments: tuple[str, ...], said: str) -> None:
-    run("tag", *arguments).failed(said)
-    assert run("tag", "list", "--json").json["tags"] == []
+    run("datasets", "tag", *arguments).failed(said)
+    assert run("datasets", "tag", "--list", "--json").json["tags"] == []
 
 
-def test_removing_a_version_is_wrong_usage(run: Any) -> None:
-    for text in ("d@1", "d"):
-        ran = run("tag", "remove", text)
-        assert (ran.code, ran.out) == (2, "")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("d",),
+        ("--remove",),
+        ("--remove", "d"),
+        ("--remove", "d@1"),
+        ("--remove", "d@golden", "same"),
+        ("--list", "d", "golden"),
+        ("--list", "--remove", "d@golden"),
+        ("--replace", "--list"),
+    ],
+)
+def test_tags_in_another_form_are_wrong_usage(run: Any, arguments: tuple[str, ...]) -> None:
+    ran = run("datasets", "tag", *arguments)
+    assert (ran.code, ran.out) == (2, "")
 
 
 def test_a_version_without_its_files_is_not_tagged(run: Any, lake: Path) -> None:
     opened = open_lake(lake)
     for path in opened.snapshot("d@1").table.paths():
         path.unlink()
-    run("tag", "set", "d@1", "golden").failed("d")
+    run("datasets", "tag", "d@1", "golden").failed("d")
     assert open_lake(lake).tags.list() == []
 
 
 def test_a_tag_that_could_not_move_stays(run: Any, lake: Path) -> None:
-    assert run("tag", "set", "d@1", "golden").code == 0
+    assert run("datasets", "tag", "d@1", "golden").code == 0
     opened = open_lake(lake)
     old = set(opened.snapshot("d@1").table.paths())
     (new,) = set(opened.snapshot("d@2").table.paths()) - old
     new.unlink()
-    run("tag", "set", "d@2", "golden", "--replace").failed("d")
+    run("datasets", "tag", "d@2", "golden", "--replace").failed("d")
     assert open_lake(lake).tags.version("d", "golden") == 1
 
 
 def test_history(run: Any) -> None:
-    assert run("tag", "set", "d@1", "golden").code == 0
+    assert run("datasets", "tag", "d@1", "golden").code == 0
     header, *lines = run("history", "d").out.splitlines()
     assert header.split()[:3] == ["version", "committed_at", "operation"]
     assert [line.split()[0] for line in lines] == ["2", "1", "0"]
@@ -112,7 +131,7 @@ def test_diff(run: Any) -> None:
 
 
 def test_name_at_tag_wherever_a_version_is_taken(run: Any) -> None:
-    assert run("tag", "set", "d@1", "golden").code == 0
+    assert run("datasets", "tag", "d@1", "golden").code == 0
     assert run("show", "d@golden", "--json").json["num_steps"] == 3
     assert run("diff", "d@golden", "d", "--json").json["from_version"] == 1
     ran = run("sql", "select count(*) as n from d.steps", "--at", "d=golden", "--json")

@@ -126,7 +126,7 @@ def _read_manifest(directory: Path, sha256: str | None) -> bytes:
     except FileNotFoundError as error:
         raise NotFoundError(
             f"{directory}: found no {MANIFEST}, expected a policy package. Give the directory that "
-            "`replaylake package` wrote."
+            "`replaylake policies package` wrote."
         ) from error
     except OSError as error:
         raise PackageInvalidError(f"{path}: cannot be read: {error.strerror}.") from error

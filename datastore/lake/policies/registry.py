@@ -342,7 +342,7 @@ class Registry:
         version = find_alias(state, name, alias)
         if version is None:
             raise NotFoundError(
-                f"policy {name}@{alias}: no such alias. `replaylake policies alias {name} {alias}` "
-                "sets it."
+                f"policy {name}@{alias}: no such alias. `replaylake promote {name} --to "
+                f"{alias}` sets it."
             )
         return version

@@ -134,7 +134,15 @@ def find_differences(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
     None where a run has no such option.
     """
-    flat = [_flat(_requested_options(record)) for record in records]
+    return compare_fields([_requested_options(record) for record in records])
+
+
+def compare_fields(bodies: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the fields in which nested objects differ: by dotted name, a value each.
+
+    None where an object has no such field.
+    """
+    flat = [_flat(body) for body in bodies]
     names = list(dict.fromkeys(name for one in flat for name in one))
     values = {name: [one.get(name) for one in flat] for name in names}
     return {name: row for name, row in values.items() if any(one != row[0] for one in row)}

@@ -105,7 +105,7 @@ class Tags:
         return NotFoundError(
             f"tag {dataset}@{name}: found none of that name, expected "
             f"{'one of ' + ', '.join(known) if known else 'a tag, and the dataset has none'}. "
-            "`replaylake tag set` sets one."
+            "`replaylake datasets tag` sets one."
         )
 
 

@@ -436,7 +436,7 @@ def make_notes(plan: CopyPlan, forgotten: int | None) -> tuple[str, ...]:
         notes.append(
             f"the source keeps version {forgotten}, copied last, no longer: what the target "
             "removed of it may have been copied again; copy more often than `keep versions` of "
-            "`replaylake retention`"
+            "`replaylake maintain retention`"
         )
     return tuple(notes)
 

@@ -235,7 +235,7 @@ class DatasetCheck:
         for decision_id, num in rows.duplicate_ids():
             message = (
                 f"decision {decision_id}: found {num} rows, expected one. Restore the table from a "
-                "copy of the lake: `sessionise` would make a step of each."
+                "copy of the lake: `feedback join` would make a step of each."
             )
             self.add(ERROR, "decision", plan.table.root, message)
 
@@ -255,8 +255,8 @@ class DatasetCheck:
             if file.path not in kept:
                 message = (
                     f"no version names it: {file.size_bytes:,} bytes, "
-                    f"{age_text(file.modified_ms)}, of a writer that did not commit. `vacuum` "
-                    "removes it."
+                    f"{age_text(file.modified_ms)}, of a writer that did not commit. "
+                    "`replaylake maintain vacuum` removes it."
                 )
                 self.add(NOTE, "orphan", file.path, message)
                 yield Orphan(file.path, message)
@@ -422,5 +422,5 @@ def iter_faults(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield ERROR, "duplicate", f"{twice}. --repair keeps those that came first."
     if ended_at is not None and last > ended_at:
         after = f"found steps {max(first, ended_at + 1)}..{last} after step {ended_at} ended it"
-        advice = "`replaylake delete` the episode, or restore it from where it came"
+        advice = "`replaylake datasets delete` the episode, or restore it from where it came"
         yield ERROR, "after_end", f"{after}, expected none. {advice}."

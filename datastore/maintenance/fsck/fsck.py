@@ -135,7 +135,10 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: boo
     for file in storage.files(f"{LAKE_ROOT}/tmp"):
         if file.modified_ms < horizon_ms:
             age = age_text(file.modified_ms)
-            message = f"was left by a writer that did not end, {age}. `vacuum` removes it."
+            message = (
+                f"was left by a writer that did not end, {age}. `replaylake maintain vacuum` "
+                "removes it."
+            )
             check.add(NOTE, "temporary", file.path, message)
     for path, reason in find_damaged_pieces(storage):
         check.add(ERROR, "metrics", path, reason)

@@ -106,7 +106,7 @@ def check_key(key: LabelKey, schema: pa.Schema) -> None:
     if absent := [name for name in key.columns if name not in schema.names]:
         raise NotFoundError(
             f"--on: found {absent[0]}, which the dataset has not, expected a key of it. Only "
-            "served steps have decision_id and request_id: `replaylake sessionise` writes them."
+            "served steps have decision_id and request_id: `replaylake feedback join` writes them."
         )
 
 

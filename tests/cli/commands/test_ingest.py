@@ -235,12 +235,12 @@ def test_help_has_its_options_under_headings(run: Any) -> None:
     headings = [line for line in text.splitlines() if line.endswith(":") and line[0] != " "]
     assert headings == [
         "Arguments:",
-        "Source:",
-        "Columns:",
-        "Episodes:",
-        "Units and environment:",
-        "Stream:",
-        "Of every command:",
+        "Options:",
+        "Column options:",
+        "Episode options:",
+        "Action options:",
+        "Stream options:",
+        "Common options:",
     ]
 
 

@@ -217,7 +217,7 @@ def test_what_learned_to_keep_a_cost_low_is_judged_by_that(run: Any, opened: Lak
          "--dataset", "new", "--steps", "10", "--start-from", "p:2"),
         ("policies", "show", "p:2"),
         ("serve", "p:2", "--check"),
-        ("package", "p:2", "--output", "bento"),
+        ("policies", "package", "p:2", "--output", "bento"),
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )  # fmt: skip
@@ -281,6 +281,35 @@ def test_rolling_back(run: Any, plain: Lake) -> None:
     lines = run("policies", "history", "p").out.splitlines()
     assert lines[0].split() == ["at", "alias", "from", "to", "by", "how", "gate", "note"]
     assert lines[-1] == "no decision of p is in this lake"
+
+
+def test_two_versions_differ_in_these_fields(run: Any, plain: Lake) -> None:
+    package = plain.path.parent / "other"
+    package.mkdir()
+    spec = PolicySpec(Box((2,)), Discrete(3), "q_values")
+    files = {GRAPH: b"another graph"}
+    for name, data in {**files, MANIFEST: manifest_bytes(spec, {}, files)}.items():
+        (package / name).write_bytes(data)
+    lineage = {"datasets": [{"dataset": "log", "version": 7}], "seed": 1}
+    plain.registry.register("p", package, run_id="another", lineage=lineage)
+    assert run("promote", "p:1", "--to", "champion").code == 0
+    body = run("policies", "diff", "p", "p:5", "--json").json
+    assert [(one["version"], one["selected_by"]) for one in body["policies"]] == [
+        (1, "alias champion"),
+        (5, "version"),
+    ]
+    fields = body["fields"]
+    assert fields["aliases"] == [["champion"], []]
+    assert fields["run_id"][1] == "another"
+    assert fields["lineage.seed"] == [None, 1]
+    assert fields["lineage.datasets.0.version"] == [None, 7]
+    assert fields["manifest.action_space.n"][1] == 3
+    assert "protected" not in fields
+    header, *lines = run("policies", "diff", "p", "p:5").out.splitlines()
+    assert header.split() == ["field", "p:1", "p:5"]
+    assert ["aliases", "[champion]", "[]"] in [line.split() for line in lines]
+    assert run("policies", "diff", "p:2", "p:2").out == "no difference\n"
+    run("policies", "diff", "p:2", "p:9").failed("p:9")
 
 
 def test_notes_protection_and_deletion(run: Any, plain: Lake) -> None:

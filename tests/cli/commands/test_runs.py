@@ -134,7 +134,7 @@ def test_show_one_metric(run: Any) -> None:
 
 
 def test_compare(run: Any) -> None:
-    out = run("runs", "compare", FIRST, SECOND, KILLED).out
+    out = run("runs", "diff", FIRST, SECOND, KILLED).out
     rows = {line.split("  ")[0]: line.split() for line in out.splitlines() if line}
     assert rows["A"][:3] == ["A", FIRST, "done"]
     assert rows["seed"] == ["seed", "1", "2", "3"]
@@ -144,7 +144,7 @@ def test_compare(run: Any) -> None:
     assert rows["critic_loss (last)"][2:] == ["0.333333", "0.333333", "0.5"]
     drawn = out.split("\nselection/environment\n")[1]
     assert {"A", "B", "C"} <= set(drawn)
-    body = run("runs", "compare", FIRST, SECOND, "--json").json
+    body = run("runs", "diff", FIRST, SECOND, "--json").json
     assert body["options"]["seed"] == [1, 2]
     assert [one["run_id"] for one in body["runs"]] == [FIRST, SECOND]
     assert body["metrics"]["q_mean"][1]["last"] == 300.0
@@ -153,7 +153,7 @@ def test_compare(run: Any) -> None:
 def test_runs_of_the_same_options_say_so(run: Any, filled: Lake) -> None:
     for run_id in ("03ee", "03ff"):
         _record(filled, run_id, "done", 9)
-    out = run("runs", "compare", "03ee", "03ff").out
+    out = run("runs", "diff", "03ee", "03ff").out
     assert out.splitlines()[-1] == "asked for the same"
 
 
@@ -167,11 +167,11 @@ def test_pictures(run: Any, tmp_path: Path) -> None:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20) or ()}
         assert (0, 114, 178) in colours
     path = tmp_path / "both.svg"
-    assert run("runs", "compare", FIRST, SECOND, "--plot", path).code == 0
+    assert run("runs", "diff", FIRST, SECOND, "--plot", path).code == 0
     text = path.read_text()
     for said in (FIRST, SECOND, "selection/environment", "critic_loss", "q_mean"):
         assert said in text
-    assert run("runs", "compare", FIRST, SECOND, "--metric", "q_mean", "--plot", path).code == 0
+    assert run("runs", "diff", FIRST, SECOND, "--metric", "q_mean", "--plot", path).code == 0
     assert "critic_loss" not in path.read_text()
 
 
@@ -181,7 +181,7 @@ def test_pictures(run: Any, tmp_path: Path) -> None:
         (("show", "09"), "not in this lake"),
         (("show", "01"), "found 3 runs that begin so"),
         (("show", FIRST, "--metric", "critc_loss"), "expected critic_loss"),
-        (("compare", FIRST, "09"), "not in this lake"),
+        (("diff", FIRST, "09"), "not in this lake"),
         (("show", FIRST, "--plot", "x.gif"), "expected .png, .svg, .pdf"),
         (("show", FAILED, "--plot", "x.png"), "no metrics of 02dd44 yet"),
     ],
@@ -191,4 +191,4 @@ def test_what_is_refused(run: Any, arguments: tuple[str, ...], said: str) -> Non
 
 
 def test_one_run_is_no_comparison(run: Any) -> None:
-    assert run("runs", "compare", FIRST, FIRST).code == 2
+    assert run("runs", "diff", FIRST, FIRST).code == 2

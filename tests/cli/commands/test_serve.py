@@ -1,4 +1,4 @@
-"""`replaylake serve` as a process, then `sessionise` and `lineage --decision` on what it wrote."""
+"""`replaylake serve` as a process, then `feedback join` and `lineage --decision` on its log."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_a_port_in_use(run: Any, tree: Tree, log_to: tuple[str, ...]) -> None:
         (("none",), "none"),
         (("clone", "--log-to", "Live"), "Live"),
         (("clone", "--host", "no.such.host.invalid"), "no.such.host.invalid"),
-        (("clone", "--sessionise-every", "60s"), "--log-to"),
+        (("clone", "--join-every", "60s"), "--log-to"),
     ],
 )
 def test_what_is_refused_before_anything_starts(
@@ -112,7 +112,7 @@ def test_without_the_extra(lake: Path, module: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_decision_is_served_rewarded_sessionised_and_traced(run: Any, lake: Path) -> None:
+def test_a_decision_is_served_rewarded_joined_and_traced(run: Any, lake: Path) -> None:
     command = [sys.executable, "-m", "replaylake.cli.main", "serve", "clone", "--json"]
     command += ["--port", "0", "--log-to", "live", "--lake", str(lake)]
     environment = {**os.environ, "REPLAYLAKE_LAKE": ""}
@@ -141,9 +141,11 @@ def test_a_decision_is_served_rewarded_sessionised_and_traced(run: Any, lake: Pa
     assert lines[1].startswith("warning: live is logged without exploration: off-policy evaluation")
     assert "unsupported" in lines[1]
 
-    receipt = run("sessionise", "live", "--json").json
+    receipt = run("feedback", "join", "live", "--json").json
     assert (receipt["episodes"], receipt["steps"], receipt["joined"]) == (1, 1, 1)
-    assert run("sessionise", "live").out.splitlines()[0].endswith(": 0 episodes, 0 steps added")
+    assert (
+        run("feedback", "join", "live").out.splitlines()[0].endswith(": 0 episodes, 0 steps added")
+    )
 
     traced = run("lineage", "--decision", decision, "--json").json
     assert traced["decision"]["logged"]

@@ -3,11 +3,14 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+
+from replaylake.datastore.query.views import DATASET_VIEWS, LAKE_VIEWS
 
 QUERY = "select episode_id, step, observation, reward from d.steps order by reward"
 
@@ -15,6 +18,13 @@ QUERY = "select episode_id, step, observation, reward from d.steps order by rewa
 @pytest.fixture(autouse=True)
 def filled(run: Any, log: Path) -> None:
     assert run("ingest", log, "--dataset", "d", "--map", "observation=x,y").code == 0
+
+
+def test_help_names_every_view(run: Any) -> None:
+    text = run("sql", "--help").out.partition("Example:")[0]
+    words = set(re.findall(r"[\w.]+", text.replace(". ", " ")))
+    assert {f"NAME.{view}" for view in DATASET_VIEWS} == {w for w in words if w.startswith("NAME.")}
+    assert set(LAKE_VIEWS) <= words
 
 
 def test_a_table_for_people(run: Any) -> None:

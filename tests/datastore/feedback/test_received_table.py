@@ -257,7 +257,7 @@ def test_a_damaged_record_holds_up_no_other(sink):
     assert (moved.steps, moved.recovered, moved.damaged) == (3, 3, 1)
 
 
-def test_sessionise_tells_of_it(sink):
+def test_the_join_reports_it(sink):
     sink.receive(piece("e", range(2), end=True), piece("f", [4]))
     receipt = join_feedback(sink.lake, "d", now_s=NOW_S + 10)
     assert (receipt.received.steps, receipt.received.waiting) == (2, 1)

@@ -98,7 +98,7 @@ def test_no_such_dataset(lake: Lake) -> None:
         delete(lake, "nothing", "true")
 
 
-def test_sessionise_does_not_bring_it_back(served: Any) -> None:
+def test_the_join_does_not_bring_it_back(served: Any) -> None:
     for client in ("ada", "bob"):
         first, gap, last = (served.decide(t, client) for t in (0, 1, 2))
         served.reward(first, 3)
