@@ -86,8 +86,8 @@ def cast(kind: Any, value: Any, what: str) -> Any:
     if origin in (tuple, Sequence) and isinstance(value, list | tuple):
         return tuple(cast(get_args(kind)[0], item, what) for item in value)
     if origin is not None:
-        expected = "a list" if origin in (tuple, Sequence) else str(kind)
-        expect(origin is dict and isinstance(value, dict), what, value, expected)
+        expected = "a list" if origin in (tuple, Sequence) else "a table"
+        expect(origin in (dict, Mapping) and isinstance(value, dict), what, value, expected)
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

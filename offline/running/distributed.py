@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from replaylake.datastore import errors
 from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, TrainingError
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.local_ray import START_TIMEOUT_S, check_room, open_ray
-from replaylake.offline.running.training.callbacks import Callbacks
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.process_group import ProcessGroup
 
@@ -180,7 +180,7 @@ def run_distributed(
             while fitting.is_alive():
                 fitting.join(_POLL_S)
                 _call_back(callbacks, ray.get(mailbox.take.remote()))
-                if interruption.is_requested or callbacks.is_stop_requested:
+                if interruption.is_requested or callbacks.is_end_requested:
                     mailbox.ask_to_end.remote()
             _call_back(callbacks, ray.get(mailbox.take.remote()))
             failures = ray.get(mailbox.failures.remote())
@@ -202,7 +202,7 @@ def _wait_for_start(
             asked = mailbox.has_started.remote()
             fitting.join(_POLL_S)
         # There is no run yet that could save anything.
-        if interruption.is_requested or callbacks.is_stop_requested:
+        if interruption.is_requested or callbacks.is_end_requested:
             raise KeyboardInterrupt
         if time.monotonic() > until:
             raise TrainingError(

@@ -73,7 +73,7 @@ class Cluster:
         _check_cpus(cpus)
         self._num_wanted = size * cpus
         folder = None
-        module, colon, _ = order.config.env_id.partition(":")
+        module, colon, _ = order.config.env.partition(":")
         if address is not None and colon and module:
             folder = stack.enter_context(pack_code(Path.cwd()))
         owns_ray = not import_ray(address).is_initialized() and address is None

@@ -422,7 +422,7 @@ class WorkerState:
             left = [number for number in episodes if number not in self.ended]
             return replace(self.spec, episodes=left)
         # An episode has a step at least, and every environment may have begun another.
-        num_begun = self.num_ended + self.owed + 2 * self.spec.config.num_envs
+        num_begun = self.num_ended + self.owed + 2 * self.spec.config.envs_per_worker
         fresh = EpisodeNumbers(episodes.first + episodes.step * num_begun, episodes.step)
         return replace(self.spec, episodes=fresh)
 

@@ -186,10 +186,10 @@ def test_a_reward_in_sql_has_to_say_what_they_count_as(dataset: Dataset) -> None
 
 def test_learning_from_rewards_is_refused_and_cloning_is_not(lake: Lake, dataset: Dataset) -> None:
     with pytest.raises(ConfigInvalidError, match="cql: 4 of 9 steps have no reward") as refused:
-        train(lake, ["d"], replace(QUICK, algorithm="cql", options={}), policy_name="p")
+        train(lake, ["d"], replace(QUICK, algorithm="cql", options={}, policy="p"))
     for way in ("with bc", "replaylake annotate", "coalesce(reward, 0)"):
         assert way in str(refused.value)
-    assert train(lake, ["d"], QUICK, policy_name="p").num_steps == 9
+    assert train(lake, ["d"], replace(QUICK, policy="p")).num_steps == 9
 
 
 def test_labels_fill_them(lake: Lake, dataset: Dataset) -> None:

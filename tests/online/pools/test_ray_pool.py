@@ -53,7 +53,7 @@ def test_a_replacement_does_again_what_has_not_ended():
 
 
 def test_a_replacement_goes_on_with_numbers_that_nobody_has_begun():
-    seat = WorkerState(order(episodes=EpisodeNumbers(1, 2), num_envs=3))
+    seat = WorkerState(order(episodes=EpisodeNumbers(1, 2), envs_per_worker=3))
     seat.apply_batch(RolloutBatch(0, ends=ends(1, 5, 3, 9), open_episodes=["p/a"]))
     assert seat.open_episodes == ("p/a",)
     seat.owed = 10
@@ -109,7 +109,7 @@ def toys_lake(lake, toys):
 
 def toy_orders(lake, episodes, env="Countdown-v0", **config):
     return [
-        order(lake.url, worker, numbers, f"replaylake_toys:{env}", num_envs=2, **config)
+        order(lake.url, worker, numbers, f"replaylake_toys:{env}", envs_per_worker=2, **config)
         for worker, numbers in enumerate(episodes)
     ]
 
