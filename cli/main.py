@@ -55,9 +55,9 @@ from replaylake.cli.commands import (
     vacuum,
 )
 from replaylake.cli.commands import join_feedback as sessionise
-from replaylake.cli.options import Invocation
+from replaylake.cli.options import Invocation, name_options, to_usage_error
 from replaylake.cli.output.command_output import escape_controls, print_json, reserve_stdout
-from replaylake.datastore.errors import ExtraMissingError, ReplayLakeError
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError, ReplayLakeError
 from replaylake.datastore.version import VERSION
 
 _INTERRUPTED: Final = 130
@@ -112,6 +112,17 @@ class _Commands(TyperGroup):
 
 class _Command(TyperCommand):
     """A command whose options stand under the headings that they name, the others first."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigInvalidError as error:
+            options = {option for parameter in self.params for option in parameter.opts}
+            usage = to_usage_error(error, options)
+            if usage is None:
+                raise
+            usage.ctx = ctx
+            raise usage from error
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[Any]] = {"Arguments": [], "Options": []}
@@ -267,7 +278,9 @@ def _fail(error: Exception, invocation: Invocation) -> int:
     if invocation.debug:
         traceback.print_exception(error)
     message = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    if not isinstance(error, ReplayLakeError):
+    if isinstance(error, ReplayLakeError):
+        message = name_options(message)
+    else:
         message = (
             f"{type(error).__name__}: {message}. This is a fault in ReplayLake or a library below "
             "it: run again with --debug for the traceback."

@@ -136,7 +136,8 @@ def rollout(
         totals = run.fail(record, error)
         raise type(error)(
             f"{error} Committed to {dataset!r} before it: {totals['num_episodes']} of "
-            f"{config.episodes} episodes, each whole."
+            f"{config.episodes} episodes, each whole.",
+            parameter=error.parameter,
         ) from error
     except BaseException as error:
         run.fail(record, error)
@@ -285,7 +286,7 @@ def resolve_policies(lake: Lake, policy: str, config: RolloutConfig) -> Behavior
     Raises: NotFoundError, InvalidNameError; ConfigInvalidError for policies by agent where there is
     only one.
     """
-    exploring = {"temperature": config.temperature, "epsilon": config.epsilon}
+    exploring: dict[str, Any] = {"temperature": config.temperature, "epsilon": config.epsilon}
     agent_policies = config.agent_policies
     everyone = replace(_resolve_policy(lake, policy), **exploring)
     if not agent_policies:

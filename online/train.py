@@ -121,7 +121,7 @@ def _train_here(lake: Lake, work: RunSpec, **callbacks: Any) -> str:
     return _start(lake, work.request, told).run_id
 
 
-_NEEDS: Final = "a learner in Ray: found no ray, expected it for --learner-gpus"
+_NEEDS: Final = "a learner in Ray: found no ray, expected it for `learner_gpus`"
 _POLL_S: Final = 0.25
 # A learner that works answers at once, whatever it computes. Of one that was asked to end and is
 # silent for so long, no checkpoint is waited for.
@@ -223,8 +223,8 @@ def _check_own_gpus(request: OnlineRequest) -> None:
     if is_ours and asked > found:
         raise ConfigInvalidError(
             f"online: learner_gpus: found {asked:g} asked for and {found} on this machine, "
-            "expected as many or more. Name a Ray cluster that has them with --address, or leave "
-            "--learner-gpus out."
+            "expected as many or more. Name a Ray cluster that has them with `address`, or leave "
+            "`learner_gpus` out."
         )
 
 
@@ -237,16 +237,16 @@ def _check_room(ray: Any, request: OnlineRequest) -> None:
     if config.learner_gpus > max(gpus, default=0.0):
         raise ConfigInvalidError(
             f"{where}: found {sum(gpus):g} GPUs on {len(nodes)} nodes, {max(gpus, default=0):g} on "
-            f"one at most; expected {config.learner_gpus:g} on one, for --learner-gpus. Start Ray "
-            "on a machine that has them (`ray start --address ...`, with --num-gpus where it does "
-            "not see them), or leave --learner-gpus out."
+            f"one at most; expected {config.learner_gpus:g} on one, for `learner_gpus`. Start Ray "
+            "on a machine that has them (`ray start --num-gpus N` where it does not see them), or "
+            "leave `learner_gpus` out."
         )
     num_cpus, found = _num_cpus(config), sum(float(node.get("CPU", 0)) for node in nodes)
     if num_cpus > found:
         raise ConfigInvalidError(
             f"{where}: found {found:g} CPUs, expected {num_cpus:g}: one for the learner, and "
             f"{config.worker_cpus:g} for each of {config.num_workers} workers. Take fewer "
-            "--workers, or a smaller --worker-cpus."
+            "`workers`, or a smaller `worker_cpus`."
         )
 
 
@@ -282,7 +282,7 @@ class _RemoteRun:
                 raise error.cause from error
             raise TrainingError(
                 f"learner: found {type(error.cause).__name__}: {error.cause}, expected a policy. "
-                "Run without --learner-gpus for the traceback."
+                "Run without `learner_gpus` for the traceback."
             ) from error
         except exceptions.RayError as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -15,7 +15,6 @@ from replaylake.cli.options import (
     LakeOption,
     parse_env_args,
     parse_pairs,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, number_text, size
 from replaylake.cli.run_options import EnvRunner
@@ -122,8 +121,7 @@ def rollout(
     from replaylake.online.rollout import rollout as run
 
     report = CommandOutput(as_json)
-    with translate_usage_errors("--explore"):
-        exploration = parse_exploration("temperature=1" if explore is None else explore)
+    exploration = parse_exploration("temperature=1" if explore is None else explore)
     agent_policies = parse_pairs(agent_policy or [], "--agent-policy", "AGENT=POLICY")
     config = RolloutConfig(
         env,

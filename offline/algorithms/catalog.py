@@ -154,7 +154,7 @@ def check_rewards(name: str, action_space: Space, num_unknown: int, num_steps: i
     raise ConfigInvalidError(
         f"algorithm {name}: {num_unknown} of {num_steps} steps have no reward, expected one for "
         f"each. Clone behaviour with {' or '.join(able)}, give rewards with `replaylake annotate`, "
-        "or say in SQL what an unknown one counts as (--reward 'coalesce(reward, 0)')."
+        "or say in SQL what an unknown one counts as (`reward` 'coalesce(reward, 0)')."
     )
 
 

@@ -63,9 +63,15 @@ def near_matches(name: str, known: Iterable[str]) -> str:
 
 
 def expect(condition: bool, what: str, found: Any, expected: str) -> None:
-    """Refuse a value out of range; for a config's __post_init__. Raises: ConfigInvalidError."""
+    """Refuse a value out of range; for a config's __post_init__.
+
+    what: whose value it is, and the field, as in `training: updates`.
+    Raises: ConfigInvalidError.
+    """
     if not condition:
-        raise ConfigInvalidError(f"{what}: found {found!r}, expected {expected}.")
+        raise ConfigInvalidError(
+            f"{what}: found {found!r}, expected {expected}.", parameter=what.rpartition(": ")[2]
+        )
 
 
 def cast(kind: Any, value: Any, what: str) -> Any:

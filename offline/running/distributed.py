@@ -30,7 +30,7 @@ _EXCHANGE_TIMEOUT_S: Final = 24 * 3600
 _POLL_S: Final = 0.1
 # What the leader gets to write down why it ended, before the death of another ends it.
 _LEADER_S: Final = 10.0
-_NEEDS: Final = "--learners 2 or more: found no ray, expected it to start their processes"
+_NEEDS: Final = "learners 2 or more: found no ray, expected it to start their processes"
 
 
 class LearnerLostError(TrainingError):
@@ -53,7 +53,7 @@ class DistributedProcessGroup:
             raise LearnerLostError(
                 f"learner {self.rank} of {self.size}: found another one gone "
                 f"({str(error).splitlines()[0]}), expected its gradients. Look at what that one "
-                "failed of, and go on with --resume."
+                "failed of, and resume the run."
             ) from error
 
     def broadcast(self, value: float) -> float:
@@ -208,7 +208,8 @@ def _wait_for_start(
             raise TrainingError(
                 f"learners: found no process of theirs in {START_TIMEOUT_S:g} s, expected one "
                 "each. Look at what else takes this machine's CPUs and memory, or train with one "
-                "learner."
+                "learner.",
+                parameter="learners",
             )
 
 
@@ -253,11 +254,12 @@ class _FitThread(threading.Thread):
         if not dead:
             raise TrainingError(
                 f"learners: found {self._error or failures}, expected their updates. Train with "
-                "one learner for the traceback."
+                "one learner for the traceback.",
+                parameter="learners",
             ) from self._error
         raise TrainingError(
             f"learner {dead[0]} of {self._num}: its process is gone, expected its gradients. It "
-            "was killed or crashed: look at memory, and go on with --resume."
+            "was killed or crashed: look at memory, and resume the run."
         ) from self._error
 
 

@@ -358,7 +358,9 @@ def check_sweep(lake: Lake, sweep: Sweep) -> CheckedSweep:
             f"tune: measure: found {measure!r} with asha, expected a metric that runs have on "
             "their way, such as 'selection/environment': that one comes at their end."
         )
-    facts = fit_statistics(data.snapshots, data.where, first.where_steps, first.reward)
+    facts = fit_statistics(
+        data.snapshots, data.where, first.config.where_steps, first.config.reward
+    )
     for config in (request.config for request in requests):
         # What options are worth only their learner knows; it costs milliseconds.
         make_learner(

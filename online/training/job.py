@@ -209,7 +209,7 @@ def _load_initial_policy(lake: Lake, config: OnlineConfig) -> _InitialPolicy:
     if theirs != config.algorithm:
         raise PackageInvalidError(
             f"start from {ref}: found a policy of algorithm {theirs}, expected {config.algorithm} "
-            f"as this run's. Train with --algorithm {theirs}, or start from another policy."
+            f"as this run's. Train with `algorithm` {theirs}, or start from another policy."
         )
     options = manifest.body.get("config", {}).get("options", {})
     return _InitialPolicy(load_learner_weights(ref.path, ref.manifest_sha256), options)

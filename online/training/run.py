@@ -199,7 +199,7 @@ class RunAttempt:
         if trainer.update == 0:
             raise TrainingError(
                 f"training: found no update after {trainer.collector.num_steps:,} steps, expected "
-                "one at least: too few came together for a batch. Collect more --steps."
+                "one at least: too few came together for a batch. Collect more steps."
             )
 
 

@@ -249,7 +249,7 @@ MAP = {"observation": "x"}
 
 def test_a_log_without_rewards_is_refused_unless_said(lake: Lake, tmp_path: Path) -> None:
     log = a_log(tmp_path / "log.csv")
-    with pytest.raises(SourceInvalidError, match=r"is the reward\. .*--no-reward"):
+    with pytest.raises(SourceInvalidError, match=r"is the reward\. .*`reward_unknown`"):
         ingest(lake, [log], "d", options=ReadOptions(mapping=MAP))
     ingest(lake, [log], "d", options=ReadOptions(mapping=MAP, reward_unknown=True))
     (found,) = rewards_in(lake.dataset("d")).values()

@@ -227,7 +227,7 @@ from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.rollout import rollout
 from replaylake.online.collecting.worker import RolloutConfig
 lake = open_lake({str(tmp_path / "lake")!r}, create=True)
-rollout(lake, "c", "random", RolloutConfig("CartPole-v1"), num_episodes=2)
+rollout(lake, "c", "random", RolloutConfig("CartPole-v1", episodes=2))
 print([name for name in ("ray", "torch", "d3rlpy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -292,7 +292,7 @@ def _children():
 @pytest.mark.parametrize("cpus", [0, 1.5])
 def test_cpus_that_ray_does_not_give_are_refused(lake, toys, cpus):
     config = RolloutConfig(f"{toys}:Countdown-v0")
-    with pytest.raises(ConfigInvalidError, match="--worker-cpus"):
+    with pytest.raises(ConfigInvalidError, match="worker_cpus: found"):
         rollout(lake, "toys", "random", replace(config, episodes=2, workers=1, worker_cpus=cpus))
     assert "replaylake-record" not in [thread.name for thread in threading.enumerate()]
     assert lake.registry.runs()[0]["status"] == "failed"

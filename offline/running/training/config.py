@@ -116,7 +116,7 @@ class TrainConfig:
         if self.env_args and self.env is None:
             raise ConfigInvalidError(
                 f"training: found arguments of an environment ({', '.join(self.env_args)}) and no "
-                "environment, expected one. Name it with --env, or leave the arguments out."
+                "environment, expected one. Name it with `env`, or leave the arguments out."
             )
         self.split()
 

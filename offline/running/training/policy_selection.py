@@ -108,7 +108,7 @@ class FQEValue:
             raise ConfigInvalidError(
                 f"training: select 'fqe': {num} of {len(self.held_out.packed.steps)} held-out "
                 "steps have no reward, expected one for each. Give rewards with `replaylake "
-                "annotate` or --reward, or set select to loss or last."
+                "annotate` or `reward`, or set select to loss or last."
             )
         if not self.held_out.num_transitions:
             raise EmptyReplayError(
@@ -194,13 +194,13 @@ def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
             return "last"
         return "fqe" if uses_rewards else "loss"
     if config.select == "environment" and config.env is None:
-        raise _missing_input_error(config.select, "no environment", "one", "Name it with --env")
+        raise _missing_input_error(config.select, "no environment", "one", "Name it with `env`")
     if config.select in ("fqe", "loss") and not held_out:
         raise _missing_input_error(
             config.select,
             "no held-out episodes",
             "some: on what it was trained on every policy looks good",
-            "Set holdout, as in --holdout 0.2",
+            "Set `holdout`, as in 0.2",
         )
     _check_stateless(config)
     return config.select
@@ -212,7 +212,7 @@ def _check_stateless(config: TrainConfig) -> None:
             config.select,
             f"frame_stack {config.frame_stack}",
             "1: its policies remember earlier observations, and held-out steps come without",
-            "Name an environment to choose in with --env",
+            "Name an environment to choose in with `env`",
         )
 
 

@@ -75,7 +75,7 @@ def test_a_death_is_said_in_a_line():
 
 @pytest.mark.parametrize("cpus", [0, -1, 1.5, float("nan")])
 def test_cpus_that_ray_does_not_give(cpus):
-    with pytest.raises(ConfigInvalidError, match="--worker-cpus"):
+    with pytest.raises(ConfigInvalidError, match="worker_cpus: found"):
         RayPool([order()], interval_s=1.0, cpus_per_worker=cpus)
 
 
@@ -303,7 +303,7 @@ def test_a_ray_of_our_own_listens_on_loopback_alone_and_asks_for_a_token(tmp_pat
         (
             "ray://127.0.0.1:1",
             ConfigInvalidError,
-            r"--address: found ray://.*expected HOST:PORT or auto",
+            r"address: found ray://.*expected HOST:PORT or auto",
         ),
         ("127.0.0.1:1", RolloutError, r"Ray at 127.0.0.1:1: found .*refused"),
         ("127.0.0.1:port", RolloutError, r"found invalid literal .*expected a cluster"),

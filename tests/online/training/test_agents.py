@@ -210,7 +210,7 @@ def test_each_is_refused_where_it_cannot_be(lake, env_id, changes, text):
 def test_agents_whose_names_no_policy_can_have_are_refused(lake):
     names = {"names": ["ann", "Bob 2"]}
     with pytest.raises(
-        InvalidNameError, match=r"agent 'Bob 2', .* 'learned_Bob 2'.*--agents shared"
+        InvalidNameError, match=r"agent 'Bob 2', .* 'learned_Bob 2'.*`agents` shared"
     ):
         train_online(lake, "live", request(agents="each", env_args=names))
     assert policy_names("p", ["a_1", "b"]) == {"a_1": "p_a_1", "b": "p_b"}
