@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,7 +99,7 @@ def final_return(lake: Lake, case: Case, name: str, options: Mapping[str, Any], 
         algorithm=name, updates=case.updates, seed=seed, select="last", options=options
     )
     env_id = ENVIRONMENTS[case.dataset.partition("_")[0]]
-    trained = train(lake, [case.dataset], config, policy_name="returns", env_id=env_id)
+    trained = train(lake, [case.dataset], replace(config, policy="returns", env=env_id))
     assert trained.evaluation is not None, "an environment was named"
     return trained.evaluation.mean_return
 

@@ -43,7 +43,7 @@ INTERVAL_S: Final = 1.0
 def orders(lake: Lake, dataset: str, num_workers: int, *, records: bool) -> list[WorkerSpec]:
     """Return what so many workers are to collect, without an end."""
     num = max(1, num_workers)
-    config = RolloutConfig(ENV_ID, num_envs=NUM_ENVS)
+    config = RolloutConfig(ENV_ID, envs_per_worker=NUM_ENVS)
     producer = f"bench/{'recorded' if records else 'unrecorded'}"
     return [
         WorkerSpec(

@@ -54,9 +54,9 @@ from replaylake.cli.commands import (
     tune,
     vacuum,
 )
-from replaylake.cli.options import COMMON_OPTIONS, Invocation
+from replaylake.cli.options import COMMON_OPTIONS, Invocation, name_options, to_usage_error
 from replaylake.cli.output.command_output import escape_controls, print_json, reserve_stdout
-from replaylake.datastore.errors import ExtraMissingError, ReplayLakeError
+from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError, ReplayLakeError
 from replaylake.datastore.version import VERSION
 
 _INTERRUPTED: Final = 130
@@ -102,6 +102,17 @@ class _Commands(TyperGroup):
 
 class _Command(TyperCommand):
     """A command whose help has its own options first, then its panels, then the common options."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigInvalidError as error:
+            options = {option for parameter in self.params for option in parameter.opts}
+            usage = to_usage_error(error, options)
+            if usage is None:
+                raise
+            usage.ctx = ctx
+            raise usage from error
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[Any]] = {"Arguments": [], "Options": []}
@@ -270,7 +281,9 @@ def _fail(error: Exception, invocation: Invocation) -> int:
     if invocation.debug:
         traceback.print_exception(error)
     message = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    if not isinstance(error, ReplayLakeError):
+    if isinstance(error, ReplayLakeError):
+        message = name_options(message)
+    else:
         message = (
             f"{type(error).__name__}: {message}. This is a fault in ReplayLake or a library below "
             "it: run again with --debug for the traceback."

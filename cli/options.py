@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -98,15 +97,91 @@ PolicyArgument = Annotated[
 ]
 
 
-@contextmanager
-def translate_usage_errors(option: str) -> Iterator[None]:
-    """Report an option's value that the library refuses as wrong usage (exit 2)."""
-    try:
-        yield
-    except ConfigInvalidError as error:
-        # The library names its own parameter, as in `vacuum: older_than_s: found ...`.
-        message = re.sub(r"^(?:[a-z_-]+: )+(?=found )", "", str(error))
-        raise typer.BadParameter(message, param_hint=option) from error
+# The options of what the library calls otherwise; of several, one command has one.
+_OPTIONS: Final = {
+    "allowed_hosts": ("--allowed-host",),
+    "action_range": ("--action-low and --action-high",),
+    "as_name": ("--as",),
+    "body_timeout_s": ("--body-timeout",),
+    "cache_max_bytes": ("--cache-max",),
+    "deadline_s": ("--deadline",),
+    "discount": ("--gamma",),
+    "env_args": ("--env-arg",),
+    "format": ("--format", "--to"),
+    "keep_versions_s": ("--keep-versions",),
+    "mapping": ("--map",),
+    "max_age_s": ("--max-age",),
+    "older_than_s": ("--older-than",),
+    "reward_unknown": ("--no-reward",),
+    "target_bytes": ("--target", "--target-shard"),
+}
+# Parameters whose option has their own name.
+_SAME_NAMES: Final = (
+    "action_scale",
+    "add",
+    "address",
+    "again",
+    "agents",
+    "algorithm",
+    "at",
+    "canary",
+    "env",
+    "env_runner",
+    "episode_by",
+    "explore",
+    "fill",
+    "force",
+    "gaps",
+    "holdout",
+    "incomplete",
+    "lake",
+    "learner_gpus",
+    "learners",
+    "log_to",
+    "max_categories",
+    "max_steps",
+    "mix",
+    "on",
+    "on_invalid",
+    "open_ends",
+    "order_by",
+    "repair",
+    "replace",
+    "reward",
+    "set",
+    "stream",
+    "target_prob",
+    "time_limit",
+    "timezone",
+    "to",
+    "to_version",
+    "unseen",
+    "where",
+    "where_steps",
+    "worker_cpus",
+    "workers",
+)
+_FLAGS: Final = _OPTIONS | {name: ("--" + name.replace("_", "-"),) for name in _SAME_NAMES}
+_PARAMETER: Final = re.compile(r"`(\w+)`")
+
+
+def name_options(text: str) -> str:
+    """Return a text of the library with `parameters` as the options that set them."""
+    return _PARAMETER.sub(
+        lambda found: _FLAGS[found[1]][0] if found[1] in _FLAGS else found[0], text
+    )
+
+
+def to_usage_error(error: ConfigInvalidError, options: Set[str]) -> typer.BadParameter | None:
+    """Return a refused value as wrong usage (exit 2) if one of the command's options set it."""
+    flags = _FLAGS.get(error.parameter or "", ())
+    flag = next((flag for flag in flags if options & set(flag.split(" and "))), None)
+    if flag is None:
+        return None
+    # The hint says it: `training: updates: found 0` is left with what was found.
+    _, _, message = str(error).partition(error.parameter or "")
+    message = message.removeprefix(":").strip()
+    return typer.BadParameter(name_options(message or str(error)), param_hint=flag)
 
 
 def parse_pairs(texts: Sequence[str], option: str, form: str = "key=value") -> dict[str, str]:

@@ -14,7 +14,7 @@ from replaylake.cli.output.command_output import CommandOutput
 
 if TYPE_CHECKING:
     from replaylake.cli.output.watch import Watchers
-    from replaylake.offline.running.training.callbacks import RunStart
+    from replaylake.offline.callbacks import RunStart
 
 ConfigOption = Annotated[
     Path | None,

@@ -24,12 +24,22 @@
     ├── ServeError            the server could not start
     └── ExtraMissingError           an optional dependency that is not installed
 
-A message says, in this order: what failed, what was found, what was expected, what to do now.
+A message says, in this order: what failed, what was found, what was expected, what to do now. It
+names parameters as Python has them, in backticks, and never a flag of the command line; cli words
+them for its users.
 """
 
 
 class ReplayLakeError(Exception):
-    """Root of the tree: catch this to catch whatever ReplayLake refuses."""
+    """Root of the tree: catch this to catch whatever ReplayLake refuses.
+
+    parameter: the argument or field of a config whose value is refused, None where it is no single
+    one. A message about it begins with its name.
+    """
+
+    def __init__(self, *arguments: object, parameter: str | None = None) -> None:
+        super().__init__(*arguments)
+        self.parameter = parameter
 
 
 class NotFoundError(ReplayLakeError):

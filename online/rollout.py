@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
 from replaylake.datastore.lake.commit import Commit
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.locations import check_shareable
+from replaylake.offline.callbacks import Callbacks, EpisodeProgress
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
 from replaylake.offline.evaluation.evaluate import check_spaces
-from replaylake.offline.running.local_ray import START_TIMEOUT_S
 from replaylake.offline.running.training.interruption import interrupt_on_sigterm
 from replaylake.online.collecting.behavior_policy import RANDOM, BehaviorPolicies, BehaviorPolicy
 from replaylake.online.collecting.returns import ReturnTotals
@@ -28,7 +27,7 @@ from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.collecting.workers import make_worker
 from replaylake.online.pools.cluster import import_ray
 from replaylake.online.pools.local_pool import LocalPool
-from replaylake.online.pools.pool import ANSWER_TIMEOUT_S, WorkerPool
+from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
 from replaylake.online.recording.collection import GROUP_INTERVAL_S, collect
 from replaylake.online.recording.dataset_setup import ensure_dataset
@@ -79,17 +78,7 @@ def rollout(
     policy: str,
     config: RolloutConfig,
     *,
-    num_episodes: int,
-    agent_policies: Mapping[str, str] | None = None,
-    num_workers: int = 0,
-    worker_cpus: float = 1.0,
-    address: str | None = None,
-    start_timeout_s: float = START_TIMEOUT_S,
-    answer_timeout_s: float = ANSWER_TIMEOUT_S,
-    temperature: float = 1.0,
-    epsilon: float = 0.0,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_remark: Callable[[str], None] | None = None,
+    callbacks: Callbacks | None = None,
 ) -> RolloutReceipt:
     """Collect whole episodes and commit them to a dataset, which is created if it does not exist.
 
@@ -97,18 +86,9 @@ def rollout(
         lake: where the dataset and the policies are; a handle on none yet makes it.
         dataset: its name.
         policy: `random`, or `name`, `name:version` or `name@alias` of a registered one.
-        config: how each worker collects; the episodes depend on its seed, not on the workers.
-        num_episodes: how many; with several agents, games.
-        agent_policies: of agents by name, in place of `policy`.
-        num_workers: Ray actors; 0 collects in this process and imports no Ray.
-        worker_cpus: CPUs of Ray's that each takes up; a fraction, or a whole number.
-        address: of a Ray that runs already; None starts one here, if there are workers.
-        start_timeout_s: how long a worker's process may take to start, waiting for CPUs included.
-        answer_timeout_s: how long a worker may be silent, and the store at a commit.
-        temperature: of a stochastic head; 0 takes the mode.
-        epsilon: probability of a uniform action instead (Discrete).
-        on_progress: called with (episodes finished, episodes) after each shipment.
-        on_remark: called with what a person should know: a store that refuses, as a full disk does
+        config: environment, episodes, workers, how they act.
+        callbacks: on_progress (EpisodeProgress), each time a worker hands over episodes;
+            on_remark, with what a person should know: a store that refuses, as a full disk does
             (nothing more is collected until it takes what there is, which is tried twice a second),
             and nodes that do not see the lake.
 
@@ -117,32 +97,24 @@ def rollout(
     episode if the environment raises or a worker dies. Episodes that were handed over before are
     committed even then, whole.
     """
-    if num_episodes < 1 or num_workers < 0:
-        raise ConfigInvalidError(
-            f"rollout: found {num_episodes} episodes and {num_workers} workers, expected at least "
-            "1 episode and 0 or more workers."
-        )
     started = time.time()
-    exploring = {"temperature": temperature, "epsilon": epsilon}
-    acting = resolve_policies(lake, policy, agent_policies or {}, config, exploring)
+    acting = resolve_policies(lake, policy, config)
     target = lake.dataset(dataset)
     mask_size = _check_acting(acting, config)
-    if num_workers:
+    if config.workers:
         check_shareable(lake.url, "rollout workers")
-        import_ray(address)
+        import_ray(config.address)
     if not lake.registry.exists():
         lake.registry.create()
-    ensure_dataset(target, config.env_id, config.env_args, mask_size=mask_size)
+    ensure_dataset(target, config.env, config.env_args, mask_size=mask_size)
     run_id = new_ulid()
-    orders = _make_worker_specs(
-        lake, dataset, f"rollout/{run_id}", acting, config, num_episodes, num_workers
-    )
+    orders = _make_worker_specs(lake, dataset, f"rollout/{run_id}", acting, config)
     record = {
         "kind": "rollout",
         "dataset": dataset,
         **describe_policies(acting),
-        "config": asdict(config),
-        "num_workers": num_workers,
+        "config": {_STORED_NAMES.get(key, key): value for key, value in asdict(config).items()},
+        "num_workers": config.workers,
         "started_ms": round(started * 1000),
     }
     lake.registry.record_run(run_id, {**record, "status": "running"})
@@ -150,38 +122,45 @@ def rollout(
         target,
         f"rollout/{run_id}",
         interval_s=GROUP_INTERVAL_S,
-        answer_timeout_s=answer_timeout_s,
+        answer_timeout_s=config.answer_timeout_s,
     )
-    remark = on_remark or (lambda remark: None)
-    run = _RolloutRun(lake, dataset, run_id, recorder, num_episodes, on_progress, remark)
-    start_pool: Callable[[Sequence[WorkerSpec]], WorkerPool] = partial(
-        RayPool,
-        interval_s=config.flush_interval_s,
-        cpus_per_worker=worker_cpus,
-        address=address,
-        start_timeout_s=start_timeout_s,
-        answer_timeout_s=answer_timeout_s,
-    )
-    if not num_workers:
-        start_pool = partial(LocalPool, interval_s=config.flush_interval_s)
+    run = _RolloutRun(lake, dataset, run_id, recorder, config.episodes, callbacks or Callbacks())
     try:
         with (
             interrupt_on_sigterm(),
-            closing(start_pool(orders)) as pool,
+            closing(_start_pool(orders, config)) as pool,
         ):
             run.collect(pool, config.flush_steps)
     except ReplayLakeError as error:
         totals = run.fail(record, error)
         raise type(error)(
             f"{error} Committed to {dataset!r} before it: {totals['num_episodes']} of "
-            f"{num_episodes} episodes, each whole."
+            f"{config.episodes} episodes, each whole.",
+            parameter=error.parameter,
         ) from error
     except BaseException as error:
         run.fail(record, error)
         raise
-    receipt = run.receipt(acting, config, len(orders) if num_workers else 0, started)
+    receipt = run.receipt(acting, config, len(orders) if config.workers else 0, started)
     run.end(record, {"status": "finished", **receipt.to_json()})
     return receipt
+
+
+# Fields of the configuration that a run's record has under other names.
+_STORED_NAMES: Final = {"env": "env_id", "envs_per_worker": "num_envs"}
+
+
+def _start_pool(orders: Sequence[WorkerSpec], config: RolloutConfig) -> WorkerPool:
+    if not config.workers:
+        return LocalPool(orders, interval_s=config.flush_interval_s)
+    return RayPool(
+        orders,
+        interval_s=config.flush_interval_s,
+        cpus_per_worker=config.worker_cpus,
+        address=config.address,
+        start_timeout_s=config.start_timeout_s,
+        answer_timeout_s=config.answer_timeout_s,
+    )
 
 
 class _RolloutRun:
@@ -194,20 +173,20 @@ class _RolloutRun:
         run_id: str,
         recorder: EpisodeCommitter,
         num_episodes: int,
-        on_progress: Callable[[int, int], None] | None,
-        on_remark: Callable[[str], None],
+        callbacks: Callbacks,
     ) -> None:
         self._lake, self._dataset, self._run_id = lake, dataset, run_id
         self._recorder = recorder
         self._num_episodes = num_episodes
-        self._on_progress, self._on_remark = on_progress, on_remark
+        self._callbacks = callbacks
         self._returns = ReturnTotals()
         self._commits: list[Commit] = []
 
     def collect(self, pool: WorkerPool, flush_steps: int) -> None:
         for remark in pool.remarks:
-            self._on_remark(remark)
-        collect(pool, flush_steps, self._recorder, StorageRetry(self._on_remark), self._add_batch)
+            self._callbacks.report_remark(remark)
+        retry = StorageRetry(self._callbacks.report_remark)
+        collect(pool, flush_steps, self._recorder, retry, self._add_batch)
         self._commit_remaining()
 
     def _commit_remaining(self) -> None:
@@ -218,8 +197,10 @@ class _RolloutRun:
 
     def _add_batch(self, shipment: RolloutBatch) -> None:
         self._returns.add(shipment.ends)
-        if self._on_progress is not None:
-            self._on_progress(self._returns.num_games, self._num_episodes)
+        if self._callbacks.on_progress is not None:
+            self._callbacks.on_progress(
+                EpisodeProgress(self._returns.num_games, self._num_episodes)
+            )
 
     def totals(self) -> dict[str, int]:
         names = ("num_episodes", "num_steps", "num_shards", "num_bytes")
@@ -233,7 +214,7 @@ class _RolloutRun:
             run_id=self._run_id,
             dataset=self._dataset,
             version=self._commits[-1].version,
-            env_id=config.env_id,
+            env_id=config.env,
             **{**describe_policies(acting), **self.totals()},
             seed=config.seed,
             num_workers=num_workers,
@@ -270,13 +251,12 @@ def _make_worker_specs(
     producer: str,
     acting: BehaviorPolicies,
     config: RolloutConfig,
-    num_episodes: int,
-    num_workers: int,
 ) -> list[WorkerSpec]:
     """Deal the episodes out to the workers in turn; one order where there are none."""
-    stride = max(1, min(num_workers, num_episodes))
+    numbers = range(config.episodes)
+    stride = max(1, min(config.workers, config.episodes))
     return [
-        WorkerSpec(lake.url, dataset, producer, i, range(i, num_episodes, stride), acting, config)
+        WorkerSpec(lake.url, dataset, producer, i, numbers[i::stride], acting, config)
         for i in range(stride)
     ]
 
@@ -286,10 +266,10 @@ def _check_acting(acting: BehaviorPolicies, config: RolloutConfig) -> int | None
 
     Returns: the width of the environment's action masks, None if it has none.
     """
-    probe = make_worker(replace(config, num_envs=1), iter([0]), acting, producer="probe")
+    probe = make_worker(replace(config, envs_per_worker=1), iter([0]), acting, producer="probe")
     try:
         spec = probe.policy.spec
-        check_spaces(config.env_id, spec.observation_space, spec.action_space, config.env_args)
+        check_spaces(config.env, spec.observation_space, spec.action_space, config.env_args)
         mask_size = probe.mask_size
         probe.advance(1, math.inf)
     finally:
@@ -297,26 +277,22 @@ def _check_acting(acting: BehaviorPolicies, config: RolloutConfig) -> int | None
     return mask_size
 
 
-def resolve_policies(
-    lake: Lake,
-    policy: str,
-    agent_policies: Mapping[str, str],
-    config: RolloutConfig,
-    exploring: Mapping[str, Any],
-) -> BehaviorPolicies:
+def resolve_policies(lake: Lake, policy: str, config: RolloutConfig) -> BehaviorPolicies:
     """Return who acts: one for all, or for each agent the one named for it or else `policy`.
 
-    exploring: of all, as Acting has it. Raises: NotFoundError, InvalidNameError; ConfigInvalidError
-    for policies by agent where there is only one.
+    Raises: NotFoundError, InvalidNameError; ConfigInvalidError for policies by agent where there is
+    only one.
     """
+    exploring: dict[str, Any] = {"temperature": config.temperature, "epsilon": config.epsilon}
+    agent_policies = config.agent_policies
     everyone = replace(_resolve_policy(lake, policy), **exploring)
     if not agent_policies:
         return everyone
-    env = make_any(config.env_id, config.env_args)
+    env = make_any(config.env, config.env_args)
     env.close()
     if not isinstance(env, Game):
         raise ConfigInvalidError(
-            f"{config.env_id}: found policies for {', '.join(agent_policies)}, expected one "
+            f"{config.env}: found policies for {', '.join(agent_policies)}, expected one "
             "policy: it is an environment of one agent."
         )
     own = {

@@ -20,19 +20,16 @@ from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.names import new_ulid
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.local_ray import import_ray, open_ray
-from replaylake.offline.running.training.callbacks import RunStart
 from replaylake.offline.running.training.interruption import (
     Interruption,
     RunInterrupted,
     interrupt_on_sigterm,
 )
-from replaylake.offline.running.training.lake_observer import OnMetrics
 from replaylake.offline.running.training.run_record import RunRecord, find_run
-from replaylake.online.training.callbacks import OnlineCallbacks
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 from replaylake.online.training.job import first_record, prepare
-from replaylake.online.training.progress import OnlineProgress
 from replaylake.online.training.result import OnlineResult, load_finished_result
 from replaylake.online.training.run import RunAttempt
 
@@ -41,24 +38,19 @@ KIND: Final = "train online"
 
 def train_online(
     lake: Lake,
-    request: OnlineRequest,
+    dataset: str,
+    config: OnlineConfig,
     *,
-    on_start: Callable[[RunStart], None] | None = None,
-    on_progress: Callable[[OnlineProgress], None] | None = None,
-    on_metrics: OnMetrics | None = None,
-    on_remark: Callable[[str], None] | None = None,
-    should_end: Callable[[], bool] | None = None,
+    callbacks: Callbacks | None = None,
 ) -> OnlineResult:
     """Collect with a policy while it learns, and register the best one.
 
     Args:
-        lake: where the dataset is, which is made where it does not exist, and the policy goes.
-        request: environment, dataset, policy and config.
-        on_start: called once, before the first step.
-        on_progress: called about four times a second, and at the end.
-        on_metrics: called with (update, values) for each point of the run's metrics.
-        on_remark: called with what a person should know: a worker lost, a full disk.
-        should_end: asked between updates; true saves a checkpoint and raises RunInterrupted.
+        lake: where the dataset is and the policy goes.
+        dataset: name of the one that the steps are written into; made where it does not exist.
+        config: environment, algorithm and its options, the policy's name, steps, workers.
+            `config.env` and `config.policy` are required.
+        callbacks: on_start, on_progress (OnlineProgress), on_metrics, on_remark, should_end.
 
     Every step is recorded with the policy version and log-probability of its action. Ctrl-C and
     SIGTERM save a checkpoint first.
@@ -68,13 +60,13 @@ def train_online(
     environment raises or workers die again and again; TrainingError; StorageError; RunInterrupted.
     No policy is registered then; what was committed stays.
     """
-    callbacks = OnlineCallbacks(on_start, on_progress, on_metrics, on_remark, should_end)
-    if request.config.learns_in_ray:
+    request, callbacks = OnlineRequest(dataset, config), callbacks or Callbacks()
+    if config.learns_in_ray:
         return _run_in_actor(lake, RunSpec(request), callbacks)
     return _start(lake, request, callbacks)
 
 
-def _start(lake: Lake, request: OnlineRequest, callbacks: OnlineCallbacks) -> OnlineResult:
+def _start(lake: Lake, request: OnlineRequest, callbacks: Callbacks) -> OnlineResult:
     job = prepare(lake, request)
     run_id = new_ulid()
     with RunLease(lake.storage, run_id) as lease:
@@ -84,24 +76,15 @@ def _start(lake: Lake, request: OnlineRequest, callbacks: OnlineCallbacks) -> On
             return RunAttempt(lake, job, record, lease, callbacks).execute()
 
 
-def resume_online(
-    lake: Lake,
-    run_id: str,
-    *,
-    on_start: Callable[[RunStart], None] | None = None,
-    on_progress: Callable[[OnlineProgress], None] | None = None,
-    on_metrics: OnMetrics | None = None,
-    on_remark: Callable[[str], None] | None = None,
-    should_end: Callable[[], bool] | None = None,
-) -> OnlineResult:
-    """Go on with a run from its newest checkpoint and with all that it had committed.
+def resume_online(lake: Lake, run_id: str, *, callbacks: Callbacks | None = None) -> OnlineResult:
+    """Resume a run from its newest checkpoint and with all that it had committed.
 
     Steps that were committed after the checkpoint are learned from like any others. Episodes that
     were open when it was killed stay without an end (`complete` is false), and the first commit
-    names them. Raises: NotFoundError if there is no such run; CommitConflictError while another
-    process is at work on it; else as train_online.
+    names them. For the callbacks see `train_online`. Raises: NotFoundError if there is no such run;
+    CommitConflictError while another process is at work on it; else as train_online.
     """
-    callbacks = OnlineCallbacks(on_start, on_progress, on_metrics, on_remark, should_end)
+    callbacks = callbacks or Callbacks()
     record = find_run(lake.registry, run_id, kind=KIND)
     if record["status"] == "done":
         return replace(load_finished_result(lake, record), already_finished=True)
@@ -111,7 +94,7 @@ def resume_online(
     return _resume(lake, run_id, callbacks)
 
 
-def _resume(lake: Lake, run_id: str, callbacks: OnlineCallbacks) -> OnlineResult:
+def _resume(lake: Lake, run_id: str, callbacks: Callbacks) -> OnlineResult:
     record = find_run(lake.registry, run_id, kind=KIND)
     job = prepare(lake, OnlineRequest.from_json(record["request"]), began=record)
     with RunLease(lake.storage, run_id) as lease:
@@ -124,7 +107,7 @@ def _resume(lake: Lake, run_id: str, callbacks: OnlineCallbacks) -> OnlineResult
             return RunAttempt(lake, job, running, lease, callbacks, resumed=True).execute()
 
 
-def _run_in_actor(lake: Lake, work: RunSpec, callbacks: OnlineCallbacks) -> OnlineResult:
+def _run_in_actor(lake: Lake, work: RunSpec, callbacks: Callbacks) -> OnlineResult:
     """Let an actor of Ray's do the run."""
     run_id = run_remotely(lake, work, callbacks, _train_here)
     return load_finished_result(lake, find_run(lake.registry, run_id, kind=KIND))
@@ -132,13 +115,13 @@ def _run_in_actor(lake: Lake, work: RunSpec, callbacks: OnlineCallbacks) -> Onli
 
 def _train_here(lake: Lake, work: RunSpec, **callbacks: Any) -> str:
     """Do a run in this process, which is an actor's; returns its id."""
-    told = OnlineCallbacks(**callbacks)
+    told = Callbacks(**callbacks)
     if work.run_id is not None:
         return _resume(lake, work.run_id, told).run_id
     return _start(lake, work.request, told).run_id
 
 
-_NEEDS: Final = "a learner in Ray: found no ray, expected it for --learner-gpus"
+_NEEDS: Final = "a learner in Ray: found no ray, expected it for `learner_gpus`"
 _POLL_S: Final = 0.25
 # A learner that works answers at once, whatever it computes. Of one that was asked to end and is
 # silent for so long, no checkpoint is waited for.
@@ -204,7 +187,7 @@ class TrainerActor:
         return tell
 
 
-def run_remotely(lake: Lake, work: RunSpec, callbacks: OnlineCallbacks, train: Train) -> str:
+def run_remotely(lake: Lake, work: RunSpec, callbacks: Callbacks, train: Train) -> str:
     """Run the trainer in an actor and wait; returns the run's id.
 
     Raises: as train_online; ConfigInvalidError for CPUs and GPUs that Ray does not have;
@@ -219,7 +202,7 @@ def run_remotely(lake: Lake, work: RunSpec, callbacks: OnlineCallbacks, train: T
             _NEEDS,
             math.ceil(_num_cpus(config)),
             math.ceil(config.learner_gpus),
-            address=request.address,
+            address=config.address,
             start_timeout_s=config.start_timeout_s,
         ) as ray,
     ):
@@ -236,11 +219,11 @@ def _num_cpus(config: OnlineConfig) -> float:
 def _check_own_gpus(request: OnlineRequest) -> None:
     """Refuse GPUs that this machine lacks: a Ray started here would accept any number."""
     asked, found = request.config.learner_gpus, torch.cuda.device_count()
-    is_ours = request.address is None and not import_ray(_NEEDS).is_initialized()
+    is_ours = request.config.address is None and not import_ray(_NEEDS).is_initialized()
     if is_ours and asked > found:
         raise ConfigInvalidError(
             f"online: learner_gpus: found {found} GPUs on this machine, expected {asked:g} or "
-            "more. Connect to a Ray cluster that has them with --address, or leave --learner-gpus "
+            "more. Connect to a Ray cluster that has them with `address`, or leave `learner_gpus` "
             "out."
         )
 
@@ -249,21 +232,21 @@ def _check_room(ray: Any, request: OnlineRequest) -> None:
     """Refuse a run that the cluster has no room for: Ray would wait without an end."""
     config = request.config
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    where = "Ray" if request.address is None else f"Ray at {request.address}"
+    where = "Ray" if config.address is None else f"Ray at {config.address}"
     gpus = [float(node.get("GPU", 0)) for node in nodes]
     if config.learner_gpus > max(gpus, default=0.0):
         raise ConfigInvalidError(
             f"{where}: found {sum(gpus):g} GPUs on {len(nodes)} nodes, {max(gpus, default=0):g} on "
-            f"one at most; expected {config.learner_gpus:g} on one, for --learner-gpus. Start Ray "
-            "on a machine that has them (`ray start --address ...`, with --num-gpus where it does "
-            "not see them), or leave --learner-gpus out."
+            f"one at most; expected {config.learner_gpus:g} on one, for `learner_gpus`. Start Ray "
+            "on a machine that has them (`ray start --num-gpus N` where it does not see them), or "
+            "leave `learner_gpus` out."
         )
     num_cpus, found = _num_cpus(config), sum(float(node.get("CPU", 0)) for node in nodes)
     if num_cpus > found:
         raise ConfigInvalidError(
             f"{where}: found {found:g} CPUs, expected {num_cpus:g}: one for the learner, and "
             f"{config.worker_cpus:g} for each of {config.num_workers} workers. Take fewer "
-            "--workers, or a smaller --worker-cpus."
+            "`workers`, or a smaller `worker_cpus`."
         )
 
 
@@ -271,10 +254,11 @@ class _RemoteRun:
     """A run in an actor, as the process sees it that asked for it."""
 
     def __init__(
-        self, ray: Any, lake: Lake, work: RunSpec, callbacks: OnlineCallbacks, train: Train
+        self, ray: Any, lake: Lake, work: RunSpec, callbacks: Callbacks, train: Train
     ) -> None:
         self._ray, self._lake, self._callbacks = ray, lake, callbacks
-        self._config = work.request.config
+        request = work.request
+        self._config = request.config
         self._run_id = work.run_id
         remote = ray.remote(
             num_cpus=1, num_gpus=self._config.learner_gpus, max_concurrency=2, max_restarts=0
@@ -282,8 +266,8 @@ class _RemoteRun:
         self._actor = remote(TrainerActor).remote(lake.url, train)
         self._ready = self._actor.__ray_ready__.remote()
         # The actor is in the cluster already, wherever that is.
-        inside = replace(work, request=replace(work.request, address=None))
-        self._done = self._actor.run.remote(inside)
+        inside = replace(request, config=replace(request.config, address=None))
+        self._done = self._actor.run.remote(replace(work, request=inside))
         self._interruption = Interruption()
 
     def awaited(self) -> str:
@@ -298,7 +282,7 @@ class _RemoteRun:
                 raise error.cause from error
             raise TrainingError(
                 f"learner: {type(error.cause).__name__}: {error.cause}. Run without "
-                "--learner-gpus for the traceback."
+                "`learner_gpus` for the traceback."
             ) from error
         except exceptions.RayError as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -333,7 +317,7 @@ class _RemoteRun:
                 )
             if waited_s > _PATIENT_S and not is_told:
                 is_told = True
-                self._callbacks.remark(f"the learner waits for a process: {self._place()}")
+                self._callbacks.report_remark(f"the learner waits for a process: {self._place()}")
 
     def _place(self) -> str:
         free = self._ray.available_resources()
@@ -379,8 +363,7 @@ class _RemoteRun:
                 told(*values)
 
     def _should_end(self) -> bool:
-        asked = self._callbacks.should_end
-        return self._interruption.is_requested or bool(asked and asked())
+        return self._interruption.is_requested or self._callbacks.is_end_requested
 
     def _last_saved(self, run_id: str) -> int | None:
         """Return the update that it goes on after, if the lake says so."""

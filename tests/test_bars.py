@@ -7,7 +7,7 @@ closing evaluation of 20 episodes says, whose seeds had no part in choosing it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def _final_return(lake: Lake, dataset: str, env_id: str, bar: Bar, seed: int) ->
         evaluate_updates=bar.updates // 3,
         options=bar.options,
     )
-    result = train(lake, [dataset], config, policy_name=bar.algorithm, env_id=env_id)
+    result = train(lake, [dataset], replace(config, policy=bar.algorithm, env=env_id))
     assert result.evaluation is not None
     assert len(result.evaluation.returns) == 20
     return result.evaluation.mean_return

@@ -25,8 +25,9 @@ from benchmarks.online.case import (
 )
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.replay.kernels import kernels
+from replaylake.offline.callbacks import Callbacks
 from replaylake.online.train import OnlineResult, train_online
-from replaylake.online.training.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig
 
 # By what it is called behind `ours`.
 _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -73,6 +74,8 @@ def trained(
     kernels.load()
     config = OnlineConfig(
         algorithm=case.algorithm,
+        env=case.env_id,
+        policy="policy",
         steps=case.num_steps,
         min_size=case.learning_starts,
         batch_size=case.batch_size,
@@ -87,8 +90,12 @@ def trained(
     logged: list[Mapping[str, float]] = []
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         lake = open_lake(Path(scratch) / "lake", create=True)
-        request = OnlineRequest(case.env_id, "run", "policy", config)
-        result = train_online(lake, request, on_metrics=lambda _, values: logged.append(values))
+        result = train_online(
+            lake,
+            "run",
+            config,
+            callbacks=Callbacks(on_metrics=lambda _, values: logged.append(values)),
+        )
     updates = case.num_steps - case.learning_starts
     if abs(result.num_updates - updates) > 0.02 * updates or result.num_steps < case.num_steps:
         raise RuntimeError(

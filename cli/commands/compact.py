@@ -13,7 +13,6 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     parse_size,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, size
 
@@ -54,8 +53,7 @@ def compact(
     report = CommandOutput(as_json)
     target_bytes = None if target is None else parse_size(target, "--target")
     if target_bytes is not None:
-        with translate_usage_errors("--target"):
-            check_target(target_bytes)
+        check_target(target_bytes)
     opened = open_lake(lake)
     if target_bytes is None:
         target_bytes = read_retention(opened.dataset(dataset).snapshot().table).target_shard_bytes

@@ -227,20 +227,24 @@ def _evaluate(
     film: Video | None,
     filmed_episodes: int,
 ) -> Evaluation:
+    from replaylake.offline.callbacks import Callbacks
+    from replaylake.offline.evaluation.evaluate import EvaluationConfig
     from replaylake.offline.evaluation.evaluate import evaluate as run
 
     with report.progress("ran", "episodes") as progress:
-        result = run(
-            policy,
+        config = EvaluationConfig(
             env,
             env_args=env_args,
             episodes=episodes,
             seed=seed,
             deterministic=deterministic,
-            on_progress=progress,
-            on_frame=None if film is None else film.add,
             filmed_episodes=filmed_episodes,
         )
+        callbacks = Callbacks(
+            on_progress=lambda done: progress(done.num_episodes, done.episodes),
+            on_frame=None if film is None else film.add,
+        )
+        result = run(policy, config, callbacks=callbacks)
     if film is not None:
         film.save()
         report.print_message(f"wrote {film.path}  {count(film.num_frames, 'frame')}")
@@ -256,17 +260,20 @@ def _compare(
     seed: int,
     deterministic: bool,
 ) -> list[PolicyComparison]:
+    from replaylake.offline.callbacks import Callbacks
     from replaylake.offline.evaluation.comparison import compare
+    from replaylake.offline.evaluation.evaluate import EvaluationConfig
 
     with report.progress("ran", "episodes") as progress:
+        config = EvaluationConfig(
+            env, env_args=env_args, episodes=episodes, seed=seed, deterministic=deterministic
+        )
         return compare(
             {label: policy for label, (policy, _) in acting.items()},
-            env,
-            env_args=env_args,
-            episodes=episodes,
-            seed=seed,
-            deterministic=deterministic,
-            on_progress=progress,
+            config,
+            callbacks=Callbacks(
+                on_progress=lambda done: progress(done.num_episodes, done.episodes)
+            ),
         )
 
 

@@ -13,7 +13,6 @@ from replaylake.cli.options import (
     DebugOption,
     JsonOption,
     LakeOption,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, size
 
@@ -80,8 +79,7 @@ def export(
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
-    with translate_usage_errors("--to"):
-        writable_format(form)
+    writable_format(form)
     with report.progress("wrote", "steps") as progress:
         receipt = run(
             open_lake(lake),

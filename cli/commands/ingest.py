@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from replaylake.cli.options import (
 from replaylake.cli.output.command_output import CommandOutput, count
 from replaylake.cli.output.follow import follow_lines
 from replaylake.cli.output.receipt import check_lines, receipt_lines
-from replaylake.datastore.errors import ConfigInvalidError
 
 if TYPE_CHECKING:
     from replaylake.cli.output.progress import ProgressReport
@@ -311,24 +309,23 @@ def ingest(
     for hint in iter_misspellings(options.mapping):
         report.print_message(hint)
     if follow:
-        with _translate_flag_errors():
-            follow_lines(
-                report,
-                _lake(lake),
-                source,
-                dataset,
-                format=form,
-                options=options,
-                spaces=None if env is None else _spaces(env, env_args),
-                flush_every_s=parse_duration(flush_every or "10s", "--flush-every"),
-                stream=stream,
-            )
+        follow_lines(
+            report,
+            _lake(lake),
+            source,
+            dataset,
+            format=form,
+            options=options,
+            spaces=None if env is None else _spaces(env, env_args),
+            flush_every_s=parse_duration(flush_every or "10s", "--flush-every"),
+            stream=stream,
+        )
         return
     for flag, value in (("--flush-every", flush_every), ("--stream", stream)):
         if value is not None:
             raise typer.BadParameter("found it without --follow.", param_hint=flag)
     observation_space, action_space = (None, None) if env is None else _spaces(env, env_args)
-    with report.progress(*_STAGES["hash"]) as progress, _translate_flag_errors():
+    with report.progress(*_STAGES["hash"]) as progress:
         try:
             receipt = run(
                 _lake(lake),
@@ -358,18 +355,6 @@ def _print_progress(progress: ProgressReport, done: IngestProgress) -> None:
     note = count(done.num_episodes, "episode") if done.num_episodes else ""
     share = done.num_bytes / done.total_bytes if done.total_bytes else None
     progress(done.num_steps, done.total_steps, note, share=share)
-
-
-@contextmanager
-def _translate_flag_errors() -> Iterator[None]:
-    """Report a flag that the library refuses, whatever the log holds, as wrong usage (exit 2)."""
-    try:
-        yield
-    except ConfigInvalidError as error:
-        flag, colon, message = str(error).partition(": ")
-        if not (flag.startswith("--") and colon):
-            raise
-        raise typer.BadParameter(message, param_hint=flag) from error
 
 
 def _lake(url: str) -> Lake:

@@ -14,7 +14,6 @@ from replaylake.cli.options import (
     DebugOption,
     JsonOption,
     LakeOption,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import (
     CommandOutput,
@@ -165,8 +164,7 @@ def ope(
       replaylake ope live --policy clone --explore epsilon=0.05
       replaylake ope obd --target-prob target_prob --unseen --json
     """
-    with translate_usage_errors("--explore"):
-        exploration = _exploration(explore)
+    exploration = _exploration(explore)
     split = _holdout(holdout, holdout_after)
     if plot is not None:
         from replaylake.cli.output.curves import check_picture
@@ -234,8 +232,7 @@ def _holdout(share: float | None, after: str | None) -> Holdout | None:
                 param_hint="--holdout-after",
             ) from error
         time = time if time.tzinfo is not None else time.replace(tzinfo=UTC)
-    with translate_usage_errors("--holdout"):
-        return Holdout(share, time)
+    return Holdout(share, time)
 
 
 def _lines(found: PolicyReport) -> Iterator[str]:

@@ -14,7 +14,6 @@ from replaylake.cli.options import (
     DebugOption,
     JsonOption,
     LakeOption,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
 
@@ -197,10 +196,9 @@ def promote(
       replaylake promote clone:3 --to challenger --note 'ten times the data'
     """
     _check_gate_options(context, gate=gate, force=force, dataset=dataset)
-    with translate_usage_errors("--explore"):
-        from replaylake.datastore.lake.policies.exploration import parse_exploration
+    from replaylake.datastore.lake.policies.exploration import parse_exploration
 
-        exploration = parse_exploration(explore)
+    exploration = parse_exploration(explore)
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
@@ -221,8 +219,7 @@ def promote(
         from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
         from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 
-        with translate_usage_errors("--holdout"):
-            split = None if holdout is None else Holdout(holdout)
+        split = None if holdout is None else Holdout(holdout)
         question = EvaluationRequest(
             dataset=str(dataset),
             policy=str(ref),

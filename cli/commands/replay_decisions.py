@@ -14,7 +14,6 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     PolicyArgument,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, number_text, table_lines
 
@@ -78,10 +77,9 @@ def replay_decisions(
       replaylake replay-decisions clone:3 live --explore epsilon=0.05
       replaylake replay-decisions clone:3 live --where 'policy_version = 2' --by action
     """
-    with translate_usage_errors("--explore"):
-        from replaylake.datastore.lake.policies.exploration import parse_exploration
+    from replaylake.datastore.lake.policies.exploration import parse_exploration
 
-        exploration = parse_exploration(explore)
+    exploration = parse_exploration(explore)
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.evaluation.ope.decision_replay import replay_decisions as replay
 

@@ -14,7 +14,6 @@ from replaylake.cli.options import (
     LakeOption,
     parse_duration,
     parse_size,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, duration, size
 
@@ -101,8 +100,7 @@ def retention(
         if text is None:
             continue
         stated[field] = value = _value(text, option, parse)
-        with translate_usage_errors(option):
-            check_field(field, value)
+        check_field(field, value)
     report = CommandOutput(as_json)
     opened = open_lake(lake)
     now = read_retention(opened.dataset(dataset).snapshot().table)

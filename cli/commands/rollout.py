@@ -15,7 +15,6 @@ from replaylake.cli.options import (
     LakeOption,
     parse_env_args,
     parse_pairs,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, number_text, size
 from replaylake.cli.run_options import EnvRunner
@@ -139,35 +138,37 @@ def rollout(
       replaylake rollout --env CartPole-v1 --policy clone --workers 2 --seed 0 --dataset cartpole
     """
     from replaylake.datastore.lake.policies.exploration import parse_exploration
+    from replaylake.offline.callbacks import Callbacks
     from replaylake.online.collecting.worker import RolloutConfig
     from replaylake.online.rollout import fresh_seed
     from replaylake.online.rollout import rollout as run
 
     report = CommandOutput(as_json)
-    with translate_usage_errors("--explore"):
-        exploration = parse_exploration("temperature=1" if explore is None else explore)
+    exploration = parse_exploration("temperature=1" if explore is None else explore)
+    agent_policies = parse_pairs(agent_policy or [], "--agent-policy", "AGENT=POLICY")
     config = RolloutConfig(
         env,
-        num_envs=envs_per_worker,
-        seed=fresh_seed() if seed is None else seed,
         env_args=parse_env_args(env_args),
+        episodes=episodes,
+        seed=fresh_seed() if seed is None else seed,
+        agent_policies=agent_policies,
+        workers=0 if env_runner is EnvRunner.local else workers,
+        envs_per_worker=envs_per_worker,
+        worker_cpus=worker_cpus,
+        address=address,
+        temperature=exploration.temperature or 0.0,
+        epsilon=exploration.epsilon,
     )
-    agent_policies = parse_pairs(agent_policy or [], "--agent-policy", "AGENT=POLICY")
     with report.progress("collected", "episodes") as progress:
         receipt = run(
             _lake(lake, [policy, *agent_policies.values()]),
             dataset,
             policy,
             config,
-            num_episodes=episodes,
-            agent_policies=agent_policies,
-            num_workers=0 if env_runner is EnvRunner.local else workers,
-            worker_cpus=worker_cpus,
-            address=address,
-            temperature=exploration.temperature or 0.0,
-            epsilon=exploration.epsilon,
-            on_progress=progress,
-            on_remark=lambda remark: report.print_message(f"note: {remark}"),
+            callbacks=Callbacks(
+                on_progress=lambda done: progress(done.num_episodes, done.episodes),
+                on_remark=lambda remark: report.print_message(f"note: {remark}"),
+            ),
         )
     report.print_result(receipt.to_json(), _summary(receipt))
 

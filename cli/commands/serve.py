@@ -14,7 +14,6 @@ from replaylake.cli.options import (
     LakeOption,
     PolicyArgument,
     parse_duration,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, result_stream
 
@@ -234,28 +233,25 @@ def serve(
     every_s = 0.0
     if join_every is not None:
         every_s = parse_duration(join_every, "--join-every")
-    with translate_usage_errors("--explore"):
-        exploration = parse_exploration(explore)
-    with translate_usage_errors("--canary"):
-        parse_canaries(canary or ())
+    exploration = parse_exploration(explore)
+    parse_canaries(canary or ())
     if server not in SERVERS:
         raise typer.BadParameter(
             f"found {server!r}, expected bentoml or uvicorn", param_hint="--server"
         )
-    with translate_usage_errors("--allowed-host, --body-timeout, --deadline"):
-        safety = Safety(
-            act_token_file=act_token_file,
-            feedback_token_file=feedback_token_file,
-            admin_token_file=admin_token_file,
-            insecure=insecure,
-            access_log=access_log,
-            allowed_hosts=tuple(allowed_host or ()),
-            body_bytes=max_body,
-            body_timeout_s=body_timeout,
-            deadline_s=deadline,
-            queue=queue,
-            connections=connections,
-        )
+    safety = Safety(
+        act_token_file=act_token_file,
+        feedback_token_file=feedback_token_file,
+        admin_token_file=admin_token_file,
+        insecure=insecure,
+        access_log=access_log,
+        allowed_hosts=tuple(allowed_host or ()),
+        body_bytes=max_body,
+        body_timeout_s=body_timeout,
+        deadline_s=deadline,
+        queue=queue,
+        connections=connections,
+    )
     ref = open_lake(lake).registry.resolve(policy)
     config = ServeConfig(
         package=ref.path,

@@ -32,8 +32,8 @@ from replaylake.cli.run_options import (
 if TYPE_CHECKING:
     from replaylake.cli.output.watch import Watchers
     from replaylake.datastore.lake.lake import Lake
+    from replaylake.offline.callbacks import Callbacks, RunStart
     from replaylake.offline.running.train import TrainResult
-    from replaylake.offline.running.training.callbacks import RunStart
     from replaylake.offline.running.training.config import TrainConfig
     from replaylake.offline.running.training.trainer import TrainProgress
 
@@ -164,8 +164,16 @@ def offline(
       replaylake train offline pendulum --algorithm iql --policy iql --holdout 0.2
       replaylake train offline --resume 01m7xx37q2a1tjwqb8trpt4zek
     """
-    given = {
+    has_env = env is not None or config is not None or bool(assignments)
+    given: dict[str, Any] = {
         "algorithm": algorithm,
+        "policy": policy,
+        "where": where,
+        "where_steps": where_steps,
+        "reward": reward,
+        "weight": weight,
+        "env": env,
+        "env_args": parse_env_args(env_arg, has_env=has_env) or None,
         "updates": updates,
         "seed": seed,
         "learners": learners,
@@ -173,22 +181,12 @@ def offline(
         "holdout_after": holdout_after,
     }
     given = {key: value for key, value in given.items() if value is not None}
-    asked: dict[str, Any] = {
-        "where": where,
-        "where_steps": where_steps,
-        "reward": reward,
-        "weight": weight,
-        "env_id": env,
-        "env_args": parse_env_args(env_arg, has_env=env is not None) or None,
-    }
     if resume is not None:
-        check_no_other_options(
-            datasets, policy, config, assignments, *given.values(), *asked.values()
-        )
-    else:
-        _check_required(datasets, policy)
+        check_no_other_options(datasets, config, assignments, *given.values())
     check_project(wandb)
     options = read_options(config, assignments or []) | given
+    if resume is None:
+        _check_required(datasets, options.get("policy"))
 
     # After the options are parsed: torch takes a second to import.
     from replaylake.cli.output.watch import watchers
@@ -200,15 +198,13 @@ def offline(
     report = CommandOutput(as_json)
     opened = open_lake(lake)
 
-    def run(**callbacks: Any) -> TrainResult:
+    def run(callbacks: Callbacks) -> TrainResult:
         if resume is not None:
             run_id = find_run(opened.registry.runs(), resume)["run_id"]
-            return training.resume(opened, run_id, **callbacks)
+            return training.resume(opened, run_id, callbacks=callbacks)
         settings = _settings(options)
         pinned = [_pin_snapshot(report, opened, text) for text in datasets or []]
-        return training.train(
-            opened, pinned, settings, policy_name=policy or "", **asked, **callbacks
-        )
+        return training.train(opened, pinned, settings, callbacks=callbacks)
 
     with watchers(report, opened, wandb_project=wandb) as watch:
         try:
@@ -231,8 +227,10 @@ def _check_required(datasets: Sequence[str] | None, policy: str | None) -> None:
 
 
 def _run_with_progress(
-    report: CommandOutput, watch: Watchers, run: Callable[..., TrainResult]
+    report: CommandOutput, watch: Watchers, run: Callable[[Callbacks], TrainResult]
 ) -> TrainResult:
+    from replaylake.offline.callbacks import Callbacks
+
     with (
         report.waiting("reading the episodes") as waiting,
         report.progress("read", "shards") as reading,
@@ -252,7 +250,9 @@ def _run_with_progress(
             rate = f"{done.updates_per_s:,.0f} updates/s"
             progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}{left}")
 
-        return run(on_reading=tell_read, on_start=tell_begin, on_progress=tell, on_metrics=watch)
+        return run(
+            Callbacks(on_reading=tell_read, on_start=tell_begin, on_progress=tell, on_metrics=watch)
+        )
 
 
 def _settings(options: Mapping[str, Any]) -> TrainConfig:

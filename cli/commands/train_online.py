@@ -36,9 +36,8 @@ from replaylake.cli.run_options import (
 if TYPE_CHECKING:
     from replaylake.cli.output.watch import Watchers
     from replaylake.datastore.lake.lake import Lake
-    from replaylake.offline.running.training.callbacks import RunStart
+    from replaylake.offline.callbacks import Callbacks, RunStart
     from replaylake.online.monitoring.prometheus import MetricsServer
-    from replaylake.online.training.config import OnlineRequest
     from replaylake.online.training.progress import OnlineProgress
     from replaylake.online.training.result import OnlineResult
 
@@ -267,6 +266,10 @@ def online(
     check_project(wandb)
     flags: dict[str, Any] = {
         "algorithm": algorithm,
+        "env": env,
+        "env_args": parse_env_args(env_args) or None,
+        "policy": policy,
+        "address": address,
         "steps": steps,
         "until_return": until_return,
         "workers": workers,
@@ -285,13 +288,11 @@ def online(
     }
     given = {key: value for key, value in flags.items() if value is not None}
     if resume is not None:
-        check_no_other_options(
-            env, dataset, policy, env_args, config, assignments, address, *given.values()
-        )
-    else:
-        _check_required({"--env": env, "--dataset": dataset, "--policy": policy})
-    made_with = parse_env_args(env_args)
+        check_no_other_options(dataset, config, assignments, *given.values())
     options = read_options(config, assignments or []) | given
+    if resume is None:
+        named = {key: options.get(key) for key in ("env", "policy")}
+        _check_required({"--env": named["env"], "--dataset": dataset, "--policy": named["policy"]})
 
     # After the options are parsed: torch takes a second to import.
     from replaylake.cli.output.watch import watchers
@@ -299,24 +300,22 @@ def online(
     from replaylake.datastore.lake.runs.summary import find_run
     from replaylake.offline.running.local_ray import silence_exit_output
     from replaylake.online import train as training
-    from replaylake.online.training.config import OnlineRequest, online_config
+    from replaylake.online.training.config import OnlineConfig, online_config
 
     report = CommandOutput(as_json)
     opened = open_lake(lake, create=resume is None)
-    request: OnlineRequest | None = None
+    settings: OnlineConfig | None = None
     if resume is None:
         if "algorithm" not in options and options.get("start_from"):
             options["algorithm"] = _algorithm_of(opened, options["start_from"])
         _check_algorithm(options)
-        request = OnlineRequest(
-            env or "", dataset or "", policy or "", online_config(options), made_with, address
-        )
+        settings = online_config(options)
 
-    def run(**callbacks: Any) -> OnlineResult:
-        if request is None:
+    def run(callbacks: Callbacks) -> OnlineResult:
+        if settings is None:
             run_id = find_run(opened.registry.runs(), resume or "")["run_id"]
-            return training.resume_online(opened, run_id, **callbacks)
-        return training.train_online(opened, request, **callbacks)
+            return training.resume_online(opened, run_id, callbacks=callbacks)
+        return training.train_online(opened, dataset or "", settings, callbacks=callbacks)
 
     with ExitStack() as stack:
         watch = stack.enter_context(watchers(report, opened, wandb_project=wandb))
@@ -384,8 +383,10 @@ def _run_with_progress(
     lake: Lake,
     watch: Watchers,
     server: MetricsServer | None,
-    run: Callable[..., OnlineResult],
+    run: Callable[[Callbacks], OnlineResult],
 ) -> OnlineResult:
+    from replaylake.offline.callbacks import Callbacks
+
     with report.waiting("starting") as waiting, report.progress("step", "") as progress:
 
         def tell_begin(start: RunStart) -> None:
@@ -404,10 +405,12 @@ def _run_with_progress(
                 server.set(update, values)
 
         return run(
-            on_start=tell_begin,
-            on_progress=tell,
-            on_metrics=tell_metrics,
-            on_remark=lambda text: report.print_message(f"note: {text}"),
+            Callbacks(
+                on_start=tell_begin,
+                on_progress=tell,
+                on_metrics=tell_metrics,
+                on_remark=lambda text: report.print_message(f"note: {text}"),
+            )
         )
 
 
@@ -440,7 +443,7 @@ def result_body(result: OnlineResult) -> dict[str, Any]:
         },
         "run_id": result.run_id,
         "algorithm": request.config.algorithm,
-        "env_id": request.env_id,
+        "env_id": request.config.env,
         "dataset": request.dataset,
         "dataset_version": result.dataset_version,
         "num_steps": result.num_steps,

@@ -67,10 +67,12 @@ def tune(
 
     # After the options are parsed: torch takes a second to import.
     from replaylake.datastore.lake.lake import open_lake
+    from replaylake.offline.callbacks import Callbacks
     from replaylake.offline.running.local_ray import silence_exit_output
     from replaylake.offline.running.training.interruption import RunInterrupted
     from replaylake.offline.running.tune import resume_sweep
-    from replaylake.offline.running.tune import tune as tune_options
+    from replaylake.offline.running.tune import tune as run_sweep
+    from replaylake.offline.running.tuning.config import tune_config
 
     report = CommandOutput(as_json)
     opened = open_lake(lake)
@@ -82,11 +84,12 @@ def tune(
     def tell(progress: TrialProgress) -> None:
         report.print_message(_trial_line(progress))
 
+    callbacks = Callbacks(on_start=tell_start, on_progress=tell)
     try:
         if resume is not None:
-            result = resume_sweep(opened, resume, on_start=tell_start, on_trial=tell)
+            result = resume_sweep(opened, resume, callbacks=callbacks)
         else:
-            result = tune_options(opened, options, on_start=tell_start, on_trial=tell)
+            result = run_sweep(opened, *tune_config(options), callbacks=callbacks)
     except RunInterrupted as interrupted:
         report.print_message(f"`replaylake tune --resume {interrupted.run_id}` goes on")
         raise

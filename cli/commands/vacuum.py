@@ -16,7 +16,6 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     parse_duration,
-    translate_usage_errors,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, size
 
@@ -68,7 +67,7 @@ def vacuum(
     report = CommandOutput(as_json)
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
     opened = open_lake(lake)
-    with report.progress("deleted", "files") as progress, translate_usage_errors("--older-than"):
+    with report.progress("deleted", "files") as progress:
         found = run(
             opened,
             datasets or (),

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from decimal import Decimal
 from typing import Any, Final, TextIO
 
+from replaylake.cli.options import name_options
 from replaylake.cli.output.progress import ProgressReport, WaitingReport
 
 _MAX_TEXT: Final = 100
@@ -52,11 +53,11 @@ class CommandOutput:
             print_json(body)
         else:
             for line in lines:
-                print(escape_controls(line), file=result_stream())
+                print(escape_controls(name_options(line)), file=result_stream())
 
     def print_message(self, text: str) -> None:
         """Print talk on stderr."""
-        print(escape_controls(text), file=sys.stderr, flush=True)
+        print(escape_controls(name_options(text)), file=sys.stderr, flush=True)
 
     def progress(self, verb: str, unit: str) -> ProgressReport:
         """Return a context manager to be called with (done, total) as work goes on."""

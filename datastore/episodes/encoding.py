@@ -271,7 +271,8 @@ def check_timezone(name: str) -> None:
         ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:
         raise ConfigInvalidError(
-            f"--timezone: found {name!r}, expected a zone such as Europe/Berlin or UTC."
+            f"timezone: found {name!r}, expected a zone such as Europe/Berlin or UTC.",
+            parameter="timezone",
         ) from error
 
 

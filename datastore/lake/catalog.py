@@ -138,7 +138,7 @@ class LakeCatalog:
                 raise QueryRefusedError(
                     f"{dataset}.{view}: found {dataset} pinned at version {pinned.version}, which "
                     "is one of its steps: decisions, rewards, received and quarantine are tables "
-                    f"of their own and have other versions. Leave {dataset} out of `at` (--at), or "
+                    f"of their own and have other versions. Leave {dataset} out of `at`, or "
                     "ask for the two apart."
                 )
             return pinned.table

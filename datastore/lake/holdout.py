@@ -40,7 +40,8 @@ class Holdout:
         if (self.fraction is None) == (self.after is None):
             raise ConfigInvalidError(
                 f"holdout: found fraction {self.fraction} and after {self.after}, expected one of "
-                "both. Say which share of the episodes to hold out, or from when on."
+                "both. Say which share of the episodes to hold out, or from when on.",
+                parameter="holdout",
             )
         if self.fraction is not None:
             _check_fraction(self.fraction)
@@ -49,7 +50,8 @@ class Holdout:
         if not isinstance(self.salt, str) or (self.salt and self.after is not None):
             raise ConfigInvalidError(
                 f"holdout: found salt {self.salt!r}, expected text, and none for a split by time. "
-                "Leave it out."
+                "Leave it out.",
+                parameter="holdout",
             )
 
     def condition(self, held_out: bool) -> str:
@@ -133,7 +135,8 @@ def _check_fraction(fraction: object) -> None:
     if not is_number or not 0 < fraction < 1:  # type: ignore[operator]
         raise ConfigInvalidError(
             f"holdout: found fraction {fraction!r}, expected a number above 0 and below 1. 0.2 "
-            "keeps a fifth of the episodes to evaluate on."
+            "keeps a fifth of the episodes to evaluate on.",
+            parameter="holdout",
         )
 
 
@@ -141,7 +144,8 @@ def _check_time(after: object) -> None:
     if not isinstance(after, datetime) or after.utcoffset() is None:
         raise ConfigInvalidError(
             f"holdout: found after {after}, expected a time with its zone. Write it as in "
-            "2026-03-01T00:00:00+00:00."
+            "2026-03-01T00:00:00+00:00.",
+            parameter="holdout",
         )
 
 

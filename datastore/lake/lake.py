@@ -39,7 +39,7 @@ def open_lake(path: str | Path, *, create: bool = False) -> Lake:
     if not lake.registry.exists():
         if not create:
             raise NotFoundError(
-                f"lake {path}: found none there. `replaylake ingest` makes one, --lake LAKE or "
+                f"lake {path}: found none there. `replaylake ingest` makes one, `lake` or "
                 "REPLAYLAKE_LAKE names another, and in Python rl.open(path, create=True) makes it."
             )
         lake.registry.create()
@@ -174,7 +174,7 @@ class Lake:
         if key is None and not create:
             raise NotFoundError(
                 f"lake {self.url}: found no signing key, expected one: nothing was served with "
-                "--log-to from this lake. Check --lake."
+                "`log_to` from this lake. Check `lake`."
             )
         if key is None:
             self._storage.put_if_absent(_KEY_PATH, os.urandom(_KEY_BYTES), private=True)

@@ -173,7 +173,8 @@ def check_target(target_bytes: int) -> None:
         raise ConfigInvalidError(
             f"target_bytes: found {target_bytes:,}, expected {MIN_TARGET_BYTES:,} (64 MiB) to "
             f"{MAX_TARGET_BYTES:,} (256 MiB): scans of smaller shards are slow, and reading one "
-            "takes several times its size in memory."
+            "takes several times its size in memory.",
+            parameter="target_bytes",
         )
 
 

@@ -45,12 +45,15 @@ class Retention:
             raise ConfigInvalidError(
                 f"keep_versions_s: found {self.keep_versions_s:g}, expected at least "
                 f"{MIN_KEEP_S:g} (an hour): what writers and readers are in the middle of is "
-                "younger."
+                "younger.",
+                parameter="keep_versions_s",
             )
         for name in ("max_steps", "max_age_s", "cache_max_bytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigInvalidError(f"{name}: found {value}, expected more than 0, or none.")
+                raise ConfigInvalidError(
+                    f"{name}: found {value}, expected more than 0, or none.", parameter=name
+                )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,10 +69,13 @@ def _check_kind(name: str, value: Any) -> None:
     kinds = (int, float) if name.endswith("_s") else (int,)
     if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
         raise ConfigInvalidError(
-            f"{name}: found {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}."
+            f"{name}: found {value!r}, expected {' or '.join(kind.__name__ for kind in kinds)}.",
+            parameter=name,
         )
     if value == math.inf:
-        raise ConfigInvalidError(f"{name}: found {value}, expected a number, or none for no limit.")
+        raise ConfigInvalidError(
+            f"{name}: found {value}, expected a number, or none for no limit.", parameter=name
+        )
 
 
 def read_retention(snapshot: TableSnapshot) -> Retention:

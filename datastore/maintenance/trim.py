@@ -158,7 +158,7 @@ def _check(max_steps: int | None, older_than_s: float | None) -> None:
         )
     for name, value in (("max_steps", max_steps), ("older_than_s", older_than_s)):
         if value is not None and not value >= 0:
-            raise ConfigInvalidError(f"trim: {name}: found {value}, expected at least 0.")
+            raise ConfigInvalidError(f"{name}: found {value}, expected at least 0.", parameter=name)
 
 
 class _Trim:

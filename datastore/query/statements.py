@@ -172,5 +172,5 @@ def _first_line(error: Exception) -> str:
     """DuckDB's message without the echo of the query that follows it."""
     message = " ".join(str(error).split("\n\n")[0].split())
     if message.endswith('at or near "@"'):
-        message += ". A version is named beside the query: --at NAME=VERSION, in Python at={...}."
+        message += ". A version is named beside the query: `at` NAME=VERSION."
     return message

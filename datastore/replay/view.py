@@ -309,7 +309,7 @@ def _join_layouts(views: Sequence[ReplayView]) -> RecordLayout:
         if (differs := find_spec_mismatch(spec, view.spec)) is not None:
             raise SchemaMismatchError(
                 f"datasets {first.names} and {view.names}: {differs}, expected one. Train on "
-                "each alone, or ingest them with the same --env."
+                "each alone, or ingest them with the same `env`."
             )
         spec = join_specs(spec, view.spec)
         other = view.packed.records.layout

@@ -155,5 +155,5 @@ def _file_folder(text: str) -> Path:
 
 def _invalid_location_error(text: str, expected: str) -> ConfigInvalidError:
     return ConfigInvalidError(
-        f"lake {text!r}: expected {expected}. Check --lake or REPLAYLAKE_LAKE."
+        f"lake {text!r}: expected {expected}. Check `lake` or REPLAYLAKE_LAKE."
     )

@@ -17,12 +17,12 @@ def check_bandit_log(name: str, view: ReplayView) -> None:
         raise ConfigInvalidError(
             f"algorithm {name}: {num} of {num_steps} steps have no behavior_log_prob, expected one "
             "for each: rewards are weighed by how likely the logged action was. Ingest with the "
-            "column of propensities (--map behavior_prob=COLUMN), leave the steps out "
-            "(--where-steps 'behavior_log_prob IS NOT NULL'), or clone with bc."
+            "column of propensities (`mapping` behavior_prob=COLUMN), leave the steps out "
+            "(`where_steps` 'behavior_log_prob IS NOT NULL'), or clone with bc."
         )
     if num := num_not_terminated(view.packed):
         raise ConfigInvalidError(
             f"algorithm {name}: {num} of {num_steps} steps are not terminated, expected decisions "
             "of one step each: what follows an action would not count. Learn from episodes with an "
-            "offline algorithm such as cql, or leave those steps out (--where-steps terminated)."
+            "offline algorithm such as cql, or leave those steps out (`where_steps` terminated)."
         )

@@ -149,6 +149,6 @@ def _construction_error(
     given = ", ".join(f"{key}={value!r}" for key, value in env_args.items()) or "no arguments"
     return ConfigInvalidError(
         f"environment {env_id}: made with {given} it raised {type(error).__name__}: {error}. "
-        "Expected an environment: check its arguments (--env-arg) and its code (--debug shows "
+        "Expected an environment: check its arguments (`env_args`) and its code (a traceback shows "
         "where)."
     )

@@ -189,14 +189,13 @@ def _unit_causes(env: Environment, rows: _LoggedRows) -> Iterator[_Cause]:
             continue
         yield _Cause(
             f"actions are in other units: they are {1 / factor:.3g} times the environment's",
-            f"ingest into a new dataset with --action-scale {factor:g}",
+            f"ingest into a new dataset with `action_scale` {factor:g}",
             replace(rows, actions=rows.actions * factor),
         )
     if np.isfinite([low, high]).all() and (low != -high).any():
         yield _Cause(
             "actions are normalised to [-1, 1]",
-            f"ingest into a new dataset with --action-low {low.min():g} --action-high "
-            f"{high.max():g}",
+            f"ingest into a new dataset with `action_range` {low.min():g} to {high.max():g}",
             replace(rows, actions=low + (rows.actions + 1) / 2 * (high - low)),
         )
 

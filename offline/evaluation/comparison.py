@@ -10,7 +10,8 @@ import numpy as np
 
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Policy
-from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
+from replaylake.offline.callbacks import Callbacks, EpisodeProgress
+from replaylake.offline.evaluation.evaluate import Evaluation, EvaluationConfig, evaluate
 from replaylake.offline.evaluation.intervals import student_t_interval
 
 
@@ -37,20 +38,19 @@ class PolicyComparison:
 
 def compare(
     policies: Mapping[str, Policy],
-    env_id: str,
+    config: EvaluationConfig | str,
     *,
-    env_args: Mapping[str, Any] | None = None,
-    episodes: int = 20,
-    seed: int = 0,
-    deterministic: bool = True,
-    on_progress: Callable[[int, int], None] | None = None,
+    callbacks: Callbacks | None = None,
 ) -> list[PolicyComparison]:
     """Evaluate policies, by name, on the same seeds, and compare each with the first.
 
     Episode i of each begins in the same state, so that differences are taken episode by episode:
     what only the start decides cancels out, and the interval is narrower than of two means.
+    callbacks: on_progress (EpisodeProgress), of the episodes of all policies.
     Raises: ConfigInvalidError for fewer than two policies; as evaluate.
     """
+    config = EvaluationConfig(config) if isinstance(config, str) else config
+    on_progress = None if callbacks is None else callbacks.on_progress
     if len(policies) < 2:
         raise ConfigInvalidError(
             f"compare: found {len(policies)} policies, expected two or more of different names."
@@ -59,16 +59,9 @@ def compare(
     for number, (name, policy) in enumerate(policies.items()):
         told = None
         if on_progress is not None:
-            told = _offset(on_progress, number * episodes, len(policies) * episodes)
-        evaluation = evaluate(
-            policy,
-            env_id,
-            env_args=env_args,
-            episodes=episodes,
-            seed=seed,
-            deterministic=deterministic,
-            on_progress=told,
-        )
+            before, total = number * config.episodes, len(policies) * config.episodes
+            told = _offset(on_progress, before, total)
+        evaluation = evaluate(policy, config, callbacks=Callbacks(on_progress=told))
         first = compared[0].evaluation if compared else None
         compared.append(_compare_with_first(name, evaluation, first))
     return compared
@@ -93,6 +86,6 @@ def _compare_with_first(
 
 
 def _offset(
-    on_progress: Callable[[int, int], None], before: int, total: int
-) -> Callable[[int, int], None]:
-    return lambda done, _: on_progress(before + done, total)
+    on_progress: Callable[[EpisodeProgress], None], before: int, total: int
+) -> Callable[[EpisodeProgress], None]:
+    return lambda done: on_progress(EpisodeProgress(before + done.num_episodes, total))

@@ -20,15 +20,13 @@ from replaylake.datastore.episodes.spaces import (
 from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.lake.policies.streams import EpisodeStreams
+from replaylake.offline.callbacks import Callbacks, EpisodeProgress, OnFrame
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any, spaces_of
 from replaylake.offline.environments.rendering import make_rendering, render_frame
 from replaylake.offline.environments.spaces import Environment, action_mask, from_gymnasium
 from replaylake.offline.evaluation.intervals import student_t_interval
 from replaylake.offline.evaluation.self_play import AgentPolicies, GameState, SelfPlay
-
-# Called with (episode, frame uint8 [height, width, 3]) after its reset and each of its steps.
-OnFrame = Callable[[int, Array], None]
 
 
 @dataclass(frozen=True)
@@ -72,71 +70,88 @@ class _EnvState:
     ended: bool = False
 
 
-def evaluate(
-    policy: AgentPolicies,
-    env_id: str,
-    *,
-    env_args: Mapping[str, Any] | None = None,
-    episodes: int = 20,
-    seed: int = 0,
-    deterministic: bool = True,
-    num_envs: int = 32,
-    on_progress: Callable[[int, int], None] | None = None,
-    on_frame: OnFrame | None = None,
-    filmed_episodes: int = 1,
-) -> Evaluation:
-    """Run whole episodes, acting on up to `num_envs` environments in one call.
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Where a policy is evaluated, and on how many episodes.
 
     Episode i resets its environment with seed + i and draws from its own generator, so the result
     does not depend on num_envs. (A network's outputs may differ in the last bit between batch
-    sizes.) Masks in info["action_mask"] are honoured.
+    sizes.)
+    """
+
+    # Gymnasium id, or `module:function`; see docs/ENVIRONMENTS.md. env_args: what it is made with.
+    env: str
+    env_args: Mapping[str, Any] = field(default_factory=dict)
+    episodes: int = 20
+    # Of the first episode.
+    seed: int = 0
+    # Take the mode of the policy; otherwise sample.
+    deterministic: bool = True
+    # Environments stepped together, with one call of the policy.
+    num_envs: int = 32
+    # The first so many are drawn, where there is a callback on_frame.
+    filmed_episodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.episodes < 1 or self.num_envs < 1:
+            raise ConfigInvalidError(
+                f"evaluate: found {self.episodes} episodes in {self.num_envs} environments, "
+                "expected 1 or more."
+            )
+
+
+def evaluate(
+    policy: AgentPolicies,
+    config: EvaluationConfig | str,
+    *,
+    callbacks: Callbacks | None = None,
+) -> Evaluation:
+    """Run whole episodes in an environment, and return what they returned.
 
     Args:
-        policy: whose spec has to fit the environment; or one for each agent, by its name.
-        env_id: Gymnasium id, or `module:function`; see docs/ENVIRONMENTS.md.
-        env_args: what the environment is made with.
-        episodes: how many.
-        seed: of the first episode.
-        deterministic: take the mode; otherwise sample.
-        num_envs: environments stepped together.
-        on_progress: called with (episodes done, episodes) after each.
-        on_frame: called with each frame of the first `filmed_episodes`; those of several episodes
-            come mixed.
-        filmed_episodes: how many are drawn, which may cost more than they do.
+        policy: whose spec has to fit the environment; or one for each agent, by its name. See
+            `load_policy`.
+        config: the environment and how much of it; a text is an environment, with the defaults.
+        callbacks: on_progress (EpisodeProgress), after each episode; on_frame, with each frame of
+            the first `filmed_episodes`; those of several episodes come mixed. Drawing may cost more
+            than the episodes do.
 
-    In an environment of several agents one policy acts for all of them, and the return of an
-    episode is the sum of theirs.
+    Masks in info["action_mask"] are honored. In an environment of several agents one policy acts
+    for all of them, and the return of an episode is the sum of theirs.
+
+    Returns: undiscounted returns, in the environment's units, with the 95% interval of their mean.
 
     Raises: NotFoundError for the environment, SchemaMismatchError if its spaces are not the
     policy's; ConfigInvalidError where policies are named by agent and are not one for each. With
     `on_frame`: ConfigInvalidError if the environment cannot draw itself or is one of several
     agents, ExtraMissingError without the library that it draws with.
     """
-    if episodes < 1 or num_envs < 1:
-        raise ConfigInvalidError(
-            f"evaluate: found {episodes} episodes in {num_envs} environments, expected 1 or more."
-        )
-    given = dict(env_args or {})
-    env = make_any(env_id, given)
+    config = EvaluationConfig(config) if isinstance(config, str) else config
+    callbacks = callbacks or Callbacks()
+    episodes, seed, given = config.episodes, config.seed, dict(config.env_args)
+    on_episode = _episode_reporter(callbacks)
+    env = make_any(config.env, given)
     agents = env.agents if isinstance(env, Game) else ()
     theirs = from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
     env.close()
-    policies = _policies_by_agent(env_id, agents, policy)
+    policies = _policies_by_agent(config.env, agents, policy)
     for one in policies.values():
-        check_spaces_match(env_id, theirs, one.spec.observation_space, one.spec.action_space)
-    num_filmed = 0 if on_frame is None else min(filmed_episodes, episodes)
+        check_spaces_match(config.env, theirs, one.spec.observation_space, one.spec.action_space)
+    num_filmed = 0 if callbacks.on_frame is None else min(config.filmed_episodes, episodes)
     envs: list[Any] = []
     try:
-        for number in range(min(max(num_envs, num_filmed), episodes)):
-            is_filmed = number < num_filmed
-            envs.append(make_rendering(env_id, given) if is_filmed else make_any(env_id, given))
+        for number in range(min(max(config.num_envs, num_filmed), episodes)):
+            make_env = make_rendering if number < num_filmed else make_any
+            envs.append(make_env(config.env, given))
         if agents:
-            play = SelfPlay(policies, seed, deterministic=deterministic)
-            games = play.play_games(envs, episodes, on_progress)
+            play = SelfPlay(policies, seed, deterministic=config.deterministic)
+            games = play.play_games(envs, episodes, on_episode)
             outcome = _sum_games(games)
         else:
-            run = _EvaluationRun(policies[""], seed, deterministic, on_frame, num_filmed)
-            done = run.run_episodes(envs, episodes, on_progress)
+            run = _EvaluationRun(
+                policies[""], seed, config.deterministic, callbacks.on_frame, num_filmed
+            )
+            done = run.run_episodes(envs, episodes, on_episode)
             outcome = _EpisodeReturns(
                 [slot.total for slot in done], [slot.length for slot in done], {}
             )
@@ -145,8 +160,8 @@ def evaluate(
             env.close()
     mean, low, high = student_t_interval(outcome.returns)
     return Evaluation(
-        env_id=env_id,
-        deterministic=deterministic,
+        env_id=config.env,
+        deterministic=config.deterministic,
         mean_return=mean,
         ci_low=low,
         ci_high=high,
@@ -156,6 +171,13 @@ def evaluate(
         env_args=given,
         agent_returns=outcome.by_agent,
     )
+
+
+def _episode_reporter(callbacks: Callbacks) -> Callable[[int, int], None] | None:
+    on_progress = callbacks.on_progress
+    if on_progress is None:
+        return None
+    return lambda done, episodes: on_progress(EpisodeProgress(done, episodes))
 
 
 def _policies_by_agent(

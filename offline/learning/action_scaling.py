@@ -87,7 +87,7 @@ def action_scaling(space: Space, logged: tuple[Array, Array] | None) -> ActionSc
         if logged is None:
             raise SpaceUnsupportedError(
                 f"actions: found {describe(space)} without finite bounds, expected bounds or a "
-                "logged range to normalise with. Ingest with --env, or give the space bounds."
+                "logged range to normalise with. Ingest with `env`, or give the space bounds."
             )
         logged_low, logged_high = (np.asarray(bound, np.float64).reshape(-1) for bound in logged)
         low, high = np.where(finite, low, logged_low), np.where(finite, high, logged_high)

@@ -63,9 +63,15 @@ def near_matches(name: str, known: Iterable[str]) -> str:
 
 
 def expect(condition: bool, what: str, found: Any, expected: str) -> None:
-    """Refuse a value out of range; for a config's __post_init__. Raises: ConfigInvalidError."""
+    """Refuse a value out of range; for a config's __post_init__.
+
+    what: whose value it is, and the field, as in `training: updates`.
+    Raises: ConfigInvalidError.
+    """
     if not condition:
-        raise ConfigInvalidError(f"{what}: found {found!r}, expected {expected}.")
+        raise ConfigInvalidError(
+            f"{what}: found {found!r}, expected {expected}.", parameter=what.rpartition(": ")[2]
+        )
 
 
 def cast(kind: Any, value: Any, what: str) -> Any:
@@ -86,8 +92,8 @@ def cast(kind: Any, value: Any, what: str) -> Any:
     if origin in (tuple, Sequence) and isinstance(value, list | tuple):
         return tuple(cast(get_args(kind)[0], item, what) for item in value)
     if origin is not None:
-        expected = "a list" if origin in (tuple, Sequence) else str(kind)
-        expect(origin is dict and isinstance(value, dict), what, value, expected)
+        expected = "a list" if origin in (tuple, Sequence) else "a table"
+        expect(origin in (dict, Mapping) and isinstance(value, dict), what, value, expected)
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from replaylake.datastore import errors
 from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, TrainingError
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.local_ray import START_TIMEOUT_S, check_room, open_ray
-from replaylake.offline.running.training.callbacks import Callbacks
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.process_group import ProcessGroup
 
@@ -30,7 +30,7 @@ _EXCHANGE_TIMEOUT_S: Final = 24 * 3600
 _POLL_S: Final = 0.1
 # What the leader gets to write down why it ended, before the death of another ends it.
 _LEADER_S: Final = 10.0
-_NEEDS: Final = "--learners 2 or more: found no ray, expected it to start their processes"
+_NEEDS: Final = "learners 2 or more: found no ray, expected it to start their processes"
 
 
 class LearnerLostError(TrainingError):
@@ -53,7 +53,7 @@ class DistributedProcessGroup:
             raise LearnerLostError(
                 f"learner {self.rank} of {self.size}: found another one gone "
                 f"({str(error).splitlines()[0]}), expected its gradients. Look at what that one "
-                "failed of, and go on with --resume."
+                "failed of, and resume the run."
             ) from error
 
     def broadcast(self, value: float) -> float:
@@ -180,7 +180,7 @@ def run_distributed(
             while fitting.is_alive():
                 fitting.join(_POLL_S)
                 _call_back(callbacks, ray.get(mailbox.take.remote()))
-                if interruption.is_requested or callbacks.is_stop_requested:
+                if interruption.is_requested or callbacks.is_end_requested:
                     mailbox.ask_to_end.remote()
             _call_back(callbacks, ray.get(mailbox.take.remote()))
             failures = ray.get(mailbox.failures.remote())
@@ -202,13 +202,14 @@ def _wait_for_start(
             asked = mailbox.has_started.remote()
             fitting.join(_POLL_S)
         # There is no run yet that could save anything.
-        if interruption.is_requested or callbacks.is_stop_requested:
+        if interruption.is_requested or callbacks.is_end_requested:
             raise KeyboardInterrupt
         if time.monotonic() > until:
             raise TrainingError(
                 f"learners: found no process of theirs in {START_TIMEOUT_S:g} s, expected one "
                 "each. Look at what else takes this machine's CPUs and memory, or train with one "
-                "learner."
+                "learner.",
+                parameter="learners",
             )
 
 
@@ -253,11 +254,12 @@ class _FitThread(threading.Thread):
         if not dead:
             raise TrainingError(
                 f"learners: found {self._error or failures}, expected their updates. Train with "
-                "one learner for the traceback."
+                "one learner for the traceback.",
+                parameter="learners",
             ) from self._error
         raise TrainingError(
             f"learner {dead[0]} of {self._num}: its process is gone, expected its gradients. It "
-            "was killed or crashed: look at memory, and go on with --resume."
+            "was killed or crashed: look at memory, and resume the run."
         ) from self._error
 
 

@@ -191,8 +191,9 @@ def _connect(
 ) -> None:
     if address.startswith(_CLIENT):
         raise ConfigInvalidError(
-            f"--address: found {address}, expected HOST:PORT or auto: what writes for nodes that "
-            "do not see the lake runs beside this process. Run it on a node of the cluster."
+            f"address: found {address}, expected HOST:PORT or auto: what writes for nodes that "
+            "do not see the lake runs beside this process. Run it on a node of the cluster.",
+            parameter="address",
         )
     try:
         # Ray itself would go on trying for many minutes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +22,15 @@ from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.datastore.names import new_ulid
 from replaylake.offline.algorithms.catalog import check_algorithm, require
+from replaylake.offline.callbacks import Callbacks, RunStart
 from replaylake.offline.evaluation.evaluate import Evaluation
 from replaylake.offline.learning.learner import torch_threads
 from replaylake.offline.running.distributed import run_distributed
-from replaylake.offline.running.training.callbacks import Callbacks, RunStart
 from replaylake.offline.running.training.config import TrainConfig, TrainRequest
-from replaylake.offline.running.training.data import OnReading, check_same_data
+from replaylake.offline.running.training.data import check_same_data
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.job import TrainingJob, make_final_evaluation, prepare
-from replaylake.offline.running.training.lake_observer import LakeObserver, OnMetrics
+from replaylake.offline.running.training.lake_observer import LakeObserver
 from replaylake.offline.running.training.packaging import build_package
 from replaylake.offline.running.training.process_group import (
     SINGLE_PROCESS,
@@ -38,7 +38,7 @@ from replaylake.offline.running.training.process_group import (
     sync_stop,
 )
 from replaylake.offline.running.training.run_record import RunRecord, find_run
-from replaylake.offline.running.training.trainer import Trainer, TrainProgress
+from replaylake.offline.running.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -67,84 +67,51 @@ class TrainResult:
 
 def train(
     lake: Lake,
-    datasets: Sequence[str],
+    datasets: str | Sequence[str],
     config: TrainConfig,
     *,
-    policy_name: str,
-    where: str | None = None,
-    where_steps: str | None = None,
-    reward: str | None = None,
-    weight: str | None = None,
-    env_id: str | None = None,
-    env_args: Mapping[str, Any] | None = None,
-    on_reading: OnReading | None = None,
-    on_start: Callable[[RunStart], None] | None = None,
-    on_progress: Callable[[TrainProgress], None] | None = None,
-    on_metrics: OnMetrics | None = None,
-    should_end: Callable[[], bool] | None = None,
-    sweep: Mapping[str, Any] | None = None,
+    callbacks: Callbacks | None = None,
 ) -> TrainResult:
     """Learn a policy from the lake and register it as a new version.
 
     Args:
         lake: where the datasets are and the policy goes.
-        datasets: `NAME` or `NAME@VERSION`, whose spaces are compatible.
-        config: algorithm, its options, updates, seed, what is held out, how the policy is chosen.
-        policy_name: what to register it as.
-        where: SQL condition over `episodes`: which whole episodes to learn from.
-        where_steps: SQL condition over `steps`: which of their steps.
-        reward: SQL expression over `steps` in place of the logged reward.
-        weight: SQL expression over the columns of a step and its episode: steps are drawn in
-            proportion to it, instead of all alike.
-        env_id: environment to choose and evaluate the policy in, kept in the package: a Gymnasium
-            id or `module:function`, see docs/ENVIRONMENTS.md.
-        env_args: what it is made with; JSON values.
-        on_reading: called with (shards decoded, shards) as the episodes are read.
-        on_start: called once before the first update.
-        on_progress: called about four times a second, and after the last update.
-        on_metrics: called with (update, values) for each point of the run's metrics.
-        should_end: asked after each update; true saves a checkpoint and raises RunInterrupted.
-        sweep: what the run's record says of the sweep that it is a trial of; see tune.py.
+        datasets: `NAME`, `NAME@VERSION` or `NAME@TAG`, or several whose spaces are compatible.
+        config: algorithm and its options, the policy's name, what to learn from, updates, seed,
+            what is held out, how the policy is chosen. `config.policy` is required.
+        callbacks: on_reading, on_start, on_progress (TrainProgress), on_metrics, should_end.
 
     Deterministic on the CPU: the same data, config and seed give the same weights, however often
     the run was killed and resumed in between. Ctrl-C and SIGTERM save a checkpoint first. With
     `config.learners` more processes are started, and make each update together with the first.
     The run's record says `running` from the first update on, then `done`, `failed` or
     `interrupted`.
+
     Raises: NotFoundError, InvalidNameError, SchemaMismatchError, EmptyReplayError,
     SpaceUnsupportedError, ConfigInvalidError before anything is learned or recorded; TrainingError
     naming the update where a loss is not finite; StorageError where a checkpoint cannot be saved;
     RunInterrupted. No policy is registered then.
     """
-    request = TrainRequest(
-        datasets=tuple(datasets),
-        policy_name=policy_name,
-        config=config,
-        where=where,
-        where_steps=where_steps,
-        reward=reward,
-        weight=weight,
-        env_id=env_id,
-        env_args=dict(env_args or {}),
-    )
-    callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
+    return start_run(lake, TrainRequest.of(datasets, config), callbacks)
+
+
+def start_run(
+    lake: Lake,
+    request: TrainRequest,
+    callbacks: Callbacks | None = None,
+    *,
+    sweep: Mapping[str, Any] | None = None,
+) -> TrainResult:
+    """Do what `train` does; sweep: what the record says of the sweep that it is a trial of."""
+    callbacks = callbacks or Callbacks()
     work = _RunSpec(new_ulid(), request.pin(lake), sweep=sweep)
-    if config.learners > 1:
+    if request.config.learners > 1:
         return _run_distributed(lake, work, callbacks)
     return _start(lake, work, callbacks)
 
 
-def resume(
-    lake: Lake,
-    run_id: str,
-    *,
-    on_reading: OnReading | None = None,
-    on_start: Callable[[RunStart], None] | None = None,
-    on_progress: Callable[[TrainProgress], None] | None = None,
-    on_metrics: OnMetrics | None = None,
-    should_end: Callable[[], bool] | None = None,
-) -> TrainResult:
-    """Go on with a run that was killed, interrupted or failed, from its newest whole checkpoint.
+def resume(lake: Lake, run_id: str, *, callbacks: Callbacks | None = None) -> TrainResult:
+    """Resume a run that was killed, interrupted or failed, from its newest whole checkpoint.
 
     What it does is in its record: the same versions of the datasets, the same options. On the CPU
     it ends with the weights of a run that was never interrupted, bit for bit. A run that is done
@@ -154,10 +121,10 @@ def resume(
     CommitConflictError while another process is at work on it; SchemaMismatchError if the steps are
     not those that it began with; else as `train`.
     """
+    callbacks = callbacks or Callbacks()
     record = find_run(lake.registry, run_id)
     if record["status"] == "done":
         return _load_finished_result(lake, record)
-    callbacks = Callbacks(on_reading, on_start, on_progress, on_metrics, should_end)
     work = _RunSpec(run_id, TrainRequest.from_json(record.get("request", {})), resumed=True)
     if work.request.config.learners > 1:
         return _run_distributed(lake, work, callbacks)
@@ -265,7 +232,7 @@ def _run(
             measure=job.measure,
             on_progress=callbacks.on_progress,
             should_end=sync_stop(
-                job.learner, lambda: interruption.is_requested or callbacks.is_stop_requested
+                job.learner, lambda: interruption.is_requested or callbacks.is_end_requested
             ),
         )
         if goes_on:
@@ -325,7 +292,7 @@ def _register_policy(
         # The policy and the end of its run are one commit: neither is there without the other.
         keys = ("datasets", "holdout", "algorithm", "seed", "run_id")
         ref = lake.registry.register(
-            job.request.policy_name,
+            job.request.config.policy,
             package,
             run_id=record.run_id,
             lineage={key: manifest[key] for key in keys},
@@ -341,7 +308,7 @@ def _first_record(job: TrainingJob, work: _RunSpec) -> dict[str, Any]:
     manifest = job.manifest(work.run_id)
     keys = ("algorithm", "seed", "config", "normalisation", "datasets", "holdout")
     return {
-        "policy": job.request.policy_name,
+        "policy": job.request.config.policy,
         "num_steps": job.data.view.num_steps,
         "num_episodes": job.data.view.num_episodes,
         **{key: manifest[key] for key in keys},

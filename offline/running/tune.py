@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -21,13 +21,20 @@ from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.datastore.names import new_ulid
 from replaylake.offline.algorithms.catalog import check_options, make_learner
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.learning.normalization import fit_statistics
 from replaylake.offline.learning.options import near_matches
 from replaylake.offline.running.local_ray import check_room, open_ray
 from replaylake.offline.running.training.data import open_data
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.run_record import RunRecord, find_run
-from replaylake.offline.running.tuning.config import Mode, Sweep, near_options, resolve_measure
+from replaylake.offline.running.tuning.config import (
+    Mode,
+    Sweep,
+    TuneConfig,
+    near_options,
+    resolve_measure,
+)
 from replaylake.offline.running.tuning.ray_trials import EarlyStopping, run_trials
 from replaylake.offline.running.tuning.results import (
     SweepResult,
@@ -70,26 +77,21 @@ class TrialProgress:
     updates: int
 
 
-@dataclass(frozen=True)
-class _Callbacks:
-    on_start: Callable[[SweepStart], None] | None = None
-    on_trial: Callable[[TrialProgress], None] | None = None
-
-
 def tune(
     lake: Lake,
-    options: Mapping[str, Any],
+    datasets: str | Sequence[str],
+    config: TuneConfig,
     *,
-    on_start: Callable[[SweepStart], None] | None = None,
-    on_trial: Callable[[TrialProgress], None] | None = None,
+    callbacks: Callbacks | None = None,
 ) -> SweepResult:
-    """Train under every seed and combination of options, and say which are best.
+    """Train under every seed and combination of options, and compare them.
 
     Args:
         lake: where the datasets are and the policies go.
-        options: as in a file for `replaylake tune`: the keys of `train offline` and a table `tune`.
-        on_start: called once before the first trial.
-        on_trial: called as trials are measured and end.
+        datasets: as of `train`.
+        config: the training in `config.train`, its options that vary, the seeds.
+        callbacks: on_start (SweepStart), once before the first trial; on_progress (TrialProgress),
+            as trials are measured and end.
 
     All trials train on the versions that the datasets have now. Each is a run that `runs list`
     shows, and registers a version of the policy. Ctrl-C and SIGTERM save checkpoints first.
@@ -98,27 +100,20 @@ def tune(
     EmptyReplayError, SpaceUnsupportedError, ExtraMissingError before anything is trained;
     TrainingError where no trial came to its end; RunInterrupted.
     """
-    sweep = Sweep.from_options(options).pin(lake)
+    sweep = Sweep.of(datasets, config).pin(lake)
     checked = check_sweep(lake, sweep)
     sweep_id = new_ulid()
     with RunLease(lake.storage, sweep_id):
         record = RunRecord(lake.registry, sweep_id, _first_record(sweep, checked), kind=KIND)
         record.record_start()
         with record.record_errors():
-            callbacks = _Callbacks(on_start, on_trial)
-            return _SweepRun(lake, sweep, record, callbacks).run(checked.remarks)
+            return _SweepRun(lake, sweep, record, callbacks or Callbacks()).run(checked.remarks)
 
 
-def resume_sweep(
-    lake: Lake,
-    sweep_id: str,
-    *,
-    on_start: Callable[[SweepStart], None] | None = None,
-    on_trial: Callable[[TrialProgress], None] | None = None,
-) -> SweepResult:
-    """Go on with a sweep that was killed or interrupted, or of which trials failed.
+def resume_sweep(lake: Lake, sweep_id: str, *, callbacks: Callbacks | None = None) -> SweepResult:
+    """Resume a sweep that was killed or interrupted, or some of whose trials failed.
 
-    Trials that are done, or were stopped for being behind, stay as they are; the others go on from
+    Trials that are done, or were stopped for being behind, stay as they are; the others resume from
     their checkpoints. Raises: NotFoundError if there is no such sweep; CommitConflictError while
     another process is at work on it; else as `tune`.
     """
@@ -129,14 +124,14 @@ def resume_sweep(
         record = RunRecord(lake.registry, sweep_id, body, kind=KIND)
         with record.record_errors():
             record.record_resume(0)
-            return _SweepRun(lake, sweep, record, _Callbacks(on_start, on_trial)).run(())
+            return _SweepRun(lake, sweep, record, callbacks or Callbacks()).run(())
 
 
 def _first_record(sweep: Sweep, checked: CheckedSweep) -> dict[str, Any]:
     request = sweep.request
     pinned = [text.rpartition("@") for text in request.datasets]
     return {
-        "policy": request.policy_name,
+        "policy": request.config.policy,
         "algorithm": request.config.algorithm,
         "datasets": [{"dataset": name, "version": int(version)} for name, _, version in pinned],
         "config": {"updates": request.config.updates},
@@ -151,7 +146,7 @@ def _first_record(sweep: Sweep, checked: CheckedSweep) -> dict[str, Any]:
 class _SweepRun:
     """A sweep at work, and the Listener of its trials."""
 
-    def __init__(self, lake: Lake, sweep: Sweep, record: RunRecord, callbacks: _Callbacks) -> None:
+    def __init__(self, lake: Lake, sweep: Sweep, record: RunRecord, callbacks: Callbacks) -> None:
         self._lake = lake
         self._sweep = sweep
         self._record = record
@@ -191,9 +186,9 @@ class _SweepRun:
             self._report_trial(trial)
 
     def _report_trial(self, trial: TrialResult) -> None:
-        if self._callbacks.on_trial is not None:
+        if self._callbacks.on_progress is not None:
             updates = self._sweep.trial_request(trial.options, trial.seed).config.updates
-            self._callbacks.on_trial(TrialProgress(trial, updates))
+            self._callbacks.on_progress(TrialProgress(trial, updates))
 
     def _start(self, remarks: tuple[str, ...]) -> SweepStart:
         return SweepStart(
@@ -363,7 +358,9 @@ def check_sweep(lake: Lake, sweep: Sweep) -> CheckedSweep:
             f"tune: measure: found {measure!r} with asha, expected a metric that runs have on "
             "their way, such as 'selection/environment': that one comes at their end."
         )
-    facts = fit_statistics(data.snapshots, data.where, first.where_steps, first.reward)
+    facts = fit_statistics(
+        data.snapshots, data.where, first.config.where_steps, first.config.reward
+    )
     for config in (request.config for request in requests):
         # What options are worth only their learner knows; it costs milliseconds.
         make_learner(

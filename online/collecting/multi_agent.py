@@ -63,7 +63,7 @@ class MultiAgentWorker:
         """Make the games and load the policies.
 
         Args:
-            config: how to collect; num_envs games are played side by side.
+            config: how to collect; envs_per_worker games are played side by side.
             episodes: numbers of the games; may be endless.
             acting: who acts at first: one policy for all agents, or one for each by name.
             producer: what the episodes' ids begin with.
@@ -84,10 +84,10 @@ class MultiAgentWorker:
         self.timings = Timings()
         self._probe = self._make_game()
         try:
-            self._cast = AgentActors(config.env_id, self._probe)
+            self._cast = AgentActors(config.env, self._probe)
             self._is_discrete = isinstance(self._cast.action_space, Discrete)
             self.set_behavior_policy(acting)
-            for number in islice(episodes, config.num_envs):
+            for number in islice(episodes, config.envs_per_worker):
                 self._tables.append(self._start_game(self._make_game(), number))
         except BaseException:
             self.close()
@@ -212,7 +212,7 @@ class MultiAgentWorker:
             player = table.players[outcome.agent] = self._player(table, outcome)
         elif player.has_ended:
             raise RolloutError(
-                f"rollout worker {self._worker}: {self._config.env_id}: agent {player.agent!r} was "
+                f"rollout worker {self._worker}: {self._config.env}: agent {player.agent!r} was "
                 f"out and is back at tick {table.tick} of the game reset with seed {table.seed}, "
                 "expected it to stay out. Let it come back under another name."
             )
@@ -248,12 +248,12 @@ class MultiAgentWorker:
                 self._ended.append(player.take_piece(table.episode_id, table.seed, self._worker))
 
     def _make_game(self) -> Game:
-        made = make_any(self._config.env_id, self._config.env_args)
+        made = make_any(self._config.env, self._config.env_args)
         if isinstance(made, Game):
             return made
         made.close()  # type: ignore[no-untyped-call]
         raise ConfigInvalidError(
-            f"{self._config.env_id}: found an environment of one agent, expected one of several. "
+            f"{self._config.env}: found an environment of one agent, expected one of several. "
             "Name one policy, and no agents."
         )
 
@@ -267,7 +267,7 @@ class MultiAgentWorker:
             self._apply_outcome(table, outcome)
         if not table.to_act:
             raise RolloutError(
-                f"rollout worker {self._worker}: {self._config.env_id}: found nobody to act after "
+                f"rollout worker {self._worker}: {self._config.env}: found nobody to act after "
                 f"a reset with seed {table.seed}, expected at least one agent. Mend its reset()."
             )
         return table
@@ -276,7 +276,7 @@ class MultiAgentWorker:
         agents = self._probe.agents
         if outcome.agent not in agents:
             raise RolloutError(
-                f"rollout worker {self._worker}: {self._config.env_id}: found agent "
+                f"rollout worker {self._worker}: {self._config.env}: found agent "
                 f"{outcome.agent!r} in the game reset with seed {table.seed}, expected one of "
                 f"{', '.join(agents)}. Name it in possible_agents."
             )
@@ -287,7 +287,7 @@ class MultiAgentWorker:
 
     def _game_error(self, table: _GameSlot, call: str, error: Exception) -> RolloutError:
         return RolloutError(
-            f"rollout worker {self._worker}: {call} of {self._config.env_id} raised "
+            f"rollout worker {self._worker}: {call} of {self._config.env} raised "
             f"{type(error).__name__}: {error}, at tick {table.tick} of the game reset with seed "
             f"{table.seed}; expected observations. Mend the environment; the same seed and "
             "policies get there again."

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.spaces import from_gymnasium
+from replaylake.offline.learning.options import expect
 from replaylake.online.collecting.actor import Actor
 from replaylake.online.collecting.behavior_policy import (
     BehaviorPolicies,
@@ -31,31 +31,49 @@ from replaylake.online.monitoring.timings import Timings
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How a rollout worker collects.
+    """What to collect, how, and by how many; the lake, dataset and policy are arguments.
 
-    env_id: Gymnasium id. env_args: what the environment is made with. num_envs: stepped together,
-    one call of the policy for all. seed: of the first episode. flush_steps, flush_interval_s: a
-    worker hands over what it has after so many steps or seconds, whichever is first.
+    The episodes depend on the seed, not on how many workers or environments collect them.
     """
 
-    env_id: str
-    num_envs: int = 8
-    seed: int = 0
+    # A Gymnasium id, or `module:function`, see docs/ENVIRONMENTS.md. env_args: what it is made
+    # with; JSON values.
+    env: str
     env_args: Mapping[str, Any] = field(default_factory=dict)
-    # About a second of CartPole: a crash loses no more, and shards stay few.
+    # With several agents, games.
+    episodes: int = 100
+    # Of the first episode.
+    seed: int = 0
+    # Policies of agents by name, in place of the one that is given.
+    agent_policies: Mapping[str, str] = field(default_factory=dict)
+    # Ray's; 0 collects in this process and imports no Ray.
+    workers: int = 0
+    # Stepped together, one call of the policy for all.
+    envs_per_worker: int = 8
+    # Of Ray's that each worker takes up; a fraction, or a whole number.
+    worker_cpus: float = 1.0
+    # Of a Ray that runs already; None starts one here, if there are workers.
+    address: str | None = None
+    # Seconds that a worker's process may take to start, waiting for CPUs included; and that a
+    # worker may be silent, and the store at a commit.
+    start_timeout_s: float = 300.0
+    answer_timeout_s: float = 600.0
+    # Of a stochastic policy; 0 takes the mode.
+    temperature: float = 1.0
+    # Probability of a uniform action instead (Discrete).
+    epsilon: float = 0.0
+    # A worker hands over what it has after so many steps or seconds, whichever is first. About a
+    # second of CartPole: a crash loses no more, and shards stay few.
     flush_steps: int = 65_536
     flush_interval_s: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, least in (("num_envs", 1), ("seed", 0), ("flush_steps", 1)):
-            if not getattr(self, name) >= least:
-                raise ConfigInvalidError(
-                    f"rollout: {name}: found {getattr(self, name)}, expected {least} or more."
-                )
-        if not self.flush_interval_s > 0:
-            raise ConfigInvalidError(
-                f"rollout: flush_interval_s: found {self.flush_interval_s}, expected above 0."
-            )
+        for name in ("episodes", "envs_per_worker", "flush_steps"):
+            expect(getattr(self, name) >= 1, f"rollout: {name}", getattr(self, name), "1 or more")
+        for name in ("seed", "workers"):
+            expect(getattr(self, name) >= 0, f"rollout: {name}", getattr(self, name), "0 or more")
+        is_positive = self.flush_interval_s > 0
+        expect(is_positive, "rollout: flush_interval_s", self.flush_interval_s, "above 0")
 
 
 class RolloutWorker:
@@ -89,8 +107,8 @@ class RolloutWorker:
         self.timings = Timings()
         envs: list[Any] = []
         try:
-            for _ in range(config.num_envs):
-                envs.append(make(config.env_id, **config.env_args))
+            for _ in range(config.envs_per_worker):
+                envs.append(make(config.env, **config.env_args))
             self._env = envs[0]
             self._actor = Actor(acting, self._env)
             self._lanes = VectorEnv(
@@ -100,7 +118,7 @@ class RolloutWorker:
                 config.seed,
                 self._actor,
                 name=f"rollout worker {worker}",
-                env_id=config.env_id,
+                env_id=config.env,
             )
         except BaseException:
             for env in envs:

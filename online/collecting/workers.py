@@ -51,7 +51,7 @@ def make_worker(
     For the arguments see RolloutWorker; acting: one policy, or one for each agent by its name.
     Raises: as the workers; ConfigInvalidError for policies by agent where there is only one.
     """
-    env = make_any(config.env_id, config.env_args)
+    env = make_any(config.env, config.env_args)
     env.close()
     if isinstance(env, Game):
         return MultiAgentWorker(config, episodes, acting, producer=producer, worker=worker)

@@ -25,8 +25,8 @@ from replaylake.online.collecting.rollout_batch import WorkerSpec
 from replaylake.online.pools.nodes import Nodes
 
 _NEEDS: Final = (
-    "rollout workers: found no ray, expected it for --workers 1 or more, and none for "
-    "--env-runner local"
+    "rollout workers: found no ray, expected it for 1 or more of them. Without Ray the "
+    "environments run in this process: see `env_runner`"
 )
 
 
@@ -73,7 +73,7 @@ class Cluster:
         _check_cpus(cpus)
         self._num_wanted = size * cpus
         folder = None
-        module, colon, _ = order.config.env_id.partition(":")
+        module, colon, _ = order.config.env.partition(":")
         if address is not None and colon and module:
             folder = stack.enter_context(pack_code(Path.cwd()))
         owns_ray = not import_ray(address).is_initialized() and address is None
@@ -93,8 +93,8 @@ class Cluster:
             where = "the cluster" if address is None else address
             raise ConfigInvalidError(
                 f"Ray at {where}: found {self.nodes.num_cpus():g} CPUs, expected "
-                f"{self._num_wanted:g} for {size} workers. Take fewer --workers, or a smaller "
-                "--worker-cpus."
+                f"{self._num_wanted:g} for {size} workers. Take fewer `workers`, or a smaller "
+                "`worker_cpus`."
             )
         if order.records:
             self.check_new_nodes()
@@ -138,8 +138,9 @@ def _embed_graph(acting: BehaviorPolicy) -> BehaviorPolicy:
 def _check_cpus(cpus: float) -> None:
     if not (0 < cpus <= 1 or (cpus > 1 and cpus == int(cpus))):
         raise ConfigInvalidError(
-            f"--worker-cpus: found {cpus:g}, expected more than 0, and a whole number above 1: Ray "
-            "gives parts of one CPU, or whole ones."
+            f"worker_cpus: found {cpus:g}, expected more than 0, and a whole number above 1: Ray "
+            "gives parts of one CPU, or whole ones.",
+            parameter="worker_cpus",
         )
 
 
@@ -232,7 +233,7 @@ def _too_large_error(folder: Path, sizes: dict[str, int], most_bytes: int) -> Co
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     listed = ", ".join(f"{path} ({sizes[path] / 1e6:.1f} MB)" for path in largest)
     return ConfigInvalidError(
-        f"{folder}: found more than {most_bytes / 1e6:.0f} MB to send to the nodes of --address, "
+        f"{folder}: found more than {most_bytes / 1e6:.0f} MB to send to the nodes of `address`, "
         f"of which the largest are {listed}, expected the environment's code alone. Name what "
         f"nodes do not need in {IGNORE_FILE}, or start from the folder that holds the code."
     )

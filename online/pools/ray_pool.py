@@ -287,7 +287,7 @@ class RayPool:
             raise RolloutError(
                 f"rollout worker {worker}: its process died {seat.deaths} times in a row, the last "
                 f"time: {reason}; expected episodes. Check memory and the environment's native "
-                "code; --env-runner local shows a crash."
+                "code; in this process, without workers, it shows a crash."
             ) from error
         is_lost_on_the_way = isinstance(error, self._ray.exceptions.ObjectLostError)
         if seat.unwritten is not None and not is_lost_on_the_way:
@@ -319,7 +319,7 @@ def _unwrap_error(worker: int, error: Any) -> ReplayLakeError:
         return error.cause
     return RolloutError(
         f"rollout worker {worker}: found {type(error.cause).__name__}: {error.cause}, "
-        "expected episodes. Run with --env-runner local for the traceback."
+        "expected episodes. Run in this process, without workers, for the traceback."
     )
 
 
@@ -421,7 +421,7 @@ class WorkerState:
             left = [number for number in episodes if number not in self.ended]
             return replace(self.spec, episodes=left)
         # An episode has a step at least, and every environment may have begun another.
-        num_begun = self.num_ended + self.owed + 2 * self.spec.config.num_envs
+        num_begun = self.num_ended + self.owed + 2 * self.spec.config.envs_per_worker
         fresh = EpisodeNumbers(episodes.first + episodes.step * num_begun, episodes.step)
         return replace(self.spec, episodes=fresh)
 

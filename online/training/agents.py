@@ -54,7 +54,7 @@ def policy_names(name: str, agents: Sequence[str]) -> dict[str, str]:
             raise InvalidNameError(
                 f"agents each: found agent {agent!r}, whose policy would be {its_name!r}, expected "
                 "[a-z][a-z0-9_-]*, at most 63 characters. Rename the agent in the environment, or "
-                "learn one policy for all: --agents shared."
+                "learn one policy for all: `agents` shared."
             ) from error
     return names
 
@@ -247,15 +247,15 @@ def check_each(agents: Sequence[str], *, env_id: str, has_mix: bool, records: bo
     if not agents:
         raise ConfigInvalidError(
             f"agents each: found {env_id}, an environment of one agent, expected one of several. "
-            "Leave --agents out."
+            "Leave `agents` out."
         )
     if has_mix:
         raise ConfigInvalidError(
             "agents each: found mix, expected none: whose steps of another dataset each agent "
-            "would learn from is not known. Leave --mix out, or learn with --agents shared."
+            "would learn from is not known. Leave `mix` out, or learn with `agents` shared."
         )
     if not records:
         raise ConfigInvalidError(
             "agents each: found record off, expected on: each agent finds its own steps in the "
-            "lake. Leave --no-record out, or learn with --agents shared."
+            "lake. Leave `record` on, or learn with `agents` shared."
         )

@@ -201,8 +201,8 @@ class Collector:
                 f"training: found nothing collected, committed or learned in {timeout_s:g} s, with "
                 f"{self._num_under_way:,} steps on their way through the lake, "
                 f"{limiter.num_inserts:,} there and {limiter.num_samples:,} samples taken; "
-                "expected one of these to grow. What was committed is in the lake: go on with "
-                "--resume, and look at the disk or the network; where it only takes longer, raise "
+                "expected one of these to grow. What was committed is in the lake: resume "
+                "the run, and look at the disk or the network; where it only takes longer, raise "
                 "answer_timeout_s."
             )
 

@@ -1,4 +1,4 @@
-"""What an online run is asked for: who collects, who learns, and how far the two may run apart."""
+"""Online configuration: who collects, who learns, and how far the two may run apart."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ Agents = Literal["shared", "each"]
 
 @dataclass(frozen=True)
 class OnlineConfig:
-    """How to collect and learn; the environment, dataset and policy are arguments of the run.
+    """What to collect and learn, and how; the lake and the dataset are arguments of the run.
 
     A step is one of one environment and, with several agents, one of each agent.
     """
 
     algorithm: str
+    # A Gymnasium id, or `module:function`, see docs/ENVIRONMENTS.md; a run needs one. env_args:
+    # what it is made with; JSON values.
+    env: str = ""
+    env_args: Mapping[str, Any] = field(default_factory=dict)
+    # What the policy is registered as; a run needs one.
+    policy: str = ""
     steps: int = 100_000
     # End once an evaluation returns this on average; where the last so many episodes did, one is
     # made at once.
@@ -35,6 +41,8 @@ class OnlineConfig:
     workers: int = 2
     envs_per_worker: int = 8
     worker_cpus: float = 1.0
+    # Of a Ray that runs already; None starts one here.
+    address: str | None = None
     # async: workers and learner go on at once, as far apart as the rate limiter lets them. sync:
     # they take turns, a round of steps and then its updates.
     mode: Mode = "async"
@@ -241,35 +249,37 @@ def online_config(options: Mapping[str, Any]) -> OnlineConfig:
     return replace(config, options={**nested, **theirs}, mix=dict(mix))
 
 
+# Fields of the configuration that a run's record has beside it, by their names there.
+_STORED_NAMES: Final = {
+    "env_id": "env",
+    "policy_name": "policy",
+    "env_args": "env_args",
+    "address": "address",
+}
+
+
 @dataclass(frozen=True)
 class OnlineRequest:
-    """All that `train_online` is asked for: enough to go on with it in another process.
+    """The arguments of `train_online`: enough to resume the run in another process."""
 
-    env_id: Gymnasium id or `module:factory`; env_args: what it is made with.
-    """
-
-    env_id: str
     dataset: str
-    policy_name: str
     config: OnlineConfig
-    env_args: Mapping[str, Any] = field(default_factory=dict)
-    # Of a Ray that runs already; None starts one here.
-    address: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         config = asdict(self.config)
-        return {**vars(self), "env_args": dict(self.env_args), "config": config}
+        beside = {key: config.pop(name) for key, name in _STORED_NAMES.items()}
+        return {"dataset": self.dataset, **beside, "config": config}
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> OnlineRequest:
         """Return what to_json wrote down. Raises: ConfigInvalidError."""
         try:
             given = dict(body["config"])
-            options, mix = given.pop("options"), given.pop("mix")
-            config = from_options(OnlineConfig, given, "online")
-            config = replace(config, options=options, mix=mix)
-            return OnlineRequest(**{**body, "config": config})
+            kept = {name: body[key] for key, name in _STORED_NAMES.items() if key in body}
+            kept |= {"options": given.pop("options"), "mix": given.pop("mix")}
+            config = replace(from_options(OnlineConfig, given, "online"), **kept)
+            return OnlineRequest(body["dataset"], config)
         except (KeyError, TypeError) as error:
             raise ConfigInvalidError(
                 f"run: found a request that is not whole ({type(error).__name__}: {error}), "

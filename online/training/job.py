@@ -24,6 +24,7 @@ from replaylake.offline.algorithms.catalog import (
 from replaylake.offline.algorithms.info import AlgorithmInfo
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.learning.learner import Learner
+from replaylake.offline.learning.options import expect
 from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.collecting.step_buffer import POLICY_STATE
 from replaylake.online.collecting.worker import RolloutConfig
@@ -80,8 +81,10 @@ def prepare(
     lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | None = None
 ) -> OnlineJob:
     """Check all that can be refused before anything is collected, and make the learner."""
-    check_policy_name(request.policy_name)
-    spaces = spaces_of(request.env_id, request.env_args)
+    env, env_args = request.config.env, request.config.env_args
+    expect(bool(env), "online: env", env, "the environment to collect in")
+    check_policy_name(request.config.policy)
+    spaces = spaces_of(env, env_args)
     algorithm = check_algorithm(request.config.algorithm, spaces[1])
     check_options(
         request.config.algorithm, spaces[1], request.config.options, others=ONLINE_OPTIONS
@@ -101,7 +104,7 @@ def prepare(
         require(algorithm, "priorities")
     if config.env_runner == "ray":
         check_shareable(lake.url, "rollout workers")
-    agents = agents_of(request.env_id, request.env_args)
+    agents = agents_of(env, env_args)
     learner = _learner(request, spaces, agents, start)
     _check_steps(config, learner)
     mask_size = _mask_size(request)
@@ -122,7 +125,7 @@ def prepare(
     if not lake.registry.exists():
         lake.registry.create()
     dataset = lake.dataset(request.dataset)
-    ensure_dataset(dataset, request.env_id, request.env_args, mask_size=mask_size)
+    ensure_dataset(dataset, env, env_args, mask_size=mask_size)
     state_size = learner.policy().spec.recorded_state_size
     if learner.on_policy is not None and state_size:
         # The view asks for it before a worker has written the first step.
@@ -165,8 +168,8 @@ def _learner(
 
     if config.agents == "shared":
         return made(config.seed)
-    check_each(agents, env_id=request.env_id, has_mix=bool(config.mix), records=config.record)
-    policy_names(request.policy_name, agents)
+    check_each(agents, env_id=config.env, has_mix=bool(config.mix), records=config.record)
+    policy_names(config.policy, agents)
     # Not the same weights: equals that see the same would do the same.
     return AgentLearners({agent: made(config.seed + i) for i, agent in enumerate(agents)})
 
@@ -205,7 +208,7 @@ def _load_initial_policy(lake: Lake, config: OnlineConfig) -> _InitialPolicy:
     if theirs != config.algorithm:
         raise PackageInvalidError(
             f"start from {ref}: found a policy of algorithm {theirs}, expected {config.algorithm} "
-            f"as this run's. Train with --algorithm {theirs}, or start from another policy."
+            f"as this run's. Train with `algorithm` {theirs}, or start from another policy."
         )
     options = manifest.body.get("config", {}).get("options", {})
     return _InitialPolicy(load_learner_weights(ref.path, ref.manifest_sha256), options)
@@ -213,7 +216,8 @@ def _load_initial_policy(lake: Lake, config: OnlineConfig) -> _InitialPolicy:
 
 def _mask_size(request: OnlineRequest) -> int | None:
     """Return the width of the environment's action masks; None if it gives none."""
-    config = RolloutConfig(request.env_id, env_args=dict(request.env_args), num_envs=1)
+    asked = request.config
+    config = RolloutConfig(asked.env, env_args=dict(asked.env_args), envs_per_worker=1)
     probe = make_worker(config, iter([0]), BehaviorPolicy(), producer="probe")
     try:
         return probe.mask_size
@@ -238,13 +242,13 @@ def manifest_of(job: OnlineJob, run_id: str, collected: CollectedData) -> dict[s
         "content_hash": collected.content_hash,
     }
     return {
-        "name": request.policy_name,
+        "name": job.config.policy,
         "run_id": run_id,
         "algorithm": job.config.algorithm,
         "seed": job.config.seed,
         "config": {**request.to_json()["config"], "options": dict(job.learner.config)},
         "normalisation": dict(job.learner.normalization),
-        "env_id": request.env_id,
+        "env_id": job.config.env,
         "datasets": [own, *map(dict, job.mixed_lineage)],
         "holdout": None,
         "sampling": None,
@@ -257,9 +261,9 @@ def manifest_of(job: OnlineJob, run_id: str, collected: CollectedData) -> dict[s
 def first_record(job: OnlineJob) -> dict[str, Any]:
     request = job.request
     return {
-        "policy": request.policy_name,
+        "policy": job.config.policy,
         "dataset": request.dataset,
-        "env_id": request.env_id,
+        "env_id": job.config.env,
         "since": job.since,
         "mixed": [dict(row) for row in job.mixed_lineage],
         "algorithm": job.config.algorithm,

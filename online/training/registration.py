@@ -10,7 +10,7 @@ from typing import Any
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.summary import EVALUATION
-from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
+from replaylake.offline.evaluation.evaluate import Evaluation, EvaluationConfig, evaluate
 from replaylake.offline.evaluation.self_play import AgentPolicies
 from replaylake.offline.running.training.lake_observer import LakeObserver
 from replaylake.offline.running.training.packaging import build_package
@@ -36,7 +36,7 @@ def register_policy(
     refusals: StorageRetry,
 ) -> OnlineResult:
     """Package, evaluate and register the policy that was chosen; the checkpoints go."""
-    request, config, selection = job.request, job.config, trainer.selection
+    config, selection = job.config, trainer.selection
     chosen = selection.chosen
     if chosen.update != trainer.update:
         job.learner.load_state_dict(run.checkpoints.load(chosen.update).arrays)
@@ -47,13 +47,13 @@ def register_policy(
     }
 
     def closing_evaluation(policy: AgentPolicies) -> Evaluation:
-        return evaluate(
-            policy,
-            request.env_id,
+        measured = EvaluationConfig(
+            config.env,
+            env_args=config.env_args,
             episodes=config.evaluation_episodes,
             seed=config.seed,
-            env_args=request.env_args,
         )
+        return evaluate(policy, measured)
 
     with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
         packages, evaluation = _packages(Path(scratch), job, manifest, closing_evaluation)
@@ -100,7 +100,7 @@ def _packages(
         package, evaluation = build_package(scratch, job.learner, manifest, evaluated=evaluated)
         assert evaluation is not None
         return {"": package}, evaluation
-    names = policy_names(job.request.policy_name, job.agents)
+    names = policy_names(job.config.policy, job.agents)
     manifests = {}
     for agent, name in names.items():
         own, *rest = manifest["datasets"]

@@ -22,10 +22,10 @@ from replaylake.datastore.lake.runs.checkpoints import Checkpoint
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.replay.kernels import kernels
 from replaylake.datastore.replay.live.live_view import LiveView
-from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.callbacks import Callbacks, RunStart
+from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
 from replaylake.offline.evaluation.self_play import AgentPolicies
 from replaylake.offline.learning.learner import Learner, torch_threads
-from replaylake.offline.running.training.callbacks import RunStart
 from replaylake.offline.running.training.interruption import (
     Interruption,
     RunInterrupted,
@@ -56,7 +56,6 @@ from replaylake.online.training.agents import (
     agent_steps_condition,
 )
 from replaylake.online.training.behavior_source import BehaviorSource, SingleBehaviorSource
-from replaylake.online.training.callbacks import OnlineCallbacks
 from replaylake.online.training.components import Components
 from replaylake.online.training.exploration_schedule import make_exploration_schedule
 from replaylake.online.training.job import OnlineJob
@@ -84,7 +83,7 @@ class RunAttempt:
     job: OnlineJob
     record: RunRecord
     lease: RunLease
-    callbacks: OnlineCallbacks
+    callbacks: Callbacks
     resumed: bool = False
 
     def execute(self) -> OnlineResult:
@@ -100,11 +99,10 @@ class RunAttempt:
         interruption = Interruption()
 
         def should_end() -> bool:
-            asked = self.callbacks.should_end
-            return interruption.is_requested or bool(asked and asked())
+            return interruption.is_requested or self.callbacks.is_end_requested
 
-        refusals = StorageRetry(self.callbacks.remark, should_end)
-        observer = RetryingObserver(run, refusals, self.callbacks.remark)
+        refusals = StorageRetry(self.callbacks.report_remark, should_end)
+        observer = RetryingObserver(run, refusals, self.callbacks.report_remark)
         try:
             with interrupt_on_sigterm(), ExitStack() as stack:
                 stack.callback(_flush, run)
@@ -140,13 +138,13 @@ class RunAttempt:
         feed = stack.enter_context(open_feed(job, view, producer))
         if config.compact and config.record:
             stack.enter_context(
-                BackgroundCompactor(self.lake.url, job.dataset, on_remark=callbacks.remark)
+                BackgroundCompactor(self.lake.url, job.dataset, on_remark=callbacks.report_remark)
             )
         trainer = OnlineTrainer(
             make_components(job, view, pool, feed, observer, refusals, name=f"run:{run_id}"),
             config,
             on_progress=callbacks.on_progress,
-            on_remark=callbacks.remark,
+            on_remark=callbacks.report_remark,
             should_end=should_end,
         )
         remarks = list(pool.remarks)
@@ -201,7 +199,7 @@ class RunAttempt:
         if trainer.update == 0:
             raise TrainingError(
                 f"training: found no update after {trainer.collector.num_steps:,} steps, expected "
-                "one at least: too few came together for a batch. Collect more --steps."
+                "one at least: too few came together for a batch. Collect more steps."
             )
 
 
@@ -295,9 +293,9 @@ def make_pool(
             EpisodeNumbers(attempt * _NUMBERS_PER_ATTEMPT + worker, size),
             BehaviorPolicy(),
             RolloutConfig(
-                request.env_id,
-                env_args=dict(request.env_args),
-                num_envs=config.envs_per_worker,
+                config.env,
+                env_args=dict(config.env_args),
+                envs_per_worker=config.envs_per_worker,
                 seed=config.seed,
             ),
             records=not job.writes_to_view,
@@ -311,7 +309,7 @@ def make_pool(
         interval_s=config.flush_interval_s,
         with_open=True,
         cpus_per_worker=config.worker_cpus,
-        address=request.address,
+        address=config.address,
         start_timeout_s=config.start_timeout_s,
         answer_timeout_s=config.answer_timeout_s,
         should_end=should_end,
@@ -349,16 +347,16 @@ def make_components(
     *,
     name: str,
 ) -> Components:
-    config, learner, request = job.config, job.learner, job.request
+    config, learner = job.config, job.learner
 
     def measure(policies: AgentPolicies) -> float:
-        return evaluate(
-            policies,
-            request.env_id,
+        measured = EvaluationConfig(
+            config.env,
+            env_args=config.env_args,
             episodes=config.selection_episodes,
             seed=FIRST_SEED + config.seed,
-            env_args=request.env_args,
-        ).mean_return
+        )
+        return evaluate(policies, measured).mean_return
 
     timings = Timings()
     return Components(

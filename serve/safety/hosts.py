@@ -81,6 +81,7 @@ def _parse_host(host: str) -> str:
         raise ConfigInvalidError(
             f"serve: found allowed_hosts {host!r}, expected a name or an address without scheme "
             "and port, such as policy.example.com, or * for any.",
+            parameter="allowed_hosts",
         )
     return name
 

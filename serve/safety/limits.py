@@ -85,7 +85,9 @@ class Safety:
         for name in ("body_bytes", "body_timeout_s", "deadline_s", "queue", "connections"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
-                raise ConfigInvalidError(f"serve: found {name} {value}, expected a number above 0.")
+                raise ConfigInvalidError(
+                    f"serve: found {name} {value}, expected a number above 0.", parameter=name
+                )
         if not 1 <= self.idle_timeout_s < math.inf:
             raise ConfigInvalidError(
                 f"serve: found idle_timeout_s {self.idle_timeout_s}, expected 1 second or more."

@@ -12,27 +12,32 @@ from replaylake.datastore.version import VERSION as __version__
 __all__ = [
     "Batch",
     "Box",
+    "Callbacks",
     "Dataset",
     "Dict",
     "Discrete",
     "Episode",
     "EpisodeWriter",
     "Episodes",
+    "EvaluationConfig",
     "Hindsight",
     "Lake",
     "MultiBinary",
     "MultiDiscrete",
+    "OnlineConfig",
     "QueryLimits",
     "ReplayIterable",
     "ReplayLakeError",
     "ReplayView",
     "Retention",
+    "RolloutConfig",
     "Sequences",
     "Snapshot",
     "Text",
     "TorchSampler",
     "TrainConfig",
     "Transitions",
+    "TuneConfig",
     "Tuple",
     "__version__",
     "annotate",
@@ -54,11 +59,16 @@ __all__ = [
     "purge",
     "record",
     "resume",
+    "resume_online",
+    "resume_sweep",
+    "rollout",
     "set_retention",
     "to_ray",
     "to_torch",
     "train",
+    "train_online",
     "trim",
+    "tune",
     "vacuum",
 ]
 
@@ -105,37 +115,49 @@ if TYPE_CHECKING:
     from replaylake.datastore.replay.prefetch import prefetch
     from replaylake.datastore.replay.to_torch import TorchSampler, to_torch
     from replaylake.datastore.replay.view import ReplayView, concatenate
+    from replaylake.offline.callbacks import Callbacks
     from replaylake.offline.environments.recording_wrapper import record
-    from replaylake.offline.evaluation.evaluate import evaluate
+    from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
     from replaylake.offline.running.train import resume, train
     from replaylake.offline.running.training.config import TrainConfig
+    from replaylake.offline.running.tune import resume_sweep, tune
+    from replaylake.offline.running.tuning.config import TuneConfig
+    from replaylake.online.collecting.worker import RolloutConfig
     from replaylake.online.ray_data import to_ray
+    from replaylake.online.rollout import rollout
+    from replaylake.online.train import resume_online, train_online
+    from replaylake.online.training.config import OnlineConfig
 
 # Where each public name lives: (module, name there).
 _LOCATIONS = {
     "Batch": ("datastore.episodes.batch", "Batch"),
     "Box": ("datastore.episodes.spaces", "Box"),
+    "Callbacks": ("offline.callbacks", "Callbacks"),
     "Dataset": ("datastore.lake.dataset", "Dataset"),
     "Dict": ("datastore.episodes.spaces", "Dict"),
     "Discrete": ("datastore.episodes.spaces", "Discrete"),
     "Episode": ("datastore.episodes.episode", "Episode"),
     "EpisodeWriter": ("datastore.lake.episode_writer", "EpisodeWriter"),
     "Episodes": ("datastore.replay.items.episodes", "Episodes"),
+    "EvaluationConfig": ("offline.evaluation.evaluate", "EvaluationConfig"),
     "Hindsight": ("datastore.replay.items.hindsight", "Hindsight"),
     "Lake": ("datastore.lake.lake", "Lake"),
     "MultiBinary": ("datastore.episodes.spaces", "MultiBinary"),
     "MultiDiscrete": ("datastore.episodes.spaces", "MultiDiscrete"),
+    "OnlineConfig": ("online.training.config", "OnlineConfig"),
     "QueryLimits": ("datastore.query.untrusted", "QueryLimits"),
     "ReplayIterable": ("datastore.replay.data_loader", "ReplayIterable"),
     "ReplayLakeError": ("datastore.errors", "ReplayLakeError"),
     "ReplayView": ("datastore.replay.view", "ReplayView"),
     "Retention": ("datastore.maintenance.retention", "Retention"),
+    "RolloutConfig": ("online.collecting.worker", "RolloutConfig"),
     "Sequences": ("datastore.replay.items.sequences", "Sequences"),
     "Snapshot": ("datastore.lake.snapshot", "Snapshot"),
     "Text": ("datastore.episodes.spaces", "Text"),
     "TorchSampler": ("datastore.replay.to_torch", "TorchSampler"),
     "TrainConfig": ("offline.running.training.config", "TrainConfig"),
     "Transitions": ("datastore.replay.items.transitions", "Transitions"),
+    "TuneConfig": ("offline.running.tuning.config", "TuneConfig"),
     "Tuple": ("datastore.episodes.spaces", "Tuple"),
     "annotate": ("datastore.maintenance.labels.annotate", "annotate"),
     "compact": ("datastore.maintenance.compact", "compact"),
@@ -147,6 +169,7 @@ _LOCATIONS = {
     "export": ("datastore.interchange.export.export", "export"),
     "fsck": ("datastore.maintenance.fsck.fsck", "fsck"),
     "ingest": ("datastore.interchange.ingest.ingest", "ingest"),
+    "join_feedback": ("datastore.feedback.join", "join_feedback"),
     "load_policy": ("datastore.lake.policies.package", "load_policy"),
     "maintain": ("datastore.maintenance.maintain", "maintain"),
     "mixture": ("datastore.replay.mixture", "mixture"),
@@ -155,12 +178,16 @@ _LOCATIONS = {
     "purge": ("datastore.maintenance.purge.purge", "purge"),
     "record": ("offline.environments.recording_wrapper", "record"),
     "resume": ("offline.running.train", "resume"),
-    "join_feedback": ("datastore.feedback.join", "join_feedback"),
+    "resume_online": ("online.train", "resume_online"),
+    "resume_sweep": ("offline.running.tune", "resume_sweep"),
+    "rollout": ("online.rollout", "rollout"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),
     "to_torch": ("datastore.replay.to_torch", "to_torch"),
     "train": ("offline.running.train", "train"),
+    "train_online": ("online.train", "train_online"),
     "trim": ("datastore.maintenance.trim", "trim"),
+    "tune": ("offline.running.tune", "tune"),
     "vacuum": ("datastore.maintenance.vacuum", "vacuum"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ STARTED_S = 1_800_000_000
 
 def _record(lake: Lake, run_id: str, **fields: Any) -> None:
     config = OnlineConfig("dqn", steps=60_000, workers=2)
-    request = OnlineRequest("CartPole-v1", "live", "pole", config).to_json()
+    request = OnlineRequest("live", replace(config, env="CartPole-v1", policy="pole")).to_json()
     body = {
         "kind": "train online",
         "status": "running",

@@ -186,10 +186,10 @@ def test_a_reward_in_sql_has_to_say_what_they_count_as(dataset: Dataset) -> None
 
 def test_learning_from_rewards_is_refused_and_cloning_is_not(lake: Lake, dataset: Dataset) -> None:
     with pytest.raises(ConfigInvalidError, match="cql: 4 of 9 steps have no reward") as refused:
-        train(lake, ["d"], replace(QUICK, algorithm="cql", options={}), policy_name="p")
+        train(lake, ["d"], replace(QUICK, algorithm="cql", options={}, policy="p"))
     for way in ("with bc", "replaylake annotate", "coalesce(reward, 0)"):
         assert way in str(refused.value)
-    assert train(lake, ["d"], QUICK, policy_name="p").num_steps == 9
+    assert train(lake, ["d"], replace(QUICK, policy="p")).num_steps == 9
 
 
 def test_labels_fill_them(lake: Lake, dataset: Dataset) -> None:
@@ -249,7 +249,7 @@ MAP = {"observation": "x"}
 
 def test_a_log_without_rewards_is_refused_unless_said(lake: Lake, tmp_path: Path) -> None:
     log = a_log(tmp_path / "log.csv")
-    with pytest.raises(SourceInvalidError, match=r"is the reward\. .*--no-reward"):
+    with pytest.raises(SourceInvalidError, match=r"is the reward\. .*`reward_unknown`"):
         ingest(lake, [log], "d", options=ReadOptions(mapping=MAP))
     ingest(lake, [log], "d", options=ReadOptions(mapping=MAP, reward_unknown=True))
     (found,) = rewards_in(lake.dataset("d")).values()

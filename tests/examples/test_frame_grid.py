@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -175,6 +176,6 @@ def test_it_is_learned_from_recorded_episodes(
         evaluation_episodes=200,
         options={"hidden_sizes": [256], **options},
     )
-    result = train(lake, ["grid"], config, policy_name="walker", env_id=ENV)
+    result = train(lake, ["grid"], replace(config, policy="walker", env=ENV))
     assert result.evaluation is not None
     assert result.evaluation.mean_return > BAR

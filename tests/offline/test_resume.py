@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.algorithms.catalog import algorithms
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.train import TrainConfig, resume, train
 from replaylake.offline.running.training.interruption import RunInterrupted
 
@@ -88,10 +90,8 @@ def ended_at(lake, update, how, config=None, **given):
         train(
             lake,
             ["line"],
-            config or quick(),
-            policy_name="p",
-            on_metrics=stop_at(update, how),
-            **given,
+            replace(config or quick(), policy="p", **given),
+            callbacks=Callbacks(on_metrics=stop_at(update, how)),
         )
     return the_run(lake)["run_id"]
 
@@ -144,7 +144,7 @@ def test_every_algorithm_goes_on_to_the_bit(tmp_path, line_world, algorithm, act
     lake.dataset("line").append(log_for(actions, kind, line_world))
     options = {} if algorithm.startswith("d3rlpy:") and "nfq" in algorithm else SMALL
     config = quick(algorithm=algorithm, checkpoint_updates=4, options=options)
-    whole = train(lake, ["line"], config, policy_name="whole")
+    whole = train(lake, ["line"], replace(config, policy="whole"))
     run_id = ended_at(lake, 7, killed, config)
     assert Checkpoints(lake.storage, run_id).updates() == [4]
     again = resume(lake, run_id)
@@ -156,7 +156,7 @@ def test_every_algorithm_goes_on_to_the_bit(tmp_path, line_world, algorithm, act
 @pytest.mark.parametrize("at", [1, 6, 12])
 def test_killed_at_any_update_it_goes_on_to_the_bit(lake, at):
     config = quick(algorithm="dqn", holdout=0.3, selection_fqe_updates=20, checkpoint_updates=5)
-    whole = train(lake, ["line"], config, policy_name="whole")
+    whole = train(lake, ["line"], replace(config, policy="whole"))
     run_id = ended_at(lake, at, killed, config)
     assert the_run(lake, run_id)["status"] == "failed"
     again = resume(lake, run_id)
@@ -179,7 +179,7 @@ def test_killed_at_any_update_it_goes_on_to_the_bit(lake, at):
 )
 def test_every_way_to_draw_goes_on_to_the_bit(lake, given):
     config = given.pop("config", quick())
-    whole = train(lake, ["line"], config, policy_name="whole", **given)
+    whole = train(lake, ["line"], replace(config, policy="whole", **given))
     again = resume(lake, ended_at(lake, 7, killed, config, **given))
     same_bits(weights(again), weights(whole))
     bodies = [check_package(result.policy.path).body for result in (again, whole)]
@@ -190,7 +190,12 @@ def test_every_way_to_draw_goes_on_to_the_bit(lake, given):
 def test_an_interrupt_saves_first_and_says_how_to_go_on(lake):
     config = quick(updates=1000, checkpoint_updates=1000)
     with pytest.raises(RunInterrupted) as found:
-        train(lake, ["line"], config, policy_name="p", on_metrics=stop_at(123, interrupted))
+        train(
+            lake,
+            ["line"],
+            replace(config, policy="p"),
+            callbacks=Callbacks(on_metrics=stop_at(123, interrupted)),
+        )
     run = the_run(lake)
     assert (found.value.run_id, found.value.update) == (run["run_id"], 124)
     assert (run["status"], "error" in run) == ("interrupted", False)
@@ -198,7 +203,7 @@ def test_an_interrupt_saves_first_and_says_how_to_go_on(lake):
     assert lake.registry.list() == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     started = []
-    result = resume(lake, run["run_id"], on_start=started.append)
+    result = resume(lake, run["run_id"], callbacks=Callbacks(on_start=started.append))
     assert [(start.run_id, start.update) for start in started] == [(run["run_id"], 124)]
     assert result.update == 1000
     run = the_run(lake)
@@ -209,14 +214,19 @@ def test_a_handler_of_the_programs_own_is_left_alone(lake):
     seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
     try:
-        train(lake, ["line"], quick(), policy_name="p", on_metrics=stop_at(3, interrupted))
+        train(
+            lake,
+            ["line"],
+            quick(policy="p"),
+            callbacks=Callbacks(on_metrics=stop_at(3, interrupted)),
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     assert seen == [1]
 
 
 def test_before_the_first_checkpoint_it_begins_anew(lake):
-    whole = train(lake, ["line"], quick(checkpoint_updates=12), policy_name="whole")
+    whole = train(lake, ["line"], quick(checkpoint_updates=12, policy="whole"))
     run_id = ended_at(lake, 1, killed, quick(checkpoint_updates=12))
     same_bits(weights(resume(lake, run_id)), weights(whole))
     assert logged(lake, run_id) == logged(lake, whole.run_id)
@@ -224,20 +234,22 @@ def test_before_the_first_checkpoint_it_begins_anew(lake):
 
 def test_a_run_that_died_before_it_was_registered(lake):
     """Killed after the last update: the checkpoint of the end is there, and only that is left."""
-    whole = train(lake, ["line"], quick(), policy_name="whole")
+    whole = train(lake, ["line"], quick(policy="whole"))
     with pytest.raises(Killed):
         train(
-            lake, ["line"], quick(), policy_name="p", env_id=None,
-            on_progress=lambda done: killed() if done.update == 12 else None,
-        )  # fmt: skip
+            lake,
+            ["line"],
+            quick(policy="p"),
+            callbacks=Callbacks(on_progress=lambda done: killed() if done.update == 12 else None),
+        )
     run_id = the_run(lake)["run_id"]
     steps = []
-    again = resume(lake, run_id, on_progress=steps.append)
+    again = resume(lake, run_id, callbacks=Callbacks(on_progress=steps.append))
     same_bits(weights(again), weights(whole))
 
 
 def test_a_run_that_is_done_stays_as_it_is(lake):
-    result = train(lake, ["line"], quick(), policy_name="p")
+    result = train(lake, ["line"], quick(policy="p"))
     # As a crash between registering and tidying up leaves it.
     left = Checkpoints(lake.storage, result.run_id)
     left.save(12, {}, {})
@@ -254,7 +266,7 @@ def test_a_run_that_is_done_stays_as_it_is(lake):
 
 
 def test_a_run_that_is_not_there(lake):
-    result = train(lake, ["line"], quick(), policy_name="p")
+    result = train(lake, ["line"], quick(policy="p"))
     with pytest.raises(NotFoundError, match=rf"run '01x'.*{result.run_id} \(done\)"):
         resume(lake, "01x")
 
@@ -276,7 +288,12 @@ def test_a_run_that_was_taken_over_registers_nothing(lake):
         lake.storage.put(path, json.dumps({**body, "owner": "another", "host": "far"}).encode())
 
     with pytest.raises(CommitConflictError, match="goes on with it"):
-        train(lake, ["line"], quick(), policy_name="p", on_metrics=stop_at(5, taken_over))
+        train(
+            lake,
+            ["line"],
+            quick(policy="p"),
+            callbacks=Callbacks(on_metrics=stop_at(5, taken_over)),
+        )
     assert lake.registry.list() == []
     # Nor does it say how the run ended: the other may have read its record, and replaces that.
     assert the_run(lake)["status"] == "running"
@@ -290,7 +307,9 @@ def test_a_run_whose_record_another_changed_registers_nothing(lake):
         lake.registry.record_run(run.pop("run_id"), {**run, "resumed": [{"update": 3}]})
 
     with pytest.raises(CommitConflictError, match=r"another process has changed its record"):
-        train(lake, ["line"], quick(), policy_name="p", on_metrics=stop_at(12, changed))
+        train(
+            lake, ["line"], quick(policy="p"), callbacks=Callbacks(on_metrics=stop_at(12, changed))
+        )
     assert lake.registry.list() == []
     assert the_run(lake)["resumed"] == [{"update": 3}]
 
@@ -317,7 +336,7 @@ def test_other_steps_are_refused(lake):
 
 
 def test_new_steps_do_not_change_a_run(lake, line_world):
-    whole = train(lake, ["line"], quick(), policy_name="whole")
+    whole = train(lake, ["line"], quick(policy="whole"))
     run_id = ended_at(lake, 5, killed)
     lake.dataset("line").append(line_world(num_episodes=3, seed=9))
     again = resume(lake, run_id)
@@ -327,13 +346,13 @@ def test_new_steps_do_not_change_a_run(lake, line_world):
 
 def test_a_damaged_newest_checkpoint_is_passed_over(lake):
     config = quick(checkpoint_updates=3)
-    whole = train(lake, ["line"], config, policy_name="whole")
+    whole = train(lake, ["line"], replace(config, policy="whole"))
     run_id = ended_at(lake, 8, killed, config)
     saved = Checkpoints(lake.storage, run_id).updates()
     assert len(saved) == 2
     (lake.path / f"_lake/runs/{run_id}/checkpoints/{saved[-1]:012d}.json").write_text("{")
     started = []
-    again = resume(lake, run_id, on_start=started.append)
+    again = resume(lake, run_id, callbacks=Callbacks(on_start=started.append))
     assert started[0].update == saved[0]
     same_bits(weights(again), weights(whole))
 
@@ -342,18 +361,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over(lake):
 def test_a_damaged_one_does_not_stand_for_the_newest(lake, keep):
     """It goes on from the one before, and is interrupted before it comes to the damaged one."""
     config = quick(checkpoint_updates=3, select="last", keep_checkpoints=2)
-    whole = train(lake, ["line"], config, policy_name="whole")
+    whole = train(lake, ["line"], replace(config, policy="whole"))
     run_id = ended_at(lake, 8, killed, config)
     run = the_run(lake, run_id)
     run["request"]["config"]["keep_checkpoints"] = keep
     lake.registry.record_run(run_id, {k: v for k, v in run.items() if k != "run_id"})
     (lake.path / f"_lake/runs/{run_id}/checkpoints/{6:012d}.json").write_text("{")
     with pytest.raises(RunInterrupted) as found:
-        resume(lake, run_id, on_metrics=stop_at(4, interrupted))
+        resume(lake, run_id, callbacks=Callbacks(on_metrics=stop_at(4, interrupted)))
     assert found.value.update == 5
     assert Checkpoints(lake.storage, run_id).updates() == [3, 5][-keep:]
     started = []
-    again = resume(lake, run_id, on_start=started.append)
+    again = resume(lake, run_id, callbacks=Callbacks(on_start=started.append))
     assert started[0].update == 5
     same_bits(weights(again), weights(whole))
 
@@ -368,7 +387,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(lake, monkeypatch):
 
     monkeypatch.setattr(type(lake.storage), "put", full)
     with pytest.raises(StorageError, match="No space left"):
-        train(lake, ["line"], quick(), policy_name="p")
+        train(lake, ["line"], quick(policy="p"))
     run = the_run(lake)
     assert (run["status"], run["error"].split(":")[0]) == ("failed", "StorageError")
     assert lake.registry.list() == []
@@ -379,7 +398,7 @@ def test_a_disk_that_is_full_ends_the_run_in_one_line(lake, monkeypatch):
 def test_what_is_not_finite_fails_again_when_it_is_resumed(lake):
     config = quick(updates=200, options={**SMALL, "learning_rate": 1e30})
     with pytest.raises(TrainingError, match="at update 2"):
-        train(lake, ["line"], config, policy_name="p")
+        train(lake, ["line"], replace(config, policy="p"))
     with pytest.raises(TrainingError, match="at update 2"):
         resume(lake, the_run(lake)["run_id"])
     assert the_run(lake)["status"] == "failed"
@@ -389,7 +408,7 @@ def test_what_is_not_finite_fails_again_when_it_is_resumed(lake):
 def test_in_a_lake_on_an_object_store(bucket, line_world):
     lake = open_lake(f"s3://{bucket}/lake", create=True)
     lake.dataset("line").append(line_world(num_episodes=8))
-    whole = train(lake, ["line"], quick(), policy_name="whole")
+    whole = train(lake, ["line"], quick(policy="whole"))
     again = resume(open_lake(lake.url), ended_at(lake, 7, killed))
     same_bits(weights(again), weights(whole))
     assert lake.storage.names(f"_lake/runs/{again.run_id}/checkpoints") == []

@@ -8,7 +8,7 @@ says, whose seeds had no part in choosing the policy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from frame_grid import BAR, BEST_RETURN
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.running.train import TrainConfig, train
 from replaylake.online.train import OnlineResult, train_online
-from replaylake.online.training.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig
 
 SEEDS = (0, 1, 2)
 
@@ -49,7 +49,7 @@ class Bar:
             options=self.options,
             **self.config,
         )
-        return train_online(lake, OnlineRequest(self.env_id, "run", "policy", config))
+        return train_online(lake, "run", replace(config, env=self.env_id, policy="policy"))
 
 
 DQN = Bar(
@@ -110,7 +110,7 @@ def test_ppo_learns_cartpole_in_one_process(tmp_path: Path) -> None:
     """The same on every machine but for the last bits: nothing goes on beside it."""
     config = OnlineConfig("ppo", steps=40_000, until_return=475, env_runner="local")
     lake = open_lake(tmp_path / "lake", create=True)
-    result = train_online(lake, OnlineRequest("CartPole-v1", "run", "policy", config))
+    result = train_online(lake, "run", replace(config, env="CartPole-v1", policy="policy"))
     assert result.evaluation is not None
     assert result.evaluation.mean_return >= 400
 
@@ -146,7 +146,7 @@ def test_what_a_run_leaves_is_learned_from_offline(sac_run: tuple[Lake, OnlineRe
     returns = {}
     for name, where in (("good", "return > -300"), ("every", None)):
         config = TrainConfig(algorithm="bc", seed=ran.request.config.seed)
-        result = train(lake, ["run"], config, policy_name=name, env_id=SAC.env_id, where=where)
+        result = train(lake, ["run"], replace(config, policy=name, env=SAC.env_id, where=where))
         assert result.evaluation is not None
         assert len(result.evaluation.returns) == 20
         returns[name] = result.evaluation.mean_return

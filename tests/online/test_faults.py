@@ -606,7 +606,7 @@ _TWICE: Final = """
 import json, os, sys, threading
 from pathlib import Path
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.online.training.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig
 from replaylake.online.train import train_online
 
 def children():
@@ -623,10 +623,11 @@ lake, found = open_lake(sys.argv[1], create=True), []
 for algorithm in ("dqn", "ppo"):
     options = {"hidden_sizes": [16]}
     config = OnlineConfig(
-        algorithm, env_runner=sys.argv[2], steps=1500, min_size=200, envs_per_worker=4,
+        algorithm, env="CartPole-v1", policy="p", env_runner=sys.argv[2], steps=1500,
+        min_size=200, envs_per_worker=4,
         evaluate_steps=700, selection_episodes=1, evaluation_episodes=1, options=options,
     )
-    result = train_online(lake, OnlineRequest("CartPole-v1", "live", "p", config))
+    result = train_online(lake, "live", config)
     found.append({
         "num_steps": result.num_steps,
         "threads": [thread.name for thread in threading.enumerate()],

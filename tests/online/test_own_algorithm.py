@@ -6,7 +6,7 @@ from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.running.train import train
 from replaylake.offline.running.training.config import TrainConfig
 from replaylake.online.train import train_online
-from replaylake.online.training.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig
 
 NAME = "munchausen_dqn:munchausen_dqn"
 SMALL = OnlineConfig(
@@ -22,17 +22,17 @@ SMALL = OnlineConfig(
 
 
 def test_an_algorithm_of_ones_own_learns_online_and_offline(lake):
-    result = train_online(lake, OnlineRequest("CartPole-v1", "live", "own", SMALL))
+    result = train_online(lake, "live", replace(SMALL, env="CartPole-v1", policy="own"))
     assert result.num_updates == 800
     body = load_policy(result.policy.path).manifest.body
     assert body["algorithm"] == NAME
     assert body["config"]["options"]["temperature"] == 0.05
-    offline = train(lake, ["live"], TrainConfig(NAME, updates=50), policy_name="own")
+    offline = train(lake, ["live"], TrainConfig(NAME, updates=50, policy="own"))
     assert offline.policy.version == 2
 
 
 @pytest.mark.slow
 def test_it_learns_cartpole(lake):
     config = replace(SMALL, steps=20_000, selection_episodes=5, options={})
-    result = train_online(lake, OnlineRequest("CartPole-v1", "live", "own", config))
+    result = train_online(lake, "live", replace(config, env="CartPole-v1", policy="own"))
     assert result.selection["value"] > 200

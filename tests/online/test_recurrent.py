@@ -6,14 +6,16 @@ from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.online.collecting.worker import RolloutConfig
 from replaylake.online.rollout import rollout
 from replaylake.online.train import train_online
-from replaylake.online.training.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig
 
 SMALL = {"hidden_sizes": [8], "num_sequences": 4, "length": 8, "recurrent": True}
 
 
 def request(algorithm, **options):
-    config = OnlineConfig(
+    return OnlineConfig(
         algorithm,
+        env="CartPole-v1",
+        policy="rec",
         steps=400,
         env_runner="local",
         envs_per_worker=4,
@@ -23,12 +25,11 @@ def request(algorithm, **options):
         evaluate_steps=400,
         options=SMALL | options,
     )
-    return OnlineRequest("CartPole-v1", "pole", "rec", config)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "impala"])
 def test_one_is_learned_into_a_dataset_that_is_new(lake, algorithm):
-    done = train_online(lake, request(algorithm))
+    done = train_online(lake, "pole", request(algorithm))
     assert done.num_updates >= 2
     (row,) = lake.sql(
         "select count(*) as n, count(policy_state) as states from pole.steps"
@@ -37,8 +38,8 @@ def test_one_is_learned_into_a_dataset_that_is_new(lake, algorithm):
 
 
 def test_one_is_learned_into_a_dataset_of_those_that_remember_nothing(lake):
-    rollout(lake, "pole", "random", RolloutConfig("CartPole-v1"), num_episodes=3)
-    train_online(lake, request("ppo"))
+    rollout(lake, "pole", "random", RolloutConfig("CartPole-v1", episodes=3))
+    train_online(lake, "pole", request("ppo"))
     (row,) = lake.sql(
         "select count(policy_state) as states from pole.steps where starts_with(policy, 'run:')"
     ).to_pylist()
@@ -46,8 +47,8 @@ def test_one_is_learned_into_a_dataset_of_those_that_remember_nothing(lake):
 
 
 def test_one_that_remembers_more_than_the_dataset_keeps_is_refused(lake):
-    train_online(lake, request("ppo"))
+    train_online(lake, "pole", request("ppo"))
     version = lake.dataset("pole").snapshot().version
     with pytest.raises(SchemaMismatchError, match="policy_state"):
-        train_online(lake, request("ppo", hidden_sizes=[16]))
+        train_online(lake, "pole", request("ppo", hidden_sizes=[16]))
     assert lake.dataset("pole").snapshot().version == version

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from replaylake.datastore.errors import (
     RolloutError,
     SchemaMismatchError,
 )
+from replaylake.offline.callbacks import Callbacks
 from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
 from replaylake.online.rollout import fresh_seed, rollout
@@ -35,8 +37,8 @@ def _steps(lake, query=_STEPS):
 
 
 def test_the_lake_holds_exactly_what_the_worker_returns(lake, toys):
-    config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=3, seed=4, flush_steps=9)
-    receipt = rollout(lake, "toys", "random", config, num_episodes=10)
+    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=3, seed=4, flush_steps=9)
+    receipt = rollout(lake, "toys", "random", replace(config, episodes=10))
     worker = RolloutWorker(config, iter(range(10)), BehaviorPolicy(), producer="test")
     worker.advance(10**9, math.inf)
     episodes = worker.take_episodes(with_open=False)
@@ -66,7 +68,13 @@ def test_the_receipt_agrees_with_the_lake(lake, toys):
     progress = []
     config = RolloutConfig(f"{toys}:Countdown-v0", flush_steps=16)
     receipt = rollout(
-        lake, "toys", "random", config, num_episodes=60, on_progress=lambda *at: progress.append(at)
+        lake,
+        "toys",
+        "random",
+        replace(config, episodes=60),
+        callbacks=Callbacks(
+            on_progress=lambda done: progress.append((done.num_episodes, done.episodes))
+        ),
     )
     (found,) = _steps(
         lake,
@@ -86,8 +94,8 @@ def test_the_receipt_agrees_with_the_lake(lake, toys):
 
 
 def test_uniform_actions_on_frozen_lake_return_the_exact_mean(lake):
-    config = RolloutConfig("FrozenLake-v1", num_envs=16, seed=0)
-    receipt = rollout(lake, "frozen", "random", config, num_episodes=3000)
+    config = RolloutConfig("FrozenLake-v1", envs_per_worker=16, seed=0)
+    receipt = rollout(lake, "frozen", "random", replace(config, episodes=3000))
     exact = 0.013939795959171424  # dynamic programming over 100 steps, map 4x4, slippery
     error = math.sqrt(exact * (1 - exact) / 3000)
     assert receipt.mean_return == pytest.approx(exact, abs=4 * error)
@@ -104,7 +112,7 @@ def test_a_registered_policy_acts_under_its_version(lake, toys, loaded_die):
     for _ in range(2):
         lake.registry.register("die", loaded_die, run_id="test", lineage={})
     config = RolloutConfig(f"{toys}:Countdown-v0")
-    receipt = rollout(lake, "toys", "die:2", config, num_episodes=5)
+    receipt = rollout(lake, "toys", "die:2", replace(config, episodes=5))
     assert (receipt.policy, receipt.policy_version) == ("die", 2)
     found = _steps(lake, "select distinct policy, policy_version from toys.steps")
     assert found == [{"policy": "die", "policy_version": 2}]
@@ -113,14 +121,14 @@ def test_a_registered_policy_acts_under_its_version(lake, toys, loaded_die):
 def test_a_second_run_appends(lake, toys):
     config = RolloutConfig(f"{toys}:Countdown-v0")
     for seed in (0, 100):
-        rollout(lake, "toys", "random", RolloutConfig(config.env_id, seed=seed), num_episodes=6)
+        rollout(lake, "toys", "random", RolloutConfig(config.env, seed=seed, episodes=6))
     assert _steps(lake, "select count(distinct episode_id) as n from toys.steps") == [{"n": 12}]
 
 
 def test_a_failure_leaves_whole_episodes_and_says_how_many(lake, toys):
-    config = RolloutConfig(f"{toys}:Broken-v0", num_envs=1, flush_steps=2)
+    config = RolloutConfig(f"{toys}:Broken-v0", envs_per_worker=1, flush_steps=2)
     with pytest.raises(RolloutError) as caught:
-        rollout(lake, "toys", "random", config, num_episodes=20)
+        rollout(lake, "toys", "random", replace(config, episodes=20))
     message = str(caught.value)
     assert "ValueError: the gripper" in message
     assert "Committed to 'toys' before it: 6 of 20 episodes" in message
@@ -147,7 +155,7 @@ def test_what_cannot_work_changes_nothing(lake, toys, loaded_die):
     ]
     for kind, dataset, policy, config, num_episodes in refused:
         with pytest.raises(kind):
-            rollout(lake, dataset, policy, config, num_episodes=num_episodes)
+            rollout(lake, dataset, policy, replace(config, episodes=num_episodes))
     assert issubclass(kind, ReplayLakeError)
     assert lake.datasets() == []
     assert lake.registry.runs() == []
@@ -159,16 +167,16 @@ def test_a_dataset_with_other_spaces_is_left_alone(lake, toys):
     with pytest.raises(
         SchemaMismatchError, match=r"^dataset toys: .* Box float32\[2\].* new dataset"
     ):
-        rollout(lake, "toys", "random", RolloutConfig(f"{toys}:Countdown-v0"), num_episodes=1)
+        rollout(lake, "toys", "random", RolloutConfig(f"{toys}:Countdown-v0", episodes=1))
     assert dataset.snapshot().version == 0
 
 
 def test_a_dataset_without_masks_refuses_an_environment_with_them(lake, toys):
-    rollout(lake, "toys", "random", RolloutConfig(f"{toys}:Countdown-v0"), num_episodes=1)
+    rollout(lake, "toys", "random", RolloutConfig(f"{toys}:Countdown-v0", episodes=1))
     masked = RolloutConfig(f"{toys}:Masked-v0")
     with pytest.raises(SchemaMismatchError, match=r"masks of width 3 .* expected none"):
-        rollout(lake, "toys", "random", masked, num_episodes=1)
-    rollout(lake, "masked", "random", masked, num_episodes=2)
+        rollout(lake, "toys", "random", replace(masked, episodes=1))
+    rollout(lake, "masked", "random", replace(masked, episodes=2))
     assert lake.dataset("masked").spec.mask_size == 3
 
 
@@ -177,8 +185,8 @@ def test_a_full_disk_makes_a_pause(lake, toys, nearly_full_disk):
     said = []
     with ExitStack() as full:
 
-        def on_progress(done, total):
-            if not said and done:
+        def on_progress(done):
+            if not said and done.num_episodes:
                 # Room for what a commit says, and not for a shard of 40 kB.
                 full.enter_context(nearly_full_disk(16_384))
 
@@ -192,10 +200,8 @@ def test_a_full_disk_makes_a_pause(lake, toys, nearly_full_disk):
             lake,
             "poles",
             "random",
-            config,
-            num_episodes=300,
-            on_progress=on_progress,
-            on_remark=on_remark,
+            replace(config, episodes=300),
+            callbacks=Callbacks(on_progress=on_progress, on_remark=on_remark),
         )
     assert len(said) == 2
     assert "No space left" in said[0]
@@ -221,7 +227,7 @@ from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.rollout import rollout
 from replaylake.online.collecting.worker import RolloutConfig
 lake = open_lake({str(tmp_path / "lake")!r}, create=True)
-rollout(lake, "c", "random", RolloutConfig("CartPole-v1"), num_episodes=2)
+rollout(lake, "c", "random", RolloutConfig("CartPole-v1", episodes=2))
 print([name for name in ("ray", "torch", "d3rlpy") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -231,9 +237,9 @@ print([name for name in ("ray", "torch", "d3rlpy") if name in sys.modules])
 @pytest.mark.slow
 def test_two_ray_workers_collect_what_one_process_does(lake, toys, loaded_die):
     lake.registry.register("die", loaded_die, run_id="test", lineage={})
-    config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=3, seed=2, flush_steps=20)
-    rollout(lake, "toys", "die", config, num_episodes=100)
-    receipt = rollout(lake, "with_ray", "die", config, num_episodes=100, num_workers=2)
+    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=3, seed=2, flush_steps=20)
+    rollout(lake, "toys", "die", replace(config, episodes=100))
+    receipt = rollout(lake, "with_ray", "die", replace(config, episodes=100, workers=2))
     assert _steps(lake, _STEPS.replace("toys", "with_ray")) == _steps(lake)
     workers = _steps(lake, "select distinct worker from with_ray.steps order by 1")
     assert (receipt.num_workers, [row["worker"] for row in workers]) == (2, [0, 1])
@@ -250,9 +256,9 @@ def test_two_ray_workers_collect_what_one_process_does(lake, toys, loaded_die):
     ],
 )
 def test_a_ray_worker_that_fails_gives_one_error(lake, toys, name, expected):
-    config = RolloutConfig(f"{toys}:{name}-v0", num_envs=1, flush_steps=1)
+    config = RolloutConfig(f"{toys}:{name}-v0", envs_per_worker=1, flush_steps=1)
     with pytest.raises(RolloutError, match=f"(?s){expected}.*Committed to 'toys'") as caught:
-        rollout(lake, "toys", "random", config, num_episodes=20, num_workers=2)
+        rollout(lake, "toys", "random", replace(config, episodes=20, workers=2))
     assert "Traceback" not in str(caught.value)
     (run,) = lake.registry.runs()
     (found,) = _steps(
@@ -286,7 +292,7 @@ def _children():
 @pytest.mark.parametrize("cpus", [0, 1.5])
 def test_cpus_that_ray_does_not_give_are_refused(lake, toys, cpus):
     config = RolloutConfig(f"{toys}:Countdown-v0")
-    with pytest.raises(ConfigInvalidError, match="--worker-cpus"):
-        rollout(lake, "toys", "random", config, num_episodes=2, num_workers=1, worker_cpus=cpus)
+    with pytest.raises(ConfigInvalidError, match="worker_cpus: found"):
+        rollout(lake, "toys", "random", replace(config, episodes=2, workers=1, worker_cpus=cpus))
     assert "replaylake-record" not in [thread.name for thread in threading.enumerate()]
     assert lake.registry.runs()[0]["status"] == "failed"

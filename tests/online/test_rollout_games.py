@@ -1,6 +1,7 @@
 """Several agents and environments of the user's, by the rollout verb, as SQL finds them."""
 
 import json
+from dataclasses import replace
 from math import sqrt
 
 import numpy as np
@@ -46,8 +47,8 @@ def _rollout(env, dataset, episodes):
 
 
 def test_games_are_recorded_agent_by_agent(lake, games):
-    config = RolloutConfig(f"{games}:Ping", num_envs=4, seed=3)
-    receipt = rollout(lake, "pings", "random", config, num_episodes=30)
+    config = RolloutConfig(f"{games}:Ping", envs_per_worker=4, seed=3)
+    receipt = rollout(lake, "pings", "random", replace(config, episodes=30))
     assert (receipt.num_games, receipt.num_episodes, receipt.num_steps) == (30, 60, 150)
     assert lake.sql(
         "select count(*) as games, sum(num_agents) as agents, sum(num_steps) as steps, "
@@ -90,8 +91,8 @@ def test_games_are_recorded_agent_by_agent(lake, games):
 
 
 def test_masks_reach_the_dataset(lake, games):
-    config = RolloutConfig(f"{games}:Ping", num_envs=2, env_args={"masked": True})
-    rollout(lake, "pings", "random", config, num_episodes=4)
+    config = RolloutConfig(f"{games}:Ping", envs_per_worker=2, env_args={"masked": True})
+    rollout(lake, "pings", "random", replace(config, episodes=4))
     assert lake.dataset("pings").spec.mask_size == 2
     forbidden = "select count(*) as n from pings.steps where not action_mask[action + 1]"
     assert lake.sql(forbidden).to_pylist() == [{"n": 0}]
@@ -99,9 +100,9 @@ def test_masks_reach_the_dataset(lake, games):
 
 def test_agents_have_policies_of_their_own(lake, games, coin):
     lake.registry.register("coin", coin, run_id="test", lineage={})
-    config = RolloutConfig(f"{games}:Ping", num_envs=2)
+    config = RolloutConfig(f"{games}:Ping", envs_per_worker=2)
     receipt = rollout(
-        lake, "pings", "random", config, num_episodes=5, agent_policies={"bob": "coin"}
+        lake, "pings", "random", replace(config, episodes=5, agent_policies={"bob": "coin"})
     )
     assert (receipt.policy, receipt.policy_version) == ("ann=random:0, bob=coin:1", None)
     acted = "select distinct agent_id, policy, policy_version from pings.steps order by 1"
@@ -110,22 +111,24 @@ def test_agents_have_policies_of_their_own(lake, games, coin):
         {"agent_id": "bob", "policy": "coin", "policy_version": 1},
     ]
     with pytest.raises(ConfigInvalidError, match="zoe"):
-        rollout(lake, "pings", "random", config, num_episodes=1, agent_policies={"zoe": "coin"})
+        rollout(
+            lake, "pings", "random", replace(config, episodes=1, agent_policies={"zoe": "coin"})
+        )
     alone = RolloutConfig("CartPole-v1")
     with pytest.raises(ConfigInvalidError, match="environment of one agent"):
-        rollout(lake, "poles", "random", alone, num_episodes=1, agent_policies={"bob": "coin"})
+        rollout(lake, "poles", "random", replace(alone, episodes=1, agent_policies={"bob": "coin"}))
 
 
 def test_agents_that_differ_are_refused_before_anything_is_written(lake, games):
     config = RolloutConfig(f"{games}:Race", env_args={"wide": "bob"})
     with pytest.raises(SchemaMismatchError, match="Pad them to one"):
-        rollout(lake, "races", "random", config, num_episodes=1)
+        rollout(lake, "races", "random", replace(config, episodes=1))
     assert lake.datasets() == []
 
 
 def test_noughts_and_crosses_at_random_is_as_it_is_known_to_be(lake):
-    config = RolloutConfig("pettingzoo:classic/tictactoe-v3", num_envs=16, seed=11)
-    receipt = rollout(lake, "noughts", "random", config, num_episodes=600)
+    config = RolloutConfig("pettingzoo:classic/tictactoe-v3", envs_per_worker=16, seed=11)
+    receipt = rollout(lake, "noughts", "random", replace(config, episodes=600))
     # Of two that play at random the first wins 737/1260 and loses 121/420 of the games.
     win, lose = 737 / 1260, 121 / 420
     deviation = sqrt((win + lose - (win - lose) ** 2) / 600)
@@ -137,8 +140,8 @@ def test_noughts_and_crosses_at_random_is_as_it_is_known_to_be(lake):
 def test_a_random_policy_returns_what_the_frozen_lake_gives_it(lake, shared_data):
     exact = json.loads((shared_data / "gym_exact_values.json").read_text())
     expected = exact["FrozenLake-v1"]["uniform_random"]["gamma1.0_H100"]
-    config = RolloutConfig("FrozenLake-v1", num_envs=32, seed=0)
-    receipt = rollout(lake, "frozen", "random", config, num_episodes=5000)
+    config = RolloutConfig("FrozenLake-v1", envs_per_worker=32, seed=0)
+    receipt = rollout(lake, "frozen", "random", replace(config, episodes=5000))
     (row,) = lake.sql(
         'select count(*) as n, avg("return") as mean, stddev_samp("return") as deviation '
         "from frozen.episodes where complete"
@@ -179,9 +182,9 @@ def test_the_verb_tells_what_each_agent_returned(tmp_path, monkeypatch, capsys, 
 
 @pytest.mark.slow
 def test_workers_of_another_process_play_games_too(lake, games):
-    config = RolloutConfig(f"{games}:Ping", num_envs=2, seed=3)
-    alone = rollout(lake, "here", "random", config, num_episodes=8)
-    both = rollout(lake, "there", "random", config, num_episodes=8, num_workers=2)
+    config = RolloutConfig(f"{games}:Ping", envs_per_worker=2, seed=3)
+    alone = rollout(lake, "here", "random", replace(config, episodes=8))
+    both = rollout(lake, "there", "random", replace(config, episodes=8, workers=2))
     assert both.agent_returns == alone.agent_returns
     numbers = "select seed, agent_id, env_step, action, reward from {}.steps order by 1, 2, 3"
     here, there = (lake.sql(numbers.format(name)).to_pylist() for name in ("here", "there"))

@@ -13,6 +13,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.maintenance.lineage import lineage
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
@@ -36,7 +37,7 @@ SMALL = OnlineConfig(
 
 
 def request(env_id="CartPole-v1", **changes):
-    return OnlineRequest(env_id, "live", "learned", replace(SMALL, **changes))
+    return replace(SMALL, **changes, env=env_id, policy="learned")
 
 
 def rows(lake, query):
@@ -46,7 +47,10 @@ def rows(lake, query):
 def test_a_run_collects_learns_and_registers(lake):
     points, remarks = [], []
     result = train_online(
-        lake, request(), on_metrics=lambda *p: points.append(p), on_remark=remarks.append
+        lake,
+        "live",
+        request(),
+        callbacks=Callbacks(on_metrics=lambda *p: points.append(p), on_remark=remarks.append),
     )
     assert result.num_steps == 1200
     assert result.num_updates == 1000  # one a step, after the first 200
@@ -78,9 +82,9 @@ def test_a_run_collects_learns_and_registers(lake):
 
 
 def test_lineage_says_what_a_run_collected_and_not_what_was_there_before(lake):
-    train_online(lake, request(steps=400))
+    train_online(lake, "live", request(steps=400))
     before = lake.dataset("live").snapshot()
-    result = train_online(lake, request(steps=500))
+    result = train_online(lake, "live", request(steps=500))
     files = set(lake.snapshot("live").files) - set(before.files)
     digest = hashlib.sha256("".join(sorted(one.sha256 for one in files)).encode()).hexdigest()
     (own,) = lineage.trace_policy(lake, str(result.policy))["datasets"]
@@ -91,7 +95,7 @@ def test_lineage_says_what_a_run_collected_and_not_what_was_there_before(lake):
 
 
 def test_every_step_has_the_log_probability_that_its_epsilon_gives(lake):
-    train_online(lake, request(epsilon_start=0.5, epsilon_end=0.5))
+    train_online(lake, "live", request(epsilon_start=0.5, epsilon_end=0.5))
     probs = rows(lake, "select distinct round(exp(behavior_log_prob), 4) p from live.steps")
     # Of two actions: half of epsilon, and the rest with it.
     assert sorted(row["p"] for row in probs) == [0.25, 0.75]
@@ -100,16 +104,16 @@ def test_every_step_has_the_log_probability_that_its_epsilon_gives(lake):
 def test_the_local_run_is_the_same_again(lake, tmp_path):
     from replaylake.datastore.lake.lake import open_lake
 
-    first = train_online(lake, request(steps=600))
+    first = train_online(lake, "live", request(steps=600))
     other = open_lake(tmp_path / "other", create=True)
-    second = train_online(other, request(steps=600))
+    second = train_online(other, "live", request(steps=600))
     assert first.evaluation.returns == second.evaluation.returns
     of = "select observation, action, reward from live.steps order by seed, step"
     assert lake.sql(of).equals(other.sql(of))
 
 
 def test_nothing_is_recorded_where_that_is_off(lake):
-    result = train_online(lake, request(record=False))
+    result = train_online(lake, "live", request(record=False))
     assert (result.num_steps, result.num_updates) == (1200, 1000)
     assert lake.snapshot("live").num_steps == 0
     (own,) = load_policy(result.policy.path).manifest.body["datasets"]
@@ -120,7 +124,7 @@ def test_a_continuous_policy_begins_with_uniform_actions(lake):
     config = replace(
         SMALL, algorithm="sac", steps=500, evaluate_steps=None, options={"hidden_sizes": [16]}
     )
-    result = train_online(lake, OnlineRequest("Pendulum-v1", "live", "learned", config))
+    result = train_online(lake, "live", replace(config, env="Pendulum-v1", policy="learned"))
     assert result.num_updates == 300
     found = rows(lake, "select policy, count(*) n from live.steps group by all order by 1")
     assert [row["policy"] for row in found] == ["random", f"run:{result.run_id}"]
@@ -131,7 +135,7 @@ def test_noise_has_no_density(lake):
     config = replace(
         SMALL, algorithm="td3", steps=400, evaluate_steps=None, options={"hidden_sizes": [16]}
     )
-    train_online(lake, OnlineRequest("Pendulum-v1", "live", "learned", config))
+    train_online(lake, "live", replace(config, env="Pendulum-v1", policy="learned"))
     found = rows(
         lake, "select policy != 'random' own, count(behavior_log_prob) n from live.steps group by 1"
     )
@@ -139,7 +143,7 @@ def test_noise_has_no_density(lake):
 
 
 def test_a_run_ends_once_it_returns_enough(lake):
-    result = train_online(lake, request(steps=100_000, until_return=8.0, until_episodes=5))
+    result = train_online(lake, "live", request(steps=100_000, until_return=8.0, until_episodes=5))
     assert result.converged
     assert result.num_steps < 10_000
     assert result.selection["value"] >= 8.0
@@ -148,6 +152,7 @@ def test_a_run_ends_once_it_returns_enough(lake):
 def test_a_run_that_gets_no_better_ends(lake):
     result = train_online(
         lake,
+        "live",
         request(
             steps=100_000,
             evaluate_steps=200,
@@ -168,7 +173,10 @@ def test_an_interrupted_run_goes_on_with_all_that_it_collected(lake):
 
     with pytest.raises(RunInterrupted) as interrupted:
         train_online(
-            lake, request(steps=2000), on_progress=told, should_end=lambda: _steps(lake) > 0
+            lake,
+            "live",
+            request(steps=2000),
+            callbacks=Callbacks(on_progress=told, should_end=lambda: _steps(lake) > 0),
         )
     before = _steps(lake)
     assert 0 < before < 2000
@@ -194,9 +202,11 @@ def test_steps_are_taken_once_over_an_interrupt(lake):
         options={"hidden_sizes": [16], "num_sequences": 4, "length": 16},
     )  # fmt: skip
     with pytest.raises(RunInterrupted) as interrupted:
-        train_online(lake, ppo, should_end=lambda: _steps(lake) > 3000)
+        train_online(lake, "live", ppo, callbacks=Callbacks(should_end=lambda: _steps(lake) > 3000))
     result = resume_online(
-        lake, interrupted.value.run_id, on_metrics=lambda _, values: points.append(values)
+        lake,
+        interrupted.value.run_id,
+        callbacks=Callbacks(on_metrics=lambda _, values: points.append(values)),
     )
     assert result.num_steps == 6000
     staleness = [values["staleness"] for values in points if "staleness" in values]
@@ -208,21 +218,20 @@ def test_steps_are_taken_once_over_an_interrupt(lake):
 
 
 def test_offline_data_are_mixed_in(lake):
-    train_online(lake, request(steps=600))
-    mixed = OnlineRequest("CartPole-v1", "more", "learned", replace(SMALL, mix={"live@1": 0.5}))
-    result = train_online(lake, mixed)
+    train_online(lake, "live", request(steps=600))
+    result = train_online(lake, "more", request(mix={"live@1": 0.5}))
     datasets = load_policy(result.policy.path).manifest.body["datasets"]
     assert [(d["dataset"], d["named"]) for d in datasets] == [("more", "more"), ("live", "live@1")]
 
 
 def test_a_run_starts_from_a_policy(lake):
-    first = train_online(lake, request())
-    again = train_online(lake, request(steps=300, start_from="learned", options=OPTIONS))
+    first = train_online(lake, "live", request())
+    again = train_online(lake, "live", request(steps=300, start_from="learned", options=OPTIONS))
     assert again.policy.version == first.policy.version + 1
     config = replace(SMALL, algorithm="sac", start_from="learned")
-    asked = OnlineRequest("Pendulum-v1", "other", "learned", config)
+    asked = replace(config, env="Pendulum-v1", policy="learned")
     with pytest.raises(PackageInvalidError, match="of algorithm dqn, expected sac"):
-        train_online(lake, asked)
+        train_online(lake, "other", asked)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +250,7 @@ def test_a_run_starts_from_a_policy(lake):
 )
 def test_what_cannot_work_is_refused_before_anything_is_there(lake, changes, error, says):
     with pytest.raises(error, match=says):
-        train_online(lake, request(**{"options": {}, **changes}))
+        train_online(lake, "live", request(**{"options": {}, **changes}))
     assert rows(lake, "select * from runs") == []
 
 
@@ -256,7 +265,10 @@ def test_a_number_that_nothing_reaches_is_refused(name, value):
 
 def test_the_request_survives_json():
     asked = OnlineRequest(
-        "m:f", "live", "p", replace(SMALL, mix={"a@1": 0.25}), {"speed": 2}, "auto"
+        "live",
+        replace(
+            SMALL, mix={"a@1": 0.25}, env="m:f", policy="p", env_args={"speed": 2}, address="auto"
+        ),
     )
     assert OnlineRequest.from_json(json.loads(json.dumps(asked.to_json()))) == replace(
         asked, config=replace(asked.config, options=OPTIONS)

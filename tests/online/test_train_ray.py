@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online
-from replaylake.online.training.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ SMALL = OnlineConfig(
 
 
 def request(**changes):
-    return OnlineRequest("CartPole-v1", "live", "learned", replace(SMALL, **changes))
+    return replace(SMALL, **changes, env="CartPole-v1", policy="learned")
 
 
 def counted(lake):
@@ -45,7 +46,10 @@ def counted(lake):
 def test_workers_collect_what_the_learner_learns_from(lake, mode):
     points = {}
     result = train_online(
-        lake, request(mode=mode), on_metrics=lambda _, values: points.update(values)
+        lake,
+        "live",
+        request(mode=mode),
+        callbacks=Callbacks(on_metrics=lambda _, values: points.update(values)),
     )
     row = counted(lake)
     assert (row["n"], row["w"]) == (result.num_steps, 2)
@@ -62,9 +66,9 @@ def test_a_learner_in_an_actor_registers_the_same_kind_of_policy(lake):
     started, remarks = [], []
     result = train_online(
         lake,
+        "live",
         request(learner="ray", workers=1),
-        on_start=started.append,
-        on_remark=remarks.append,
+        callbacks=Callbacks(on_start=started.append, on_remark=remarks.append),
     )
     assert [start.run_id for start in started] == [result.run_id]
     assert result.policy.version == 1
@@ -76,9 +80,12 @@ def test_a_learner_in_an_actor_is_interrupted_and_goes_on(lake):
     with pytest.raises(RunInterrupted) as interrupted:
         train_online(
             lake,
+            "live",
             request(learner="ray", steps=4000),
-            on_progress=lambda progress: seen.append(progress.update),
-            should_end=lambda: bool(seen) and seen[-1] > 50,
+            callbacks=Callbacks(
+                on_progress=lambda progress: seen.append(progress.update),
+                should_end=lambda: bool(seen) and seen[-1] > 50,
+            ),
         )
     assert 200 < counted(lake)["n"] < 4000
     result = resume_online(lake, interrupted.value.run_id)
@@ -93,7 +100,7 @@ def test_games_are_learned_from_workers_in_other_processes(lake, algorithm, agen
         options |= {"length": 8, "num_sequences": 8}
     config = replace(SMALL, algorithm=algorithm, agents=agents, options=options)
     result = train_online(
-        lake, OnlineRequest("pettingzoo:classic/tictactoe-v3", "live", "learned", config)
+        lake, "live", replace(config, env="pettingzoo:classic/tictactoe-v3", policy="learned")
     )
     names = {"shared": [], "each": ["learned_player_1:1", "learned_player_2:1"]}
     assert [str(ref) for ref in result.policies.values()] == names[agents]

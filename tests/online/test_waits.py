@@ -33,7 +33,7 @@ from replaylake.online.pools.pool import WorkerLost
 from replaylake.online.pools.ray_pool import RayPool
 from replaylake.online.recording.episode_committer import EpisodeCommitter
 from replaylake.online.train import train_online
-from replaylake.online.training.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig
 
 _ENVIRONMENTS = Path(__file__).parent / "environments"
 # Machines that run other tests beside this one are slow.
@@ -212,12 +212,10 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Begun]]:
 @pytest.mark.slow
 def test_more_gpus_than_this_machine_has_are_refused_at_once(lake):
     asked = torch.cuda.device_count() + 1
-    request = OnlineRequest(
-        "CartPole-v1", "live", "learned", OnlineConfig("dqn", learner_gpus=asked)
-    )
+    config = OnlineConfig("dqn", env="CartPole-v1", policy="learned", learner_gpus=asked)
     message = f"learner_gpus: found {asked - 1} GPUs on this machine, expected {asked} or more"
     with pytest.raises(ConfigInvalidError, match=message):
-        train_online(lake, request)
+        train_online(lake, "live", config)
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +245,7 @@ def walk_orders(lake, num, **env_args):
     spaces = (from_gymnasium(Walk.observation_space), from_gymnasium(Walk.action_space))
     if not lake.dataset("walk").exists():
         lake.dataset("walk").create(*spaces)
-    config = RolloutConfig("replaylake_faults:Walk", num_envs=1, env_args=env_args)
+    config = RolloutConfig("replaylake_faults:Walk", envs_per_worker=1, env_args=env_args)
     return [
         WorkerSpec(
             lake.url, "walk", "p", worker, EpisodeNumbers(worker, num), BehaviorPolicy(), config

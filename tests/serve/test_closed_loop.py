@@ -1,5 +1,7 @@
 """The loop closed: serve, play over HTTP, report, join, evaluate off-policy, learn, be better."""
 
+from dataclasses import replace
+
 import gymnasium
 import numpy as np
 import pytest
@@ -173,6 +175,6 @@ def test_what_is_served_is_learned_from(kit, tmp_path):
 
     # And what is learned from it is better than what was served.
     config = TrainConfig(algorithm="bc", updates=300, threads=1, options={"hidden_sizes": [32]})
-    learned = train(lake, ["live"], config, policy_name="learned").policy
+    learned = train(lake, ["live"], replace(config, policy="learned")).policy
     returns = simulated(load_policy(learned.path), 50)
     assert returns.mean() > np.mean(list(player.returns.values()))

@@ -2,6 +2,7 @@
 
 import functools
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -26,7 +27,7 @@ def test_logged_observations_get_over_http_the_actions_of_the_learner(kit, tmp_p
     lake = open_lake(tmp_path / "lake", create=True)
     ingest(lake, [_LOG], "cartpole")
     config = TrainConfig(algorithm="bc", updates=20, threads=1, options={"hidden_sizes": [32]})
-    trained = train(lake, ["cartpole"], config, policy_name="clone").policy
+    trained = train(lake, ["cartpole"], replace(config, policy="clone")).policy
     spec = lake.dataset("cartpole").spec
     learner = make_learner(
         config.algorithm,

@@ -113,8 +113,9 @@ def writable_format(name: str) -> WritableFormat:
     writable = {known.name: known for known in FORMATS if isinstance(known, WritableFormat)}
     if name not in writable:
         raise ConfigInvalidError(
-            f"export: found format {name!r}, expected one that can be written: "
-            f"{', '.join(sorted(writable))}."
+            f"format: found {name!r}, expected one that can be written: "
+            f"{', '.join(sorted(writable))}.",
+            parameter="format",
         )
     return writable[name]
 
@@ -193,7 +194,7 @@ class _Export:
         if not self._num_steps:
             raise EmptyReplayError(
                 f"{self._snapshot.dataset}@{self._snapshot.version}: found no step that the "
-                "selection leaves, expected one or more. Nothing was written; widen --where."
+                "selection leaves, expected one or more. Nothing was written; widen `where`."
             )
 
     def _notes(self) -> Iterator[str]:
@@ -204,11 +205,12 @@ class _Export:
                 "the observation: export to parquet or arrow to keep them"
             )
         if spec.rewards_optional and self._format.name in _TEXTS:
-            yield "rewards that are not known are empty: ingest reads them with --no-reward"
+            yield "rewards that are not known are empty: `replaylake ingest --no-reward` reads them"
         if self._num_pieces > self._num_episodes:
             yield (
                 f"{self._num_episodes:,} episodes are written as {self._num_pieces:,} pieces, as "
-                "steps between them are missing or left out; ingest reads them with --gaps split"
+                "steps between them are missing or left out; `replaylake ingest --gaps split` "
+                "reads them"
             )
         if shared := len(self._selection.shared_ids):
             yield (
@@ -224,7 +226,7 @@ def _check_target(target: Path, known: WritableFormat, force: bool) -> None:
     if not force:
         raise AlreadyExistsError(
             f"{target}: found something there, expected a free name. Choose another, or replace "
-            "it with --force."
+            "it with `force`."
         )
     if target.is_dir() and not target.is_symlink() and not _is_of_format(target, known):
         raise AlreadyExistsError(
@@ -260,7 +262,7 @@ def _publish(made: Path, target: Path, force: bool) -> None:
     elif not force:
         raise AlreadyExistsError(
             f"{target}: found something that came there meanwhile, expected a free name. Choose "
-            "another, or replace it with --force."
+            "another, or replace it with `force`."
         )
     elif made.is_file() and not (target.is_dir() and not target.is_symlink()):
         os.replace(made, target)

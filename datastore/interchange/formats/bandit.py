@@ -51,7 +51,7 @@ class BanditFormat:
     """One-step logs: the Open Bandit Dataset by itself, others by `--map`."""
 
     name = "bandit"
-    about = "one decision a row: the Open Bandit Dataset, or any table of that kind by --map"
+    about = "one decision a row: the Open Bandit Dataset, or any table of that kind by `mapping`"
     is_folder = False
 
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
@@ -156,7 +156,7 @@ def _refuse_slates(
                 f"column {name!r}: found {example!r} in several rows, expected one row a decision: "
                 "several are a slate, and slates are not supported. Keep one row of each, or, if "
                 "each row was decided by itself (as at a position of its own, which is in the "
-                f"context), say so with --map {name}_={name}."
+                f"context), say so with `mapping` {name}_={name}."
             )
 
 

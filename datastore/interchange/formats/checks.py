@@ -23,8 +23,8 @@ CHECKS: Final[dict[str, str]] = {
     "not_a_flag": "found a value other than true, false, 0 and 1",
     "beyond_float32": "found a number beyond float32, expected one that it holds",
     "unknown_action": "found an action that is none of the dataset's action names",
-    "action_range": "found a logged action outside [-1, 1], expected it inside, as --action-low "
-    "and --action-high take it",
+    "action_range": "found a logged action outside [-1, 1], expected it inside, as `action_range` "
+    "takes it",
     "propensity": "found a probability outside (0, 1] or a log-probability above 0",
     "unequal_lengths": "found columns of unequal lengths, expected one value a step in each",
     "malformed": "found a record that is none of its format's",
@@ -35,7 +35,7 @@ CHECKS: Final[dict[str, str]] = {
     "unordered": "found rows out of order, put in order",
     "end_inside": "found an end of episode before the last row, expected it on the last row only",
     "id_reused": "found the id begun again, expected one episode an id. Name the columns that tell "
-    "them apart with --episode-by",
+    "them apart with `episode_by`",
     "next_observation": "found a next observation that is not the following row's observation: "
     "the rows are out of order, shifted, or another log's",
     "space": "found a value outside the space",

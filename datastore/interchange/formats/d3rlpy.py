@@ -116,7 +116,7 @@ class D3rlpyFormat:
             raise SourceInvalidError(
                 f"{files[0].name}: found {format_names(found)}, expected "
                 f"{', '.join(sorted(_MARKS))} "
-                f"of d3rlpy 2, or {_ENDS} of version 1. Name another format with --format."
+                f"of d3rlpy 2, or {_ENDS} of version 1. Name another format with `format`."
             )
         if is_earlier:
             note = "d3rlpy 1: episodes that ended without a terminal count as truncated"

@@ -179,7 +179,7 @@ class _D4rlWriter:
             raise SpaceUnsupportedError(
                 f"D4RL: episode {self._open} has no end and is not the last one, expected one "
                 "terminated or truncated: readers would take the next episode for its "
-                "continuation. Leave open ones out with --where, or export to minari."
+                "continuation. Leave open ones out with `where`, or export to minari."
             )
         if not (episode.terminated or episode.truncated):
             self._open = episode.episode_id

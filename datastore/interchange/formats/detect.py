@@ -38,7 +38,8 @@ def find_format(name: str, files: Sequence[SourceFile]) -> Format:
     if name != AUTO:
         if name not in names:
             raise ConfigInvalidError(
-                f"--format: found {name!r}, expected {AUTO}, {', '.join(sorted(names))}."
+                f"format: found {name!r}, expected {AUTO}, {', '.join(sorted(names))}.",
+                parameter="format",
             )
         return next(known for known in FORMATS if known.name == name)
     for known in FORMATS:
@@ -74,7 +75,7 @@ def _unknown_format_error(file: SourceFile) -> SourceInvalidError:
     found = f"content that begins with {file.head(8)!r}" if kind == _TEXT else f"{kind} file"
     return SourceInvalidError(
         f"{file.name}: found {found} of no format that is known here (`replaylake formats` lists "
-        "them). Convert it, or name the format with --format."
+        "them). Convert it, or name the format with `format`."
     )
 
 
@@ -82,7 +83,9 @@ _PICKLE: Final = (
     "Reading a pickle runs what is in it, so none is read: load it where you trust it, and save "
     "its arrays as npz or HDF5, or its rows as Parquet or JSON lines."
 )
-_MAP: Final = "If it has a row a step, say which is which: --format {} --map observation=NAME ..."
+_MAP: Final = (
+    "If it has a row a step, say which is which: `format` {}, `mapping` observation=NAME ..."
+)
 # By the first dataset's path.
 _LAYOUTS: Final = {
     "data/demo_": "It is laid out as robomimic's and robosuite's files are, a group a "

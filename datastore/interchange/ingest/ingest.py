@@ -84,7 +84,8 @@ def ingest(
     """
     if on_invalid not in (ABORT, REJECT):
         raise ConfigInvalidError(
-            f"on_invalid: found {on_invalid!r}, expected {ABORT!r} or {REJECT!r}."
+            f"on_invalid: found {on_invalid!r}, expected {ABORT!r} or {REJECT!r}.",
+            parameter="on_invalid",
         )
     spaces = _check_both_spaces(observation_space, action_space)
     handle = lake.dataset(dataset)
@@ -183,7 +184,7 @@ class NothingValidError(SourceInvalidError):
         )
         super().__init__(
             f"found no valid episode, expected at least one: {found}. Nothing was written, as "
-            "without one a dataset has no spaces. Correct the log, --map or --env."
+            "without one a dataset has no spaces. Correct the log, `mapping` or `env`."
         )
 
 

@@ -171,10 +171,10 @@ class Inspection:
         self.tally.add(rejected)
         if self._aborts:
             reasons = "; ".join(finding.message.rstrip(".") for finding in rejected.findings[:3])
-            wrong = "--env or the log" if self._validator.has_environment else "the log"
+            wrong = "`env` or the log" if self._validator.has_environment else "the log"
             raise EpisodeInvalidError(
                 f"episode {rejected.name}: {reasons}. Nothing was ingested. Correct "
-                f"{wrong}, or leave such episodes out with --on-invalid reject."
+                f"{wrong}, or leave such episodes out with `on_invalid` reject."
             )
 
     def _buffer(self, found: Sequence[Episode | RejectedEpisode]) -> None:

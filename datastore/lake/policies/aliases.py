@@ -172,7 +172,7 @@ class Aliases:
                 return version
         raise NotFoundError(
             f"policy {name}@{alias}: points at version {current}, found no version that it pointed "
-            "at before, expected one to go back to. Name it with --to-version."
+            "at before, expected one to go back to. Name it with `to_version`."
         )
 
 

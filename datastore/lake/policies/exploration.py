@@ -42,6 +42,7 @@ def parse_exploration(text: str | None) -> Exploration:
     if name == "temperature" and 0 <= value < math.inf:
         return Exploration(temperature=value)
     raise ConfigInvalidError(
-        f"--explore: found {text!r}, expected epsilon=E with E from 0 to 1, or temperature=T with "
-        "T of 0 or more."
+        f"explore: found {text!r}, expected epsilon=E with E from 0 to 1, or temperature=T with "
+        "T of 0 or more.",
+        parameter="explore",
     )

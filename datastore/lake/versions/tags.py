@@ -57,7 +57,7 @@ class Tags:
             if previous not in (None, version) and not replace:
                 raise AlreadyExistsError(
                     f"tag {dataset}@{name}: points at version {previous}, found {version} to tag. "
-                    "Move it with --replace, or choose another name."
+                    "Move it with `replace`, or choose another name."
                 )
             return Intent(producer, 0, "SET TAG", entries={key: body})
 

@@ -106,7 +106,7 @@ def copy(
     if target.url == lake.url and dataset.name == snapshot.dataset:
         raise ConfigInvalidError(
             f"copy {name}: found the source itself as the target, expected another lake or another "
-            "name. Name it with --as."
+            "name. Name it with `as_name`."
         )
     source = lake.dataset(snapshot.dataset).table
     _ensure_target(dataset, snapshot)
@@ -131,13 +131,13 @@ def _ensure_target(dataset: Dataset, snapshot: Snapshot) -> None:
     if found := find_spec_mismatch(dataset.spec, snapshot.spec):
         raise SchemaMismatchError(
             f"copy {snapshot.dataset} into {dataset.name}: {found}, expected one. Copy it into "
-            "another dataset with --as."
+            "another dataset with `as_name`."
         )
     if snapshot.spec.rewards_optional and not dataset.spec.rewards_optional:
         raise SchemaMismatchError(
             f"copy {snapshot.dataset} into {dataset.name}: rewards may be unknown in "
             f"{snapshot.dataset}, expected all known as in {dataset.name}. Copy it into another "
-            "dataset with --as."
+            "dataset with `as_name`."
         )
     try:
         merge_schemas(dataset.snapshot().table.schema, snapshot.table.schema)

@@ -419,7 +419,7 @@ def iter_faults(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield NOTE, "gap", f"{missing}. Step {reached} has no next observation, or its own."
     elif reached is not None and first <= reached:
         twice = f"found steps {first}..{min(last, reached)} a second time, expected each once"
-        yield ERROR, "duplicate", f"{twice}. --repair keeps those that came first."
+        yield ERROR, "duplicate", f"{twice}. `repair` keeps those that came first."
     if ended_at is not None and last > ended_at:
         after = f"found steps {max(first, ended_at + 1)}..{last} after step {ended_at} ended it"
         advice = "`replaylake datasets delete` the episode, or restore it from where it came"

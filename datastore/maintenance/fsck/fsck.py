@@ -169,7 +169,7 @@ def _check_unrecorded(
     message = (
         f"policy {ref} was registered before the sha256 of manifests was recorded: nothing tells "
         f"whether its manifest is what it was. Look at it with `replaylake policies show {ref} "
-        "--json`; --repair records the hash that it has now."
+        "--json`; `repair` records the hash that it has now."
     )
     check.add(NOTE, "unverified", path, message)
     if repair:

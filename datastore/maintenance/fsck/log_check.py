@@ -168,7 +168,7 @@ class _LogCheck:
             self._fault(
                 path,
                 version,
-                f"{message}; the commits below it say the same and are whole. --repair writes it "
+                f"{message}; the commits below it say the same and are whole. `repair` writes it "
                 "again from them.",
                 is_derived=True,
             )
@@ -203,7 +203,7 @@ class _LogCheck:
                 self._folder.pointer_path,
                 None,
                 f"found {(data or b'nothing')[:80]!r}, expected the newest checkpoint's version "
-                "and size: other engines start from it. --repair writes it again.",
+                "and size: other engines start from it. `repair` writes it again.",
                 is_derived=True,
             )
 

@@ -160,8 +160,9 @@ def annotate(
         expression = parse_expression(set[REWARD], labels.column_names, schema.names)
         if again and expression.step_columns:
             raise ConfigInvalidError(
-                f"--again: found a reward of {', '.join(expression.step_columns)} of the step, "
-                "expected one of the labels alone: applied twice, it would count twice."
+                f"again: found a reward of {', '.join(expression.step_columns)} of the step, "
+                "expected one of the labels alone: applied twice, it would count twice.",
+                parameter="again",
             )
     used = [*added.values(), *(expression.label_columns if expression else ())]
     ready = prepare_labels(labels, key, used)
@@ -346,23 +347,25 @@ def check_assigned(
     """Refuse what labels may not write. Raises: ConfigInvalidError."""
     if not given and not added:
         raise ConfigInvalidError(
-            "annotate: found nothing to write, expected --set reward=... or --add."
+            "annotate: found nothing to write, expected `set` of reward, or `add`."
         )
     if other := sorted({*given} - {REWARD}):
         raise ConfigInvalidError(
-            f"--set: found {other[0]}, expected reward: what else a step has says what happened. "
-            "Ends come with the log or with feedback; new columns with --add."
+            f"set: found {other[0]}, expected reward: what else a step has says what happened. "
+            "Ends come with the log or with feedback; new columns with `add`.",
+            parameter="set",
         )
     if taken := sorted({*added} & {*_RESERVED}):
         raise ConfigInvalidError(
-            f"--add: found {taken[0]}, expected none of the columns that every step has. Name it "
-            f"otherwise, as in --add my_{taken[0]}={added[taken[0]]}; a reward is --set."
+            f"add: found {taken[0]}, expected none of the columns that every step has. Name it "
+            f"otherwise, as in `add` my_{taken[0]}={added[taken[0]]}; a reward is `set`.",
+            parameter="add",
         )
     if to not in ("last", "each"):
-        raise ConfigInvalidError(f"--to: found {to!r}, expected last or each.")
+        raise ConfigInvalidError(f"to: found {to!r}, expected last or each.", parameter="to")
     if to == "each" and (not given or key.is_step_key):
         raise ConfigInvalidError(
-            "--to each: expected a reward and a key of episodes: other labels go to all steps that "
+            "to each: expected a reward and a key of episodes: other labels go to all steps that "
             "they name. Leave it out."
         )
 
@@ -401,7 +404,7 @@ def _cast(values: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
 def _type_mismatch_error(name: str, found: str, kind: pa.DataType) -> SchemaMismatchError:
     return SchemaMismatchError(
         f"column {name!r}: found {found}, expected {kind} as the dataset has it. Cast it, or add "
-        f"it under another name, as in --add {name}_2={name}."
+        f"it under another name, as in `add` {name}_2={name}."
     )
 
 

@@ -95,8 +95,9 @@ def parse_key(on: str | Sequence[str] | Mapping[str, str]) -> LabelKey:
     is_known = len(first) == 1 and (rest in allowed if first[0] in _OF_EPISODES else not rest)
     if not is_known:
         raise ConfigInvalidError(
-            f"--on: found {', '.join(columns) or 'nothing'}, expected decision_id or request_id; "
-            "or episode_id or source_episode_id, to which step and agent_id may be added."
+            f"on: found {', '.join(columns) or 'nothing'}, expected decision_id or request_id; "
+            "or episode_id or source_episode_id, to which step and agent_id may be added.",
+            parameter="on",
         )
     return LabelKey(columns)
 
@@ -105,8 +106,9 @@ def check_key(key: LabelKey, schema: pa.Schema) -> None:
     """Refuse a key that the dataset has not. Raises: NotFoundError."""
     if absent := [name for name in key.columns if name not in schema.names]:
         raise NotFoundError(
-            f"--on: found {absent[0]}, which the dataset has not, expected a key of it. Only "
-            "served steps have decision_id and request_id: `replaylake feedback join` writes them."
+            f"on: found {absent[0]}, which the dataset has not, expected a key of it. Only "
+            "served steps have decision_id and request_id: `replaylake feedback join` writes them.",
+            parameter="on",
         )
 
 
@@ -181,7 +183,7 @@ def prepare_labels(table: pa.Table, key: LabelKey, used: Sequence[str]) -> Label
         if name not in table.column_names:
             raise NotFoundError(
                 f"labels: found no column {name!r}, expected one of "
-                f"{', '.join(table.column_names)}. --on KEY=COLUMN and --add NAME=COLUMN say what "
+                f"{', '.join(table.column_names)}. `on` KEY=COLUMN and `add` NAME=COLUMN say what "
                 "is called otherwise."
             )
     columns = {name: table.column(name).unify_dictionaries() for name in dict.fromkeys(used)}
@@ -250,5 +252,5 @@ def _key(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
     except pa.ArrowException as error:
         raise SchemaMismatchError(
             f"labels: column {name!r}: found {column.type} ({error}), expected {kind}. Cast it, or "
-            "name another column with --on."
+            "name another column with `on`."
         ) from error

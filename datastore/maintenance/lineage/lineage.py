@@ -213,8 +213,8 @@ def _find_signer(lake: Lake, decision_id: str) -> tuple[Dataset, DecisionId]:
                 return lake.dataset(name), said
     raise NotFoundError(
         f"decision {decision_id!r}: found no dataset of this lake that signed it, expected an id "
-        "that /act answered while serving with --log-to. Check the id and --lake; a server without "
-        "--log-to keeps no record."
+        "that /act answered while serving with `log_to`. Check the id and `lake`; a server without "
+        "`log_to` keeps no record."
     )
 
 

@@ -374,7 +374,7 @@ def to_storage_error(
     variables = _CREDENTIALS[scheme]
     if is_missing_bucket(error):
         return StorageError(
-            f"{name}: found no bucket {bucket!r}, expected one. Make it, or check --lake."
+            f"{name}: found no bucket {bucket!r}, expected one. Make it, or check `lake`."
         )
     if any(sign in text for sign in _MISSING_CREDENTIALS_SIGNS):
         return StorageError(

@@ -281,7 +281,7 @@ class _ReplayTotals:
         if len(self.groups) > _MAX_GROUPS:
             raise ConfigInvalidError(
                 f"replay: by: found more than {_MAX_GROUPS:,} values, expected a column with few, "
-                "such as policy_version. Choose another, or narrow --where."
+                "such as policy_version. Choose another, or narrow `where`."
             )
 
     def _time(self, batch: LoggedDecisions) -> None:

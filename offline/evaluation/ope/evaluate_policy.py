@@ -61,7 +61,7 @@ _FITTED_WITHOUT_MEMORY: Final = (
 )
 _NO_BOUND: Final = (
     "with gamma 1 and episodes that were cut off (truncated), values have no bound; give "
-    "--gamma 0.99 or so"
+    "`discount` 0.99 or so"
 )
 # Below this share of a first reward, what comes behind a cut changes no value by much.
 _SMALL_SHARE: Final = 0.01
@@ -191,7 +191,7 @@ def evaluate_on_episodes(
 def _unknown_training_note(unknown: str) -> str:
     return (
         f"It is not known whether the policy learned from the evaluated episodes ({unknown}): "
-        "it may know them by heart. --unseen gives your word that it did not."
+        "it may know them by heart. `unseen` gives your word that it did not."
     )
 
 
@@ -200,7 +200,7 @@ def _selection_bias_notes(asked: EvaluatedPolicy) -> list[str]:
     return [
         f"The policy was trained on the episodes where {where}; what is left for its evaluation "
         "was chosen by that too, and is like the rest only if the condition has nothing to do with "
-        "outcomes. Train with --holdout."
+        "outcomes. Train with `holdout`."
         for where in asked.training.choices()
     ]
 
@@ -272,7 +272,7 @@ class _CutOff:
     def why_no_fqe(self) -> str:
         return (
             f"{self._number} and with gamma 1 fitted Q evaluation values a world without that "
-            "limit, not what was logged; dr and wpdis value the latter, and --gamma 0.99 or so "
+            "limit, not what was logged; dr and wpdis value the latter, and `discount` 0.99 or so "
             "bounds what comes after"
         )
 

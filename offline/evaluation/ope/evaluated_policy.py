@@ -89,7 +89,7 @@ def load_evaluated_policy(
     """
     if question.policy is None:
         named: dict[str, Any] = {"policy": None, "target_prob": question.target_prob}
-        unknown = "whether the policy of --target-prob was made from these episodes is not known"
+        unknown = "whether the policy of `target_prob` was made from these episodes is not known"
         return EvaluatedPolicy(None, named, TrainingSet(unknown=unknown))
     if question.policy == RANDOM:
         uniform = UniformPolicy(spec.observation_space, spec.action_space)
@@ -134,7 +134,7 @@ def evaluated_reward(
     if len(found) > 1:
         raise ConfigInvalidError(
             f"{_name(asked)}: was trained with different rewards, {training}; expected to "
-            "be told which of them it is evaluated by. Name one with --reward."
+            "be told which of them it is evaluated by. Name one with `reward`."
         )
     if training is None:
         return EvaluatedReward(REWARD, STORED, None)
@@ -143,8 +143,8 @@ def evaluated_reward(
     except QueryError as error:
         raise QueryError(
             f"{_name(asked)}: was trained with the reward {training}, which is no number of the "
-            f"steps of {snapshot.dataset}@{snapshot.version}: {error} Name another with --reward; "
-            f"--reward {REWARD} is the stored one."
+            f"steps of {snapshot.dataset}@{snapshot.version}: {error} Name another with `reward`; "
+            f"`reward` {REWARD} is the stored one."
         ) from error
     return EvaluatedReward(training, TRAINING, training)
 

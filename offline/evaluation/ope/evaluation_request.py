@@ -72,7 +72,7 @@ class EvaluationRequest:
             both = "both" if self.policy is not None else "neither"
             raise ConfigInvalidError(
                 f"off-policy evaluation: found {both} of a policy and an SQL expression of its "
-                "probabilities, expected one of them. Name the policy, or give --target-prob."
+                "probabilities, expected one of them. Name the policy, or give `target_prob`."
             )
         if self.target_prob is not None and self.exploration.is_on:
             raise ConfigInvalidError(

@@ -115,7 +115,7 @@ def drop_unknown_target(
         raise EmptyReplayError(
             f"off-policy evaluation: each of {steps.num_episodes:,} episodes has an action of "
             "which the policy's probability is not known: SQL gave NULL, expected a value in each "
-            "row. Mend --target-prob."
+            "row. Mend `target_prob`."
         )
     if unknown.all():
         why = "each episode has an action on a bound, where a clipped gaussian has no density"

@@ -238,7 +238,7 @@ def _evaluate_both(
         raise _DifferentRewards(
             f"{question.policy} {_judged_by(reward)}, {_CHAMPION} {champion} "
             f"{_judged_by(against)}: returns of different rewards have no difference. Name the "
-            f"reward that counts with --reward; --reward {REWARD} is the stored one."
+            f"reward that counts with `reward`; `reward` {REWARD} is the stored one."
         )
     chosen = select_episodes(snapshot, question, reward, holdout, listener)
     both = [one for one in (asked, other) if one is not None]

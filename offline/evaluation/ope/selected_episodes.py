@@ -67,7 +67,7 @@ def drop_without_first_step(chosen: SelectedEpisodes) -> SelectedEpisodes:
             f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found "
             f"{steps.num_episodes:,} episodes that begin at step {begins.min()} or later, expected "
             "some from their first step, from which a policy that remembers is followed. Widen "
-            "--where, or ingest the steps before."
+            "`where`, or ingest the steps before."
         )
     reason = "without the first step, of a policy that remembers"
     left_out = {**chosen.left_out, reason: int(late.sum())}
@@ -118,7 +118,7 @@ def _drop_unusable(
         said = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
         raise EmptyReplayError(
             f"off-policy evaluation: found {steps.num_episodes:,} episodes, none usable ({said}), "
-            "expected at least two with an end and all rewards. --incomplete takes those that were "
-            "not seen to end as they are; --reward 'coalesce(reward, 0)' gives rewards."
+            "expected at least two with an end and all rewards. `incomplete` takes those that were "
+            "not seen to end as they are; `reward` 'coalesce(reward, 0)' gives rewards."
         )
     return steps.select(keep), left_out

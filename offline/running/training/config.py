@@ -1,8 +1,8 @@
-"""What a training run is asked for: on which data, how, and under which name it is registered."""
+"""Training configuration: what a run learns from, how, and the name it registers its policy by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, date, datetime
 from typing import Any, Final, Literal, get_args
@@ -18,9 +18,24 @@ Select = Literal["auto", "environment", "fqe", "loss", "last"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train; what to train on is an argument of `train`."""
+    """What to train and how; the lake and its datasets are arguments of `train`."""
 
     algorithm: str = "bc"
+    # What the policy is registered as; a run needs one.
+    policy: str = ""
+    # SQL conditions: over `episodes`, which whole ones to learn from; over `steps`, which of their
+    # steps.
+    where: str | None = None
+    where_steps: str | None = None
+    # SQL expression over `steps` in place of the logged reward.
+    reward: str | None = None
+    # SQL expression over the columns of a step and its episode: steps are drawn in proportion to
+    # it, instead of all alike.
+    weight: str | None = None
+    # Environment to choose and evaluate the policy in, kept in the package: a Gymnasium id or
+    # `module:function`, see docs/ENVIRONMENTS.md. env_args: what it is made with; JSON values.
+    env: str | None = None
+    env_args: Mapping[str, Any] = field(default_factory=dict)
     # Enough for cloning: RLlib's CartPole log of 4,137 steps gives 477 to 497 after 1,000 updates
     # and 477 to 490 after 2,000 (5 seeds each, 20 episodes, 2026-11), in seconds. Value learning on
     # larger logs wants more.
@@ -88,6 +103,21 @@ class TrainConfig:
         divides = self.batch_size % self.learners == 0
         expected = f"a multiple of learners, which are {self.learners}"
         expect(divides, "training: batch_size", self.batch_size, expected)
+        for name in _TEXTS:
+            value = getattr(self, name)
+            expect(value is None or isinstance(value, str), f"training: {name}", value, "a text")
+        is_table = isinstance(self.env_args, Mapping)
+        expect(is_table, "training: env_args", self.env_args, "a table")
+        if self.prioritized and self.weight is not None:
+            raise ConfigInvalidError(
+                f"training: found prioritized beside the weight {self.weight!r}, expected one of "
+                "them: both say how often a step is drawn. Leave one out."
+            )
+        if self.env_args and self.env is None:
+            raise ConfigInvalidError(
+                f"training: found arguments of an environment ({', '.join(self.env_args)}) and no "
+                "environment, expected one. Name it with `env`, or leave the arguments out."
+            )
         self.split()
 
     def split(self) -> Holdout | None:
@@ -123,6 +153,7 @@ _FROM_ONE: Final = (
     "patience",
     "evaluation_episodes",
 )
+_TEXTS: Final = ("policy", "where", "where_steps", "reward", "weight", "env")
 TRAIN_OPTIONS: Final = tuple(f.name for f in fields(TrainConfig) if f.name != "options")
 
 
@@ -147,37 +178,37 @@ def train_config(options: Mapping[str, Any]) -> TrainConfig:
     return replace(config, options={**nested, **theirs})
 
 
+# Fields of the configuration that a run's record has beside it, by their names there.
+_STORED_NAMES: Final = {
+    "policy_name": "policy",
+    "where": "where",
+    "where_steps": "where_steps",
+    "reward": "reward",
+    "weight": "weight",
+    "env_id": "env",
+    "env_args": "env_args",
+}
+
+
 @dataclass(frozen=True)
 class TrainRequest:
-    """All that `train` is asked for: enough to ask for it again, in another process too.
+    """The arguments of `train`: enough to start the same run in another process.
 
     datasets: `NAME`, `NAME@VERSION` or `NAME@TAG`; once pinned, each at a version, and `named` as
-    they were given. where, where_steps, reward, weight: SQL; see `train`. env_args: what the
-    environment of env_id is made with, as JSON has it.
+    they were given.
     """
 
     datasets: tuple[str, ...]
-    policy_name: str
     config: TrainConfig
-    where: str | None = None
-    where_steps: str | None = None
-    reward: str | None = None
-    weight: str | None = None
-    env_id: str | None = None
     named: tuple[str, ...] = ()
-    env_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.config.prioritized and self.weight is not None:
-            raise ConfigInvalidError(
-                f"training: found prioritized beside the weight {self.weight!r}, expected one of "
-                "them: both say how often a step is drawn. Leave one out."
-            )
-        if self.env_args and self.env_id is None:
-            raise ConfigInvalidError(
-                f"training: found arguments of an environment ({', '.join(self.env_args)}) and no "
-                "environment, expected one. Name it with --env, or leave the arguments out."
-            )
+    @staticmethod
+    def of(datasets: str | Sequence[str], config: TrainConfig) -> TrainRequest:
+        """Return the request for one dataset or several. Raises: ConfigInvalidError for none."""
+        texts = (datasets,) if isinstance(datasets, str) else tuple(datasets)
+        if not texts:
+            raise ConfigInvalidError("training: datasets: found no dataset, expected one or more.")
+        return TrainRequest(texts, config)
 
     def pin(self, lake: Lake) -> TrainRequest:
         """Return it with the versions that the names mean now.
@@ -192,19 +223,20 @@ class TrainRequest:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        config = {**asdict(self.config), "options": dict(self.config.options)}
-        names = {"datasets": list(self.datasets), "named": list(self.named)}
-        return {**vars(self), **names, "config": config, "env_args": dict(self.env_args)}
+        config = asdict(self.config)
+        beside = {key: config.pop(name) for key, name in _STORED_NAMES.items()}
+        datasets = {"datasets": list(self.datasets), "named": list(self.named)}
+        return {**datasets, **beside, "config": config}
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> TrainRequest:
         """Return what to_json wrote down. Raises: ConfigInvalidError."""
         try:
             given = dict(body["config"])
-            options = given.pop("options")
-            config = replace(from_options(TrainConfig, given, "training"), options=options)
-            names = {name: tuple(body[name]) for name in ("datasets", "named")}
-            return TrainRequest(**{**body, **names, "config": config})
+            kept = {name: body[key] for key, name in _STORED_NAMES.items() if key in body}
+            kept["options"] = given.pop("options")
+            config = replace(from_options(TrainConfig, given, "training"), **kept)
+            return TrainRequest(tuple(body["datasets"]), config, tuple(body["named"]))
         except (KeyError, TypeError) as error:
             raise ConfigInvalidError(
                 f"run: found a request that is not whole ({type(error).__name__}: {error}), "

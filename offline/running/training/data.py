@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from replaylake.offline.algorithms.catalog import (
     require,
 )
 from replaylake.offline.algorithms.info import AlgorithmInfo
+from replaylake.offline.callbacks import OnReading
 from replaylake.offline.evaluation.evaluate import check_spaces
 from replaylake.offline.running.training.config import TRAIN_OPTIONS, TrainRequest
 from replaylake.offline.running.training.policy_selection import (
@@ -32,7 +33,6 @@ from replaylake.offline.running.training.policy_selection import (
     measure_name,
 )
 
-OnReading = Callable[[int, int], None]
 _ROWS_AT_ONCE: Final = 1 << 16
 
 
@@ -72,7 +72,7 @@ def open_data(
     SpaceUnsupportedError, ConfigInvalidError, QueryRefusedError, QueryError.
     """
     config = request.config
-    check_policy_name(request.policy_name)
+    check_policy_name(config.policy)
     snapshots = [lake.snapshot(text) for text in request.datasets]
     spec = _merge_specs(snapshots)
     algorithm = check_algorithm(config.algorithm, spec.action_space)
@@ -80,17 +80,17 @@ def open_data(
     check_options(config.algorithm, spec.action_space, config.options, others=TRAIN_OPTIONS)
     if config.prioritized:
         require(algorithm, "priorities")
-    if request.env_id is not None:
-        check_spaces(request.env_id, spec.observation_space, spec.action_space, request.env_args)
+    if config.env is not None:
+        check_spaces(config.env, spec.observation_space, spec.action_space, config.env_args)
     measure = measure_name(request, algorithm.uses_rewards)
     split = config.split()
     if split is not None:
         for snapshot in snapshots:
-            split.check(snapshot, request.where)
+            split.check(snapshot, config.where)
     sides = [False, True] if measure in ("fqe", "loss") else [False]
     reading = _ReadProgress(snapshots, len(sides), on_reading)
     wheres = [
-        request.where if split is None else split.within(request.where, held_out)
+        config.where if split is None else split.within(config.where, held_out)
         for held_out in sides
     ]
     views = [_open_view(snapshots, request, where, reading) for where in wheres]
@@ -137,7 +137,7 @@ def _merge_specs(snapshots: Sequence[Snapshot]) -> DatasetSpec:
         if (differs := find_spec_mismatch(spec, other.spec)) is not None:
             raise SchemaMismatchError(
                 f"datasets {first.dataset} and {other.dataset}: {differs}, expected one. Train on "
-                "each alone, or ingest both with the same --env."
+                "each alone, or ingest both with the same `env`."
             )
         spec = join_specs(spec, other.spec)
     return spec
@@ -172,8 +172,8 @@ def _open_view(
         views.append(
             snapshot.replay(
                 where,
-                where_steps=request.where_steps,
-                reward=request.reward,
+                where_steps=request.config.where_steps,
+                reward=request.config.reward,
                 frame_stack=request.config.frame_stack,
                 on_progress=reading.tell,
             )
@@ -202,16 +202,14 @@ def _remarks(view: ReplayView) -> Sequence[str]:
 
 def _of_reward(request: TrainRequest, measure: MeasureName) -> Sequence[str]:
     """Say of an environment that its reward is not the one that is learned from."""
-    if request.env_id is None or not has_own_reward(request):
+    env, reward = request.config.env, request.config.reward
+    if env is None or not has_own_reward(request):
         return ()
     if measure == "environment":
-        return (
-            f"the policy is chosen by the reward of {request.env_id}, and learns from "
-            f"{request.reward}",
-        )
+        return (f"the policy is chosen by the reward of {env}, and learns from {reward}",)
     chosen = "the last one is taken" if measure == "last" else f"it is chosen by {measure}"
     return (
-        f"the policy learns from {request.reward}, which {request.env_id} does not reward: {chosen}"
+        f"the policy learns from {reward}, which {env} does not reward: {chosen}"
         "; select = 'environment' chooses by the environment's own reward",
     )
 

@@ -14,12 +14,13 @@ from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.offline.algorithms.catalog import make_learner, missing_capability_error
-from replaylake.offline.evaluation.evaluate import Evaluation, evaluate
+from replaylake.offline.callbacks import OnReading
+from replaylake.offline.evaluation.evaluate import Evaluation, EvaluationConfig, evaluate
 from replaylake.offline.learning.learner import Learner
 from replaylake.offline.learning.normalization import fit_statistics
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.training.config import TrainRequest
-from replaylake.offline.running.training.data import OnReading, TrainingData, open_data
+from replaylake.offline.running.training.data import TrainingData, open_data
 from replaylake.offline.running.training.policy_selection import (
     Measure,
     PolicySelection,
@@ -59,7 +60,7 @@ class TrainingJob:
         split = config.split()
         options = {**request.to_json()["config"], "options": dict(self.learner.config)}
         return {
-            "name": request.policy_name,
+            "name": config.policy,
             "run_id": run_id,
             "algorithm": config.algorithm,
             "seed": config.seed,
@@ -85,8 +86,8 @@ class TrainingJob:
             facts = fit_statistics(
                 self.data.snapshots,
                 self.data.where,
-                request.where_steps,
-                request.reward,
+                request.config.where_steps,
+                request.config.reward,
                 observations=True,
                 actions=False,
             )
@@ -101,16 +102,16 @@ class TrainingJob:
 
 def make_final_evaluation(request: TrainRequest) -> Callable[[Policy], Evaluation] | None:
     """Return what measures the policy of a run's end, on seeds that its choice did not use."""
-    env_id = request.env_id
-    if env_id is None:
+    config = request.config
+    if config.env is None:
         return None
-    return lambda policy: evaluate(
-        policy,
-        env_id,
-        episodes=request.config.evaluation_episodes,
-        seed=request.config.seed,
-        env_args=request.env_args,
+    evaluation = EvaluationConfig(
+        config.env,
+        env_args=config.env_args,
+        episodes=config.evaluation_episodes,
+        seed=config.seed,
     )
+    return lambda policy: evaluate(policy, evaluation)
 
 
 def prepare(
@@ -131,8 +132,8 @@ def prepare(
     facts = fit_statistics(
         data.snapshots,
         data.where,
-        request.where_steps,
-        request.reward,
+        config.where_steps,
+        config.reward,
         observations=config.normalise_observations,
         rewards=config.normalise_rewards,
     )
@@ -182,9 +183,9 @@ def make_sampler(view: ReplayView, learner: Learner, request: TrainRequest) -> T
             beta=config.priority_beta,
             beta_updates=config.updates,
         )
-    elif request.weight is not None:
+    elif config.weight is not None:
         sampler = view.weighted(
-            config.batch_size, learner.item, weight=request.weight, seed=config.seed
+            config.batch_size, learner.item, weight=config.weight, seed=config.seed
         )
     else:
         sampler = view.uniform(config.batch_size, learner.item, seed=config.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,8 @@ from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.datastore.storage.storage import Storage
+from replaylake.offline.callbacks import OnMetrics
 from replaylake.offline.learning.learner import Learner
-
-OnMetrics = Callable[[int, Mapping[str, float]], None]
 
 
 class LakeObserver:

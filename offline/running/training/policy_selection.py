@@ -28,7 +28,7 @@ from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.query.expressions import canonical_reward
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.view import ReplayView
-from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
 from replaylake.offline.evaluation.ope.fqe import fitted_q_evaluation
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 from replaylake.offline.running.training.config import TrainConfig, TrainRequest
@@ -81,11 +81,13 @@ class EnvironmentReturn:
         """Do nothing: its spaces were looked at when the data were opened."""
 
     def __call__(self, policy: Policy) -> float:
-        seed = FIRST_SEED + self.seed
-        evaluation = evaluate(
-            policy, self.env_id, env_args=self.env_args, episodes=self.episodes, seed=seed
+        config = EvaluationConfig(
+            self.env_id,
+            env_args=self.env_args,
+            episodes=self.episodes,
+            seed=FIRST_SEED + self.seed,
         )
-        return evaluation.mean_return
+        return evaluate(policy, config).mean_return
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class FQEValue:
             raise ConfigInvalidError(
                 f"training: select 'fqe': {num} of {len(self.held_out.packed.steps)} held-out "
                 "steps have no reward, expected one for each. Give rewards with `replaylake "
-                "annotate` or --reward, or set select to loss or last."
+                "annotate` or `reward`, or set select to loss or last."
             )
         if not self.held_out.num_transitions:
             raise EmptyReplayError(
@@ -174,7 +176,7 @@ def _losses(policy: Policy, batch: Batch[Array]) -> Array:
 
 def has_own_reward(request: TrainRequest) -> bool:
     """Return whether the reward is an expression, and not the one that was logged."""
-    return canonical_reward(request.reward) != REWARD
+    return canonical_reward(request.config.reward) != REWARD
 
 
 def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
@@ -186,19 +188,19 @@ def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
     config = request.config
     held_out = config.split() is not None
     if config.select == "auto":
-        if request.env_id is not None and not (uses_rewards and has_own_reward(request)):
+        if config.env is not None and not (uses_rewards and has_own_reward(request)):
             return "environment"
         if not held_out or config.frame_stack > 1:
             return "last"
         return "fqe" if uses_rewards else "loss"
-    if config.select == "environment" and request.env_id is None:
-        raise _missing_input_error(config.select, "no environment", "one", "Name it with --env")
+    if config.select == "environment" and config.env is None:
+        raise _missing_input_error(config.select, "no environment", "one", "Name it with `env`")
     if config.select in ("fqe", "loss") and not held_out:
         raise _missing_input_error(
             config.select,
             "no held-out episodes",
             "some: on what it was trained on every policy looks good",
-            "Set holdout, as in --holdout 0.2",
+            "Set `holdout`, as in 0.2",
         )
     _check_stateless(config)
     return config.select
@@ -210,7 +212,7 @@ def _check_stateless(config: TrainConfig) -> None:
             config.select,
             f"frame_stack {config.frame_stack}",
             "1: its policies remember earlier observations, and held-out steps come without",
-            "Name an environment to choose in with --env",
+            "Name an environment to choose in with `env`",
         )
 
 
@@ -220,9 +222,9 @@ def make_measure(
     """Return what judges the policies; None where the last one is taken."""
     config = request.config
     if name == "environment":
-        assert request.env_id is not None, "measure_name checked it"
+        assert config.env is not None, "measure_name checked it"
         return EnvironmentReturn(
-            request.env_id, config.selection_episodes, config.seed, request.env_args
+            config.env, config.selection_episodes, config.seed, config.env_args
         )
     if name == "last":
         return None

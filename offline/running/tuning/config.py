@@ -15,28 +15,27 @@ from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.summary import is_loss
 from replaylake.offline.learning.options import check_keys, expect, from_options
-from replaylake.offline.running.training.config import TRAIN_OPTIONS, TrainRequest, train_config
+from replaylake.offline.running.training.config import (
+    TRAIN_OPTIONS,
+    TrainConfig,
+    TrainRequest,
+    train_config,
+)
 
 Mode = Literal["max", "min"]
 _TUNE: Final = "tune"
-# Keys of the file that `train offline` has as arguments and flags.
-_REQUEST: Final = (
-    "datasets",
-    "policy",
-    "where",
-    "where_steps",
-    "reward",
-    "weight",
-    "env",
-    "env_args",
-)
+# Options of the training that every trial shares: otherwise their measures could not be compared.
+_SHARED: Final = ("policy", "where", "where_steps", "reward", "weight", "env", "env_args")
 _DISTRIBUTIONS: Final = ("uniform", "loguniform", "choice")
 
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """How to sweep; what to train is the rest of the file."""
+    """What to train, and which options of it to vary; the datasets are an argument of `tune`."""
 
+    # Without the options that vary; its seed is not used. In a file these are the keys beside the
+    # table [tune].
+    train: TrainConfig = field(default_factory=TrainConfig)
     # What every combination of options is trained under: a list, or how many from 0 on.
     seeds: Sequence[int] = (0, 1, 2)
     # By option, of the training or its algorithm: a list, each value of which is tried, or where to
@@ -71,6 +70,12 @@ class TuneConfig:
         expect(distinct, f"{_TUNE}: seeds", list(self.seeds), "one or more, each once")
         for key, values in self.vary.items():
             _check_values(key, values)
+            is_shared = key in _SHARED
+            expect(not is_shared, f"{_TUNE}: vary", key, "an option that need not be the same")
+        if self.train.learners != 1 or "learners" in self.vary:
+            raise _refused_option_error("learners")
+        if "seed" in self.vary:
+            raise _refused_option_error("seed")
         is_drawn = any(isinstance(values, Mapping) for values in self.vary.values())
         if self.num_samples > 1 and not is_drawn:
             raise ConfigInvalidError(
@@ -93,50 +98,52 @@ class TuneConfig:
         found = [{**draw, **point} for draw in draws for point in points]
         return [{key: options[key] for key in self.vary} for options in found]
 
+    def trial_config(self, options: Mapping[str, Any], seed: int) -> TrainConfig:
+        """Return what a trial trains with these options. Raises: ConfigInvalidError."""
+        varied = train_config(options)
+        own = {key: getattr(varied, key) for key in options if key in TRAIN_OPTIONS}
+        merged = {**self.train.options, **varied.options}
+        return replace(self.train, **own, seed=seed, options=merged)
+
+
+def tune_config(given: Mapping[str, Any]) -> tuple[tuple[str, ...], TuneConfig]:
+    """Read a file's keys: those of a training, `datasets`, and a table `tune`.
+
+    Returns: the datasets and the configuration. Raises: ConfigInvalidError.
+    """
+    options = dict(given)
+    table = options.pop(_TUNE, None)
+    if not isinstance(table, dict):
+        raise _missing_key_error(_TUNE, given, "a table [tune] with seeds = [0, 1, 2]")
+    check_keys(table, _TABLE_KEYS, _TUNE)
+    datasets = _datasets(options, given)
+    config = _tune_config(table)
+    for refused in ("seed", "learners"):
+        if refused in options:
+            raise _refused_option_error(refused)
+    if "policy" not in options:
+        raise _missing_key_error("policy", given, "policy = 'swept'")
+    # A misspelt key is taken for the algorithm's: its check knows ours for near matches.
+    if "algorithm" not in options and "algorithm" not in config.vary:
+        raise _missing_key_error("algorithm", given, "algorithm = 'iql'")
+    return datasets, replace(config, train=train_config(options))
+
+
+# What [tune] may hold.
+_TABLE_KEYS: Final = tuple(one.name for one in fields(TuneConfig) if one.name != "train")
+
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep: the training of which some options vary, and how.
-
-    request: of a training without those options; its seed is not used. options: the algorithm's and
-    the training's own, as they were given; `vary` overrides them.
-    """
+    """A sweep: the training of which some options vary, and how. request: has `tune.train`."""
 
     request: TrainRequest
-    options: Mapping[str, Any]
     tune: TuneConfig
 
     @staticmethod
-    def from_options(given: Mapping[str, Any]) -> Sweep:
-        """Read a configuration file's keys. Raises: ConfigInvalidError."""
-        options = dict(given)
-        table = options.pop(_TUNE, None)
-        if not isinstance(table, dict):
-            raise _missing_key_error(_TUNE, given, "a table [tune] with seeds = [0, 1, 2]")
-        asked: dict[str, Any] = {key: options.pop(key) for key in _REQUEST if key in options}
-        tune = _tune_config(table)
-        for refused in ("seed", "learners"):
-            if refused in options or refused in tune.vary:
-                advice = "seeds in [tune] says it" if refused == "seed" else "a trial is a process"
-                raise ConfigInvalidError(f"sweep: found {refused}, expected none: {advice}.")
-        # A misspelt key is taken for the algorithm's: its check knows ours for near matches.
-        sample = {**options, **tune.combinations()[0]}
-        if "policy" not in asked:
-            raise _missing_key_error("policy", given, "policy = 'swept'")
-        if "algorithm" not in sample:
-            raise _missing_key_error("algorithm", given, "algorithm = 'iql'")
-        request = TrainRequest(
-            datasets=_datasets(asked, given),
-            policy_name=_text(asked, "policy") or "",
-            config=train_config(sample),
-            where=_text(asked, "where"),
-            where_steps=_text(asked, "where_steps"),
-            reward=_text(asked, "reward"),
-            weight=_text(asked, "weight"),
-            env_id=_text(asked, "env"),
-            env_args=_table(asked, "env_args"),
-        )
-        return Sweep(request, options, tune)
+    def of(datasets: str | Sequence[str], config: TuneConfig) -> Sweep:
+        """Return the sweep over these datasets. Raises: ConfigInvalidError."""
+        return Sweep(TrainRequest.of(datasets, config.train), config)
 
     def pin(self, lake: Lake) -> Sweep:
         """Return it with the datasets' versions of now. Raises: NotFoundError, InvalidNameError."""
@@ -144,20 +151,25 @@ class Sweep:
 
     def trial_request(self, options: Mapping[str, Any], seed: int) -> TrainRequest:
         """Return what a trial trains. Raises: ConfigInvalidError."""
-        config = train_config({**self.options, **options, "seed": seed})
-        return replace(self.request, config=config)
+        return TrainRequest(self.request.datasets, self.tune.trial_config(options, seed))
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         tune = asdict(self.tune) | {"seeds": list(self.tune.seeds)}
-        return {"request": self.request.to_json(), "options": dict(self.options), "tune": tune}
+        del tune["train"]
+        return {"request": self.request.to_json(), "tune": tune}
 
     @staticmethod
     def from_json(body: Mapping[str, Any]) -> Sweep:
         """Return what to_json wrote down. Raises: ConfigInvalidError."""
         try:
             request = TrainRequest.from_json(body["request"])
-            return Sweep(request, body["options"], _tune_config(body["tune"]))
+            if "options" in body:
+                # Records of before kept what was given beside the first combination of it.
+                shared = {name: getattr(request.config, name) for name in _SHARED}
+                train = replace(train_config(body["options"]), **shared)
+                request = replace(request, config=train)
+            return Sweep(request, replace(_tune_config(body["tune"]), train=request.config))
         except KeyError as error:
             raise ConfigInvalidError(
                 f"sweep: found a record without {error}, expected what `tune` was asked for. It is "
@@ -167,7 +179,7 @@ class Sweep:
 
 def near_options() -> tuple[str, ...]:
     """Return the keys of a sweep that an unknown one may have been meant for."""
-    return (*TRAIN_OPTIONS, *_REQUEST, _TUNE, *(field.name for field in fields(TuneConfig)))
+    return (*TRAIN_OPTIONS, "datasets", _TUNE, *_TABLE_KEYS)
 
 
 def resolve_measure(config: TuneConfig, selection: str) -> tuple[str, Mode]:
@@ -239,23 +251,16 @@ def _missing_key_error(key: str, given: Mapping[str, Any], example: str) -> Conf
     return ConfigInvalidError(f"sweep: found {found}, expected one, as in {example}.")
 
 
-def _datasets(asked: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
-    if "datasets" not in asked:
+def _datasets(options: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
+    if "datasets" not in options:
         raise _missing_key_error("datasets", given, "datasets = ['cartpole@3']")
-    found = asked["datasets"]
+    found = options.pop("datasets")
     named = [found] if isinstance(found, str) else found
     is_list = isinstance(named, list) and all(isinstance(one, str) for one in named)
     expect(is_list and bool(named), "sweep: datasets", found, "a list such as ['cartpole@3']")
     return tuple(named)
 
 
-def _table(asked: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = asked.get(key, {})
-    expect(isinstance(value, dict), f"sweep: {key}", value, "a table")
-    return dict(value)
-
-
-def _text(asked: Mapping[str, Any], key: str) -> str | None:
-    value = asked.get(key)
-    expect(value is None or isinstance(value, str), f"sweep: {key}", value, "a text")
-    return value
+def _refused_option_error(key: str) -> ConfigInvalidError:
+    advice = "seeds in [tune] says it" if key == "seed" else "a trial is a process"
+    return ConfigInvalidError(f"sweep: found {key}, expected none: {advice}.")

@@ -22,7 +22,7 @@ _WORST: Final = 1e300
 Curve = Iterable[tuple[int, float]]
 
 
-class TrialCallbacks(Protocol):
+class TrialObserver(Protocol):
     """Who is told of trials, by number, in the process that runs them."""
 
     def on_measurement(self, number: int, update: int, value: float) -> None:
@@ -51,7 +51,7 @@ class EarlyStopping:
 
 def run_trials(
     works: Sequence[TrialSpec],
-    listener: TrialCallbacks,
+    listener: TrialObserver,
     *,
     concurrency: int,
     cpus: int,
@@ -150,10 +150,10 @@ def _asha(tune: Any, stopping: EarlyStopping) -> Any:
     return scheduler
 
 
-def _callback(tune: Any, listener: TrialCallbacks, is_stopped: Callable[[int], bool]) -> Any:
+def _callback(tune: Any, listener: TrialObserver, is_stopped: Callable[[int], bool]) -> Any:
     class Told(tune.Callback):  # type: ignore[misc]
         # What it tells goes in here: of a class in a function all that it names would be copied.
-        def __init__(self, listener: TrialCallbacks, is_stopped: Callable[[int], bool]) -> None:
+        def __init__(self, listener: TrialObserver, is_stopped: Callable[[int], bool]) -> None:
             self._listener, self._is_stopped = listener, is_stopped
             self._errors: dict[int, str] = {}
 

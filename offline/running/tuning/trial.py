@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.offline.running.train import resume, train
+from replaylake.offline.callbacks import Callbacks
+from replaylake.offline.running.train import resume, start_run
 from replaylake.offline.running.training.config import TrainRequest
 from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.offline.running.tuning.config import Mode
@@ -77,30 +78,16 @@ class Trial:
             self._thread.join()
 
     def _run(self) -> None:
-        work, request = self._work, self._work.request
-        callbacks: dict[str, Any] = {
-            "on_metrics": self._report_measurement,
-            "should_end": self._is_stopped.is_set,
-        }
+        work = self._work
+        callbacks = Callbacks(
+            on_metrics=self._report_measurement, should_end=self._is_stopped.is_set
+        )
         try:
             lake = open_lake(work.url)
             if work.run_id is not None:
-                resume(lake, work.run_id, **callbacks)
+                resume(lake, work.run_id, callbacks=callbacks)
             else:
-                train(
-                    lake,
-                    request.datasets,
-                    request.config,
-                    policy_name=request.policy_name,
-                    where=request.where,
-                    where_steps=request.where_steps,
-                    reward=request.reward,
-                    weight=request.weight,
-                    env_id=request.env_id,
-                    env_args=request.env_args,
-                    sweep=work.sweep,
-                    **callbacks,
-                )
+                start_run(lake, work.request, callbacks, sweep=work.sweep)
         except RunInterrupted:
             self._told.put(TrialEnd())
         except BaseException as error:

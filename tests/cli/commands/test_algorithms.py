@@ -1,5 +1,7 @@
 """`replaylake algorithms`: the list, one algorithm's options, and what suits a dataset."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -69,7 +71,7 @@ def test_options_of_ours_are_those_that_train_takes(run, logged):
     }
     given = {name: one["default"] for name, one in options.items()} | {"hidden_sizes": [4]}
     config = TrainConfig(algorithm="cql", updates=1, options=given)
-    assert train(opened, ["d"], config, policy_name="p").policy.version == 1
+    assert train(opened, ["d"], replace(config, policy="p")).policy.version == 1
     assert "double                true" in run("algorithms", "cql").out
 
 
@@ -83,7 +85,7 @@ def test_options_of_d3rlpys_are_those_that_train_takes(run, logged):
     assert options["optim_factory"]["type"] == "adam"
     given = options | {"hidden_sizes": [4]}
     config = TrainConfig(algorithm="d3rlpy:dqn", updates=1, options=given)
-    assert train(opened, ["d"], config, policy_name="p").policy.version == 1
+    assert train(opened, ["d"], replace(config, policy="p")).policy.version == 1
     assert 'optim_factory           {type = "adam"' in run("algorithms", "d3rlpy:dqn").out
     both = run("algorithms", "sac", "--json").json["algorithms"]
     assert {(row["provider"], row["actions"]) for row in both} == {
@@ -163,7 +165,7 @@ def test_each_that_suits_trains_and_each_refused_is_refused(run, logged):
     body = run("algorithms", "--for", "d", "--json").json
     for row in (row for row in body["algorithms"] if row["provider"] == "replaylake"):
         config = TrainConfig(algorithm=row["name"], updates=1, options={"hidden_sizes": [4]})
-        train(opened, ["d"], config, policy_name=row["name"])
+        train(opened, ["d"], replace(config, policy=row["name"]))
     for row in (row for row in body["refused"] if row["provider"] == "replaylake"):
         ran = run("train", "offline", "d", "--algorithm", row["name"], "--policy", "p")
         assert ran.code == 1

@@ -65,7 +65,7 @@ def test_what_a_lake_may_be_called(text: str | Path, place: Path | Location) -> 
     ],
 )
 def test_what_is_no_lake_is_refused(text: str | Path, said: str) -> None:
-    with pytest.raises(ConfigInvalidError, match=r"^lake .*--lake") as refused:
+    with pytest.raises(ConfigInvalidError, match=r"^lake .*`lake`") as refused:
         open_lake(text, create=True)
     assert said in str(refused.value)
 

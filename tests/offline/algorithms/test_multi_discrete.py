@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.offline.algorithms.bc import BCConfig, bc
 from replaylake.offline.algorithms.catalog import check_algorithm
-from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
 from replaylake.offline.learning.learner import GradientLearner
 from replaylake.offline.losses.likelihood import multi_categorical_nll
 from replaylake.offline.networks.graph import TorchPolicy
@@ -105,11 +106,11 @@ def test_from_the_log_to_the_environment(tmp_path: Path) -> None:
         ]
     )
     config = TrainConfig(updates=150, batch_size=64, options={"hidden_sizes": [32]})
-    trained = train(lake, ["echo"], config, policy_name="echo").policy
+    trained = train(lake, ["echo"], replace(config, policy="echo")).policy
     policy = load_policy(trained.path)
     assert policy.spec.head == "multi_categorical"
     assert policy.act(shown(values)).actions.tolist() == values.tolist()
-    found = evaluate(policy, "ReplayLakeTest/Echo-v0", episodes=10, seed=0)
+    found = evaluate(policy, EvaluationConfig("ReplayLakeTest/Echo-v0", episodes=10, seed=0))
     assert found.mean_return == 2
 
 

@@ -580,4 +580,4 @@ def test_train_offline_refuses_them(tmp_path, monkeypatch, line_world, name):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("line").append(line_world())
     with pytest.raises(ConfigInvalidError, match=f"algorithm {name}: found a log to learn from"):
-        train(lake, ["line"], TrainConfig(algorithm=name), policy_name="p")
+        train(lake, ["line"], TrainConfig(algorithm=name, policy="p"))

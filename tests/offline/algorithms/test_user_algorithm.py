@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from replaylake.offline.algorithms.catalog import (
     make_learner,
 )
 from replaylake.offline.algorithms.description import needs, options
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.training.interruption import RunInterrupted
 
 DOCS = Path(__file__).parents[3] / "docs" / "ALGORITHMS.md"
@@ -84,15 +86,14 @@ def test_a_run_of_it_is_resumed_to_the_same_bits(documented, lake):
     config = rl.TrainConfig(
         algorithm=NAME, updates=20, checkpoint_updates=5, options={"hidden_sizes": [8]}
     )
-    whole = rl.train(lake, ["cartpole"], config, policy_name="whole")
+    whole = rl.train(lake, ["cartpole"], replace(config, policy="whole"))
     asked = iter(range(100))
     with pytest.raises(RunInterrupted) as interrupted:
         rl.train(
             lake,
             ["cartpole"],
-            config,
-            policy_name="parted",
-            should_end=lambda: next(asked) > 10,
+            replace(config, policy="parted"),
+            callbacks=Callbacks(should_end=lambda: next(asked) > 10),
         )
     resumed = rl.resume(lake, interrupted.value.run_id)
     weights = [

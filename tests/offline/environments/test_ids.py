@@ -142,7 +142,7 @@ def test_what_makes_no_environment_is_named(here, env_id, kind, message):
 @pytest.mark.parametrize("env_id", ["my_environments:make_corridor", "CartPole-v1"])
 def test_an_argument_that_it_does_not_take_is_named(here, env_id):
     with pytest.raises(
-        ConfigInvalidError, match=r"made with speed=2 it raised TypeError.*--env-arg"
+        ConfigInvalidError, match=r"made with speed=2 it raised TypeError.*`env_args`"
     ):
         make(env_id, speed=2)
 

@@ -92,13 +92,13 @@ def _rolled(shift: int) -> Edit:
             "Pendulum-v1",
             lambda e: replace(e, actions=e.actions / 2),
             "0.5 times the environment's",
-            "--action-scale 2",
+            "`action_scale` 2",
         ),
         (
             "Pendulum-v1",
             lambda e: replace(e, actions=e.actions * 10),
             "10 times",
-            "--action-scale 0.1",
+            "`action_scale` 0.1",
         ),
         (
             "MountainCar-v0",

@@ -6,8 +6,10 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.environments.ids import spaces_of
 from replaylake.offline.evaluation.comparison import compare
+from replaylake.offline.evaluation.evaluate import EvaluationConfig
 
 
 class Bonus(gymnasium.Env):
@@ -50,7 +52,7 @@ def env_id():
 
 def test_differences_are_taken_seed_by_seed(env_id):
     policies = {"zero": Always(env_id, 0), "one": Always(env_id, 1), "again": Always(env_id, 0)}
-    first, second, third = compare(policies, env_id, episodes=4, seed=10)
+    first, second, third = compare(policies, EvaluationConfig(env_id, episodes=4, seed=10))
     assert first.evaluation.returns == (1000.0, 1100.0, 1200.0, 1300.0)
     assert first.difference is None
     # Differences 0.5, 0, 0.5, 0: mean 0.25, standard deviation sqrt(1/12), t(0.975, 3) = 3.182446.
@@ -67,14 +69,20 @@ def test_differences_are_taken_seed_by_seed(env_id):
 
 def test_one_episode_has_a_difference_without_interval(env_id):
     policies = {"zero": Always(env_id, 0), "one": Always(env_id, 1)}
-    _, second = compare(policies, env_id, episodes=1)
+    _, second = compare(policies, EvaluationConfig(env_id, episodes=1))
     assert (second.difference, second.ci_low, second.ci_high) == (0.5, None, None)
 
 
 def test_progress_counts_all_episodes(env_id):
     seen = []
     policies = {"zero": Always(env_id, 0), "one": Always(env_id, 1)}
-    compare(policies, env_id, episodes=2, on_progress=lambda *told: seen.append(told))
+    compare(
+        policies,
+        EvaluationConfig(env_id, episodes=2),
+        callbacks=Callbacks(
+            on_progress=lambda done: seen.append((done.num_episodes, done.episodes))
+        ),
+    )
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 

@@ -17,8 +17,9 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake.policies.heads import act_from_head
 from replaylake.datastore.lake.policies.policy import Act, PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.environments.ids import spaces_of
-from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
 from replaylake.offline.networks.graph import PolicyGraph, TorchPolicy
 
 
@@ -91,8 +92,8 @@ def masked_id():
 
 
 def test_the_result_does_not_depend_on_the_number_of_environments():
-    alone = evaluate(Rule(), "CartPole-v1", episodes=7, seed=3, num_envs=1)
-    together = evaluate(Rule(), "CartPole-v1", episodes=7, seed=3, num_envs=4)
+    alone = evaluate(Rule(), EvaluationConfig("CartPole-v1", episodes=7, seed=3, num_envs=1))
+    together = evaluate(Rule(), EvaluationConfig("CartPole-v1", episodes=7, seed=3, num_envs=4))
     assert alone == together
     assert alone.seeds == (3, 4, 5, 6, 7, 8, 9)
     assert len(set(alone.returns)) > 1
@@ -108,7 +109,7 @@ def test_it_is_what_a_plain_loop_finds():
             observation, reward, terminated, truncated, _ = env.step(int(observation[2] > 0))
             total, ended = total + float(reward), terminated or truncated
         returns.append(total)
-    found = evaluate(Rule(), "CartPole-v1", episodes=2, seed=10)
+    found = evaluate(Rule(), EvaluationConfig("CartPole-v1", episodes=2, seed=10))
     assert list(found.returns) == returns
     assert list(found.lengths) == returns
     assert found.mean_return == sum(returns) / 2
@@ -117,34 +118,40 @@ def test_it_is_what_a_plain_loop_finds():
 
 def test_it_acts_for_all_environments_in_one_call():
     policy = Rule()
-    evaluate(policy, "CartPole-v1", episodes=4, num_envs=4)
+    evaluate(policy, EvaluationConfig("CartPole-v1", episodes=4, num_envs=4))
     assert policy.calls[0] == 4
 
 
 def test_one_episode_has_no_interval():
-    found = evaluate(Rule(), "CartPole-v1", episodes=1)
+    found = evaluate(Rule(), EvaluationConfig("CartPole-v1", episodes=1))
     assert (found.ci_low, found.ci_high) == (None, None)
     assert found.to_json()["returns"] == list(found.returns)
 
 
 def test_sampling_is_seeded_by_episode():
     policy = UniformPolicy(*spaces_of("CartPole-v1"))
-    first = evaluate(policy, "CartPole-v1", episodes=5, deterministic=False, num_envs=5)
-    second = evaluate(policy, "CartPole-v1", episodes=5, deterministic=False, num_envs=2)
-    other = evaluate(policy, "CartPole-v1", episodes=5, deterministic=False, seed=50)
+    first = evaluate(
+        policy, EvaluationConfig("CartPole-v1", episodes=5, deterministic=False, num_envs=5)
+    )
+    second = evaluate(
+        policy, EvaluationConfig("CartPole-v1", episodes=5, deterministic=False, num_envs=2)
+    )
+    other = evaluate(
+        policy, EvaluationConfig("CartPole-v1", episodes=5, deterministic=False, seed=50)
+    )
     assert first == second
     assert first.returns != other.returns
 
 
 def test_masks_of_the_environment_are_honoured(masked_id):
     policy = UniformPolicy(*spaces_of(masked_id))
-    found = evaluate(policy, masked_id, episodes=3)
+    found = evaluate(policy, EvaluationConfig(masked_id, episodes=3))
     assert found.returns == (5.0, 5.0, 5.0)
 
 
 def test_a_policy_with_state_keeps_one_per_episode():
     policy = Remembering()
-    found = evaluate(policy, "CartPole-v1", episodes=2, num_envs=2)
+    found = evaluate(policy, EvaluationConfig("CartPole-v1", episodes=2, num_envs=2))
     assert policy.seen[0] == [[1, 1], [1, 1]]
     assert [found.lengths[0]] * 2 in [state[0] for state in policy.seen]
     assert max(state[0][0] for state in policy.seen) == max(found.lengths)
@@ -161,8 +168,10 @@ class Alternating(nn.Module):
 def test_states_of_many_environments_do_not_mix():
     spec = PolicySpec(*spaces_of("CartPole-v1"), "categorical", state_size=1)
     policy = TorchPolicy(PolicyGraph(Alternating(), spec))
-    together = evaluate(policy, "CartPole-v1", episodes=6, seed=3, num_envs=4)
-    assert together == evaluate(policy, "CartPole-v1", episodes=6, seed=3, num_envs=1)
+    together = evaluate(policy, EvaluationConfig("CartPole-v1", episodes=6, seed=3, num_envs=4))
+    assert together == evaluate(
+        policy, EvaluationConfig("CartPole-v1", episodes=6, seed=3, num_envs=1)
+    )
     env = gymnasium.make("CartPole-v1")
     lengths = []
     for seed in range(3, 9):
@@ -179,27 +188,31 @@ def test_states_of_many_environments_do_not_mix():
 def test_progress_counts_episodes():
     seen = []
     evaluate(
-        Rule(), "CartPole-v1", episodes=3, on_progress=lambda done, all_: seen.append((done, all_))
+        Rule(),
+        EvaluationConfig("CartPole-v1", episodes=3),
+        callbacks=Callbacks(
+            on_progress=lambda done: seen.append((done.num_episodes, done.episodes))
+        ),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_an_environment_of_other_spaces_is_refused():
     with pytest.raises(SchemaMismatchError, match=r"Pendulum-v1: its observation .* float32\[3\]"):
-        evaluate(Rule(), "Pendulum-v1", episodes=1)
+        evaluate(Rule(), EvaluationConfig("Pendulum-v1", episodes=1))
     wrong = UniformPolicy(Box((4,)), Discrete(3))
     with pytest.raises(SchemaMismatchError, match=r"Discrete\(2\), expected Discrete\(3\)"):
-        evaluate(wrong, "CartPole-v1", episodes=1)
+        evaluate(wrong, EvaluationConfig("CartPole-v1", episodes=1))
 
 
 def test_an_unknown_environment_is_not_found():
     with pytest.raises(NotFoundError, match="CartPole-v1"):
-        evaluate(Rule(), "CartPole-v7", episodes=1)
+        evaluate(Rule(), EvaluationConfig("CartPole-v7", episodes=1))
 
 
 def test_no_episodes_are_refused():
     with pytest.raises(ConfigInvalidError, match="0 episodes"):
-        evaluate(Rule(), "CartPole-v1", episodes=0)
+        evaluate(Rule(), EvaluationConfig("CartPole-v1", episodes=0))
 
 
 def test_a_policy_that_answers_with_nan_is_not_measured():
@@ -212,7 +225,9 @@ def test_a_policy_that_answers_with_nan_is_not_measured():
             return act_from_head(spec, {"logits": logits}, rng)
 
     with pytest.raises(EpisodeInvalidError, match="logits that are not finite for observation 0"):
-        evaluate(Broken(observation_space, action_space), "CartPole-v1", episodes=1)
+        evaluate(
+            Broken(observation_space, action_space), EvaluationConfig("CartPole-v1", episodes=1)
+        )
 
 
 class HalfMasked(Masked):
@@ -227,8 +242,8 @@ def test_masked_and_unmasked_environments_share_a_call(masked_id):
     gymnasium.register(env_id, entry_point=HalfMasked)
     try:
         policy = UniformPolicy(*spaces_of(env_id))
-        together = evaluate(policy, env_id, episodes=9, num_envs=9)
-        alone = evaluate(policy, env_id, episodes=9, num_envs=1)
+        together = evaluate(policy, EvaluationConfig(env_id, episodes=9, num_envs=9))
+        alone = evaluate(policy, EvaluationConfig(env_id, episodes=9, num_envs=1))
     finally:
         del gymnasium.registry[env_id]
     assert together == alone
@@ -237,7 +252,7 @@ def test_masked_and_unmasked_environments_share_a_call(masked_id):
 
 def test_sampling_takes_one_call_for_all():
     policy = Rule()
-    evaluate(policy, "CartPole-v1", episodes=6, deterministic=False, num_envs=6)
+    evaluate(policy, EvaluationConfig("CartPole-v1", episodes=6, deterministic=False, num_envs=6))
     assert policy.calls[0] == 6
 
 
@@ -287,12 +302,12 @@ def test_the_first_episodes_are_filmed(drawing):
     frames = {}
     evaluate(
         policy,
-        drawing["Drawn"],
-        episodes=5,
-        num_envs=1,
-        seed=4,
-        on_frame=lambda episode, frame: frames.setdefault(episode, []).append(int(frame[0, 0, 0])),
-        filmed_episodes=2,
+        EvaluationConfig(drawing["Drawn"], episodes=5, num_envs=1, seed=4, filmed_episodes=2),
+        callbacks=Callbacks(
+            on_frame=lambda episode, frame: frames.setdefault(episode, []).append(
+                int(frame[0, 0, 0])
+            )
+        ),
     )
     # The reset and three steps of each, with the seeds 4 and 5.
     assert frames == {0: [40, 41, 42, 43], 1: [50, 51, 52, 53]}
@@ -300,8 +315,12 @@ def test_the_first_episodes_are_filmed(drawing):
 
 def test_what_is_filmed_is_what_is_measured(drawing):
     policy = UniformPolicy(*spaces_of(drawing["Drawn"]))
-    filmed = evaluate(policy, drawing["Drawn"], episodes=3, on_frame=lambda *_: None)
-    assert filmed == evaluate(policy, drawing["Drawn"], episodes=3)
+    filmed = evaluate(
+        policy,
+        EvaluationConfig(drawing["Drawn"], episodes=3),
+        callbacks=Callbacks(on_frame=lambda *_: None),
+    )
+    assert filmed == evaluate(policy, EvaluationConfig(drawing["Drawn"], episodes=3))
 
 
 def test_an_environment_that_cannot_draw_is_refused(drawing):
@@ -309,20 +328,26 @@ def test_an_environment_that_cannot_draw_is_refused(drawing):
     with pytest.raises(
         ConfigInvalidError, match=r"found render modes \['human'\], expected rgb_array"
     ):
-        evaluate(policy, drawing["Blind"], on_frame=lambda *_: None)
+        evaluate(policy, drawing["Blind"], callbacks=Callbacks(on_frame=lambda *_: None))
     with pytest.raises(ConfigInvalidError, match=r"its picture is <U9 \[\], expected uint8"):
-        evaluate(policy, drawing["Odd"], on_frame=lambda *_: None)
+        evaluate(policy, drawing["Odd"], callbacks=Callbacks(on_frame=lambda *_: None))
 
 
 def test_the_library_that_draws_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
     with pytest.raises(ExtraMissingError, match="pygame"):
-        evaluate(Rule(), "CartPole-v1", episodes=1, on_frame=lambda *_: None)
+        evaluate(
+            Rule(),
+            EvaluationConfig("CartPole-v1", episodes=1),
+            callbacks=Callbacks(on_frame=lambda *_: None),
+        )
 
 
 def test_cartpole_draws_itself():
     shapes = []
     evaluate(
-        Rule(), "CartPole-v1", episodes=1, on_frame=lambda _, frame: shapes.append(frame.shape)
+        Rule(),
+        EvaluationConfig("CartPole-v1", episodes=1),
+        callbacks=Callbacks(on_frame=lambda _, frame: shapes.append(frame.shape)),
     )
     assert set(shapes) == {(400, 600, 3)}

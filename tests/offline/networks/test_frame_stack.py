@@ -11,7 +11,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.offline.environments.recording_wrapper import record
-from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
 from replaylake.offline.learning.algorithm import PolicyModule
 from replaylake.offline.learning.export import export_onnx
 from replaylake.offline.learning.graph_writer import GraphWriter
@@ -120,8 +120,8 @@ def test_on_single_frames_it_acts_as_it_learned_on_stacked_ones(frames, tmp_path
         found = policy.action_probs(newest, state, deterministic=False)
         np.testing.assert_allclose(found[live], expected[live], atol=1e-5)
         state = policy.act(newest, state).state
-    assert evaluate(policy, ENV, episodes=3, num_envs=2) == evaluate(
-        TorchPolicy(graph), ENV, episodes=3, num_envs=1
+    assert evaluate(policy, EvaluationConfig(ENV, episodes=3, num_envs=2)) == evaluate(
+        TorchPolicy(graph), EvaluationConfig(ENV, episodes=3, num_envs=1)
     )
 
 

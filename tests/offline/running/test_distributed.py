@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import read_curves
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.local_ray import import_ray, silence_exit_output
 from replaylake.offline.running.train import TrainConfig, resume, train
 from replaylake.offline.running.training.interruption import RunInterrupted
@@ -91,7 +93,7 @@ def test_a_batch_has_to_be_divisible():
 
 def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lake):
     with pytest.raises(ConfigInvalidError, match="algorithm d3rlpy:bc: found d3rlpy's"):
-        train(lake, ["line"], quick(algorithm="d3rlpy:bc", learners=2), policy_name="p")
+        train(lake, ["line"], quick(algorithm="d3rlpy:bc", learners=2, policy="p"))
     assert lake.registry.runs() == []
 
 
@@ -106,17 +108,18 @@ def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lak
     ids=["bc", "iql", "dqn-prioritized"],
 )
 def test_two_learners_have_the_weights_of_one(ray, lake, dataset, config):
-    alone = train(lake, [dataset], config, policy_name="alone")
+    alone = train(lake, [dataset], replace(config, policy="alone"))
     told = []
     asked = vars(config) | {"learners": 2}
     both = train(
         lake,
         [dataset],
-        TrainConfig(**asked),
-        policy_name="both",
-        on_start=lambda start: told.append(start.run_id),
-        on_progress=lambda progress: told.append(progress.update),
-        on_metrics=lambda update, values: told.append((update, *values)),
+        TrainConfig(**asked, policy="both"),
+        callbacks=Callbacks(
+            on_start=lambda start: told.append(start.run_id),
+            on_progress=lambda progress: told.append(progress.update),
+            on_metrics=lambda update, values: told.append((update, *values)),
+        ),
     )
     assert told[0] == both.run_id
     assert 30 in told
@@ -139,7 +142,7 @@ def test_more_learners_than_ray_has_cpus_are_refused_at_once(ray, lake):
     with pytest.raises(
         ConfigInvalidError, match=r"learners: found 2 CPUs .* for each of 4 learners"
     ):
-        train(lake, ["line"], quick(algorithm="dqn", learners=4), policy_name="p")
+        train(lake, ["line"], quick(algorithm="dqn", learners=4, policy="p"))
 
 
 @pytest.mark.slow
@@ -150,20 +153,20 @@ def test_an_interrupted_run_goes_on_with_the_same_weights(ray, lake):
         train(
             lake,
             ["line"],
-            config,
-            policy_name="p",
-            on_metrics=lambda update, values: seen.append(update),
-            should_end=lambda: bool(seen),
+            replace(config, policy="p"),
+            callbacks=Callbacks(
+                on_metrics=lambda update, values: seen.append(update), should_end=lambda: bool(seen)
+            ),
         )
     run, at = the_run(lake), found.value.update
     assert (run["status"], run["run_id"]) == ("interrupted", found.value.run_id)
     assert Checkpoints(lake.storage, run["run_id"]).updates()[-1] == at < 100_000
     shorten(lake, run, at + 10)
     started = []
-    again = resume(lake, run["run_id"], on_start=started.append)
+    again = resume(lake, run["run_id"], callbacks=Callbacks(on_start=started.append))
     assert (started[0].update, started[0].goes_on) == (at, True)
     assert the_run(lake)["status"] == "done"
-    whole = train(lake, ["line"], vary(config, updates=at + 10), policy_name="whole")
+    whole = train(lake, ["line"], replace(vary(config, updates=at + 10), policy="whole"))
     expected = weights(whole)
     for name, array in weights(again).items():
         assert array.tobytes() == expected[name].tobytes(), name
@@ -173,8 +176,8 @@ def test_an_interrupted_run_goes_on_with_the_same_weights(ray, lake):
 def test_all_stop_early_together(ray, lake):
     config = quick(holdout=0.3, patience=1, evaluate_updates=3, updates=3000)
     config = vary(config, options={"hidden_sizes": [8], "learning_rate": 3.0})
-    alone = train(lake, ["line"], config, policy_name="alone")
-    both = train(lake, ["line"], vary(config, learners=2), policy_name="both")
+    alone = train(lake, ["line"], replace(config, policy="alone"))
+    both = train(lake, ["line"], replace(vary(config, learners=2), policy="both"))
     assert both.selection["stopped_early"]
     assert len(both.selection["history"]) == len(alone.selection["history"]) < 1000
 
@@ -183,7 +186,7 @@ def test_all_stop_early_together(ray, lake):
 def test_a_loss_that_is_not_finite_is_said_by_one(ray, lake):
     config = quick(learners=2, updates=300, options={"learning_rate": 1e38, "hidden_sizes": [8]})
     with pytest.raises(TrainingError, match="policy_loss is nan at update") as found:
-        train(lake, ["line"], config, policy_name="p")
+        train(lake, ["line"], replace(config, policy="p"))
     run = the_run(lake)
     assert run["status"] == "failed"
     assert run["failure"]["metric"] == found.value.details["metric"] == "policy_loss"
@@ -207,7 +210,12 @@ def test_a_learner_that_is_killed_fails_the_run_and_it_can_go_on(ray, lake, kill
 
     rank = 0 if killed == "leader" else 1
     with pytest.raises(TrainingError, match=f"learner {rank} of 2: its process is gone") as found:
-        train(lake, ["line"], config, policy_name="p", on_start=started.append, on_metrics=kill)
+        train(
+            lake,
+            ["line"],
+            replace(config, policy="p"),
+            callbacks=Callbacks(on_start=started.append, on_metrics=kill),
+        )
     assert "\n" not in str(found.value)
     run = the_run(lake)
     assert run["status"] == "failed"

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from replaylake.datastore.lake.policies.package import (
     load_policy,
 )
 from replaylake.offline.algorithms.catalog import make_learner
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.environments.ids import make
 from replaylake.offline.evaluation.evaluate import evaluate
@@ -49,7 +51,7 @@ def registered(lake):
 
 def test_a_tag_stays_in_the_lineage_beside_the_version_that_it_meant(lake):
     lake.tag("line@1", "golden")
-    result = train(lake, ["line@golden"], quick(), policy_name="tagged")
+    result = train(lake, ["line@golden"], quick(policy="tagged"))
     lake.tags.set("line", "golden", 0, replace=True)
     (dataset,) = lake.registry.show(result.policy)["lineage"]["datasets"]
     assert (dataset["version"], dataset["named"]) == (1, "line@golden")
@@ -57,12 +59,7 @@ def test_a_tag_stays_in_the_lineage_beside_the_version_that_it_meant(lake):
 
 def test_a_run_leaves_a_policy_a_lineage_and_a_record(lake):
     result = train(
-        lake,
-        ["line@1"],
-        quick(),
-        policy_name="first",
-        where="num_steps > 5",
-        reward="reward * 2",
+        lake, ["line@1"], quick(policy="first", where="num_steps > 5", reward="reward * 2")
     )
     assert registered(lake) == [("first", 1)]
     assert (result.num_steps, result.num_episodes) == (40, 4)
@@ -87,12 +84,7 @@ def test_a_run_leaves_a_policy_a_lineage_and_a_record(lake):
 
 def test_steps_are_chosen_and_weighted_by_sql(lake):
     result = train(
-        lake,
-        ["line@1"],
-        quick(),
-        policy_name="p",
-        where_steps="step < 4",
-        weight="step + num_steps",
+        lake, ["line@1"], quick(policy="p", where_steps="step < 4", weight="step + num_steps")
     )
     body = check_package(result.policy.path).body
     assert body["datasets"][0]["where_steps"] == "(step < 4)"
@@ -102,15 +94,15 @@ def test_steps_are_chosen_and_weighted_by_sql(lake):
         "correct": False,
     }
     with pytest.raises(EmptyReplayError, match="step > 99"):
-        train(lake, ["line@1"], quick(), policy_name="p", where_steps="step > 99")
+        train(lake, ["line@1"], quick(policy="p", where_steps="step > 99"))
     with pytest.raises(QueryRefusedError, match="random"):
-        train(lake, ["line@1"], quick(), policy_name="p", weight="random()")
+        train(lake, ["line@1"], quick(policy="p", weight="random()"))
     assert registered(lake) == [("p", 1)]
 
 
 def test_every_run_makes_a_new_version(lake):
-    first = train(lake, ["line"], quick(), policy_name="p").policy
-    second = train(lake, ["line"], quick(), policy_name="p").policy
+    first = train(lake, ["line"], quick(policy="p")).policy
+    second = train(lake, ["line"], quick(policy="p")).policy
     assert (first.version, second.version) == (1, 2)
     assert first.path != second.path
 
@@ -118,7 +110,7 @@ def test_every_run_makes_a_new_version(lake):
 @pytest.mark.parametrize("algorithm", ["bc", "dqn", "cql"])
 def test_the_same_seed_gives_the_same_weights(lake, algorithm):
     runs = [
-        train(lake, ["line"], quick(algorithm=algorithm, seed=seed), policy_name="p")
+        train(lake, ["line"], quick(algorithm=algorithm, seed=seed, policy="p"))
         for seed in (3, 3, 4)
     ]
     first, second, other = (load_learner_weights(run.policy.path) for run in runs)
@@ -146,7 +138,7 @@ def test_the_package_acts_as_the_learner_that_was_trained(
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("line").append(line_world(action_space=actions))
     config = quick(algorithm=algorithm, updates=5)
-    result = train(lake, ["line"], config, policy_name="p")
+    result = train(lake, ["line"], replace(config, policy="p"))
     spec = lake.dataset("line").spec
     learner = make_learner(
         algorithm,
@@ -177,7 +169,7 @@ def test_the_package_acts_as_the_learner_that_was_trained(
 
 def test_several_datasets_train_together(lake, line_world):
     lake.dataset("more").append(line_world(num_episodes=2, seed=1))
-    result = train(lake, ["line", "more@1"], quick(), policy_name="p")
+    result = train(lake, ["line", "more@1"], quick(policy="p"))
     assert (result.num_steps, result.num_episodes) == (60, 6)
     assert [entry["dataset"] for entry in result.datasets] == ["line", "more"]
 
@@ -188,7 +180,7 @@ def test_datasets_of_other_spaces_do_not(lake, line_world):
         SchemaMismatchError,
         match=r"line and other: the action space is Discrete\(2\) and Box float32",
     ):
-        train(lake, ["line", "other"], quick(), policy_name="p")
+        train(lake, ["line", "other"], quick(policy="p"))
 
 
 def test_a_log_trains_together_with_what_was_served(lake, line_world):
@@ -199,7 +191,7 @@ def test_a_log_trains_together_with_what_was_served(lake, line_world):
     live.append(line_world(num_episodes=2, seed=1))
     for algorithm in ("bc", "dqn"):
         config = quick(algorithm=algorithm)
-        result = train(lake, ["line", "live"], config, policy_name=algorithm)
+        result = train(lake, ["line", "live"], replace(config, policy=algorithm))
         assert (result.num_steps, result.num_episodes) == (60, 6)
 
 
@@ -215,9 +207,9 @@ def test_masked_actions_are_refused_by_what_ignores_masks(lake, line_world):
         with pytest.raises(
             SpaceUnsupportedError, match=r"masks that are not all true.*honour .*\bbc\b"
         ):
-            train(lake, ["masked"], quick(algorithm=algorithm), policy_name="p")
+            train(lake, ["masked"], quick(algorithm=algorithm, policy="p"))
     assert lake.registry.runs() == []
-    train(lake, ["masked"], quick(algorithm="bc"), policy_name="p")
+    train(lake, ["masked"], quick(algorithm="bc", policy="p"))
 
 
 def test_the_record_of_a_run_says_that_it_is_running(lake):
@@ -225,9 +217,8 @@ def test_the_record_of_a_run_says_that_it_is_running(lake):
     train(
         lake,
         ["line"],
-        quick(),
-        policy_name="p",
-        on_progress=lambda _: seen.extend(lake.registry.runs()),
+        quick(policy="p"),
+        callbacks=Callbacks(on_progress=lambda _: seen.extend(lake.registry.runs())),
     )
     assert {(run["status"], run["policy"]) for run in seen} == {("running", "p")}
     (run,) = lake.registry.runs()
@@ -241,9 +232,8 @@ def test_reading_counts_the_shards_of_all_datasets(lake, line_world):
     train(
         lake,
         ["line", "more"],
-        quick(updates=1),
-        policy_name="p",
-        on_reading=lambda done, total: seen.append((done, total)),
+        quick(updates=1, policy="p"),
+        callbacks=Callbacks(on_reading=lambda done, total: seen.append((done, total))),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
@@ -266,12 +256,12 @@ def test_reading_counts_the_shards_of_all_datasets(lake, line_world):
 def test_an_unknown_option_is_refused_with_what_is_near(lake, algorithm, option, near):
     config = quick(algorithm=algorithm, options={option: 1})
     with pytest.raises(ConfigInvalidError, match=rf"^algorithm .*'{option}', expected .*{near}"):
-        train(lake, ["line"], config, policy_name="p")
+        train(lake, ["line"], replace(config, policy="p"))
 
 
 def test_progress_ends_with_the_last_update(lake):
     seen = []
-    train(lake, ["line"], quick(), policy_name="p", on_progress=seen.append)
+    train(lake, ["line"], quick(policy="p"), callbacks=Callbacks(on_progress=seen.append))
     assert (seen[-1].update, seen[-1].updates) == (20, 20)
     assert seen[-1].metrics["policy_loss"] > 0
     assert seen[-1].updates_per_s > 0
@@ -281,7 +271,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_registers_nothing(lake):
     config = quick(updates=200, options={**SMALL, "learning_rate": 1e30})
     message = r"policy_loss is (inf|nan) at update [2-9]\b.*first keys [0-9a-f]{32}"
     with pytest.raises(TrainingError, match=message):
-        train(lake, ["line"], config, policy_name="p")
+        train(lake, ["line"], replace(config, policy="p"))
     assert registered(lake) == []
     (run,) = lake.registry.runs()
     assert (run["status"], run["policy"], run["algorithm"]) == ("failed", "p", "bc")
@@ -298,9 +288,9 @@ def test_cloning_learns_from_steps_that_cannot_be_bootstrapped(tmp_path):
         for i in range(3)
     ]
     lake.dataset("ends").append(episodes)
-    assert train(lake, ["ends"], quick(updates=2), policy_name="p").num_steps == 3
+    assert train(lake, ["ends"], quick(updates=2, policy="p")).num_steps == 3
     with pytest.raises(EmptyReplayError):
-        train(lake, ["ends"], quick(algorithm="dqn", updates=2), policy_name="p")
+        train(lake, ["ends"], quick(algorithm="dqn", updates=2, policy="p"))
 
 
 @pytest.mark.parametrize(
@@ -310,20 +300,20 @@ def test_cloning_learns_from_steps_that_cannot_be_bootstrapped(tmp_path):
         ({"datasets": ["line@7"]}, NotFoundError, "7"),
         ({"datasets": ["line@best"]}, NotFoundError, "best"),
         ({"datasets": []}, ConfigInvalidError, "no dataset"),
-        ({"policy_name": "run"}, InvalidNameError, "run"),
+        ({"policy": "run"}, InvalidNameError, "run"),
         ({"where": '"return" > 1e9'}, EmptyReplayError, "line@1"),
         ({"config": quick(algorithm="cqk")}, NotFoundError, "cql"),
         ({"config": quick(algorithm="iql")}, SpaceUnsupportedError, "iql"),
         ({"config": quick(options={"learning_rte": 1})}, ConfigInvalidError, "learning_rate"),
         ({"config": quick(algorithm="dqn", options={"lr": 1})}, ConfigInvalidError, "'lr'"),
-        ({"env_id": "CartPole-v1"}, SchemaMismatchError, "CartPole-v1"),
-        ({"env_id": "CartPool-v1"}, NotFoundError, "CartPole-v1"),
+        ({"env": "CartPole-v1"}, SchemaMismatchError, "CartPole-v1"),
+        ({"env": "CartPool-v1"}, NotFoundError, "CartPole-v1"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_and_registers_nothing(lake, arguments, error, message):
-    given = {"datasets": ["line"], "config": quick(), "policy_name": "p", **arguments}
+    given = {"datasets": ["line"], "config": quick(), "policy": "p", **arguments}
     with pytest.raises(error, match=message):
-        train(lake, given.pop("datasets"), given.pop("config"), **given)
+        train(lake, given.pop("datasets"), replace(given.pop("config"), **given))
     assert registered(lake) == []
 
 
@@ -339,9 +329,7 @@ def test_a_config_out_of_range_is_refused(options):
 def test_cloning_the_cartpole_log_reaches_350(
     cartpole_lake, cartpole_observations, assert_chosen_alike
 ):
-    result = train(
-        cartpole_lake, ["cartpole"], TrainConfig(), policy_name="cloned", env_id="CartPole-v1"
-    )
+    result = train(cartpole_lake, ["cartpole"], TrainConfig(policy="cloned", env="CartPole-v1"))
     evaluation = result.evaluation
     assert len(evaluation.returns) == 20
     assert evaluation.mean_return >= 350
@@ -406,11 +394,7 @@ def test_cloning_a_pendulum_controller_swings_it_up(tmp_path, head):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("pendulum").append(pendulum_log())
     result = train(
-        lake,
-        ["pendulum"],
-        TrainConfig(options={"head": head}),
-        policy_name="p",
-        env_id="Pendulum-v1",
+        lake, ["pendulum"], TrainConfig(options={"head": head}, policy="p", env="Pendulum-v1")
     )
     # The controller itself has -150 or so; a random policy -1,200.
     assert result.evaluation.mean_return >= -250

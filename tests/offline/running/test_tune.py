@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,12 +21,13 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_learner_weights
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.evaluation.intervals import student_t_interval
 from replaylake.offline.running.local_ray import import_ray, silence_exit_output
 from replaylake.offline.running.train import resume, train
 from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.offline.running.tune import resume_sweep, tune
-from replaylake.offline.running.tuning.config import Sweep
+from replaylake.offline.running.tuning.config import Sweep, tune_config
 from replaylake.offline.running.tuning.ray_trials import to_comparable
 from replaylake.offline.running.tuning.trial import Trial, TrialEnd, TrialMeasurement, TrialSpec
 
@@ -85,7 +87,7 @@ def trial_runs(lake):
 
 
 def work(lake, given, number=0, run_id=None):
-    sweep = Sweep.from_options(given).pin(lake)
+    sweep = Sweep.of(*tune_config(given)).pin(lake)
     options = sweep.tune.combinations()[0]
     label = {"id": "s", "trial": number, "options": options}
     return TrialSpec(
@@ -115,7 +117,7 @@ class _Empty:
 
 
 def test_a_trial_that_is_stopped_saves_and_can_go_on(lake):
-    whole = train(lake, ["line"], work(lake, asked()).request.config, policy_name="whole")
+    whole = train(lake, ["line"], replace(work(lake, asked()).request.config, policy="whole"))
     trial = Trial(work(lake, asked()))
     assert [trial.next().update for _ in range(3)] == [2, 4, 6]
     trial.stop()
@@ -152,12 +154,12 @@ def test_gpus_that_the_machine_does_not_have_are_refused_at_once(lake):
     with pytest.raises(
         ConfigInvalidError, match=r"trials: found .* GPUs on 1 nodes of the Ray cluster, expected"
     ):
-        tune(lake, given)
+        tune(lake, *tune_config(given))
 
 
 def test_a_sweep_that_cannot_be_is_refused_before_it_is_recorded(lake):
     with pytest.raises(ConfigInvalidError, match="found option 'learning_rat'"):
-        tune(lake, asked(learning_rat=1))
+        tune(lake, *tune_config(asked(learning_rat=1)))
     assert lake.registry.runs() == []
     with pytest.raises(NotFoundError, match="tune '01x': not in this lake"):
         resume_sweep(lake, "01x")
@@ -168,9 +170,8 @@ def test_every_trial_is_a_run_and_the_best_mean_is_named(ray, lake):
     started, told = [], []
     result = tune(
         lake,
-        asked({"learning_rate": [1e-5, 0.1]}, seeds=[3, 4]),
-        on_start=started.append,
-        on_trial=told.append,
+        *tune_config(asked({"learning_rate": [1e-5, 0.1]}, seeds=[3, 4])),
+        callbacks=Callbacks(on_start=started.append, on_progress=told.append),
     )
     (start,) = started
     assert (start.num_combinations, start.num_seeds, start.num_trials) == (2, 2, 4)
@@ -198,8 +199,12 @@ def test_every_trial_is_a_run_and_the_best_mean_is_named(ray, lake):
     alone = train(
         lake,
         ["line"],
-        Sweep.from_options(asked()).trial_request({"learning_rate": 0.1}, winner["seed"]).config,
-        policy_name="alone",
+        replace(
+            Sweep.of(*tune_config(asked()))
+            .trial_request({"learning_rate": 0.1}, winner["seed"])
+            .config,
+            policy="alone",
+        ),
     )
     expected = load_learner_weights(alone.policy.path)
     for name, array in load_learner_weights(lake.registry.resolve(best.policy).path).items():
@@ -218,7 +223,7 @@ def test_every_trial_is_a_run_and_the_best_mean_is_named(ray, lake):
 def test_asha_stops_options_that_are_behind_and_trains_the_others_under_all_seeds(ray, lake):
     rates = [0.1, 1e-7, 2e-7, 3e-7]
     given = asked({"learning_rate": rates}, asha=True, grace_updates=4, concurrency=1)
-    result = tune(lake, given)
+    result = tune(lake, *tune_config(given))
     statuses = {trial.number: trial.status for trial in result.trials}
     assert statuses[0] == statuses[4] == "done"
     assert [statuses[n] for n in (1, 2, 3)] == ["stopped"] * 3
@@ -236,13 +241,13 @@ def test_asha_stops_options_that_are_behind_and_trains_the_others_under_all_seed
 @pytest.mark.slow
 def test_failed_trials_are_told_of_and_tried_again(ray, lake):
     given = asked({"learning_rate": [1e-3, 1e38]}, updates=60)
-    result = tune(lake, given)
+    result = tune(lake, *tune_config(given))
     assert [trial.status for trial in result.trials] == ["done", "failed", "done", "failed"]
     assert "policy_loss is nan" in result.trials[1].error
     assert result.best.options == {"learning_rate": 1e-3}
     assert sweep_record(lake)["num_failed"] == 2
     with pytest.raises(TrainingError, match=r"no trial of 2 that came to its end \(.*policy_loss"):
-        tune(lake, asked({"learning_rate": [1e38]}, updates=60))
+        tune(lake, *tune_config(asked({"learning_rate": [1e38]}, updates=60)))
 
 
 @pytest.mark.slow
@@ -250,7 +255,7 @@ def test_a_measure_that_no_run_has(ray, lake):
     with pytest.raises(
         ConfigInvalidError, match=r"found no number of 'policy_los' in .* policy_loss"
     ):
-        tune(lake, asked(measure="policy_los", seeds=[0]))
+        tune(lake, *tune_config(asked(measure="policy_los", seeds=[0])))
 
 
 @pytest.mark.slow
@@ -264,7 +269,10 @@ def test_returns_in_an_environment_are_compared_by_the_closing_evaluation(ray, c
         evaluate_updates=20,
         holdout=None,
     )
-    result = tune(cartpole_lake, {key: value for key, value in given.items() if value is not None})
+    result = tune(
+        cartpole_lake,
+        *tune_config({key: value for key, value in given.items() if value is not None}),
+    )
     assert (result.measure, result.value) == ("selection/environment", "evaluation/return")
     runs = trial_runs(cartpole_lake)
     returns = [runs[n]["evaluation"]["mean_return"] for n in (0, 1)]
@@ -274,7 +282,9 @@ def test_returns_in_an_environment_are_compared_by_the_closing_evaluation(ray, c
 _DRIVER = """
 import sys
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.tune import tune
+from replaylake.offline.running.tuning.config import tune_config
 given = {
     "datasets": "line", "policy": "p", "algorithm": "bc", "batch_size": 8, "holdout": 0.3,
     "updates": 12000, "evaluate_updates": 300, "hidden_sizes": [8],
@@ -283,7 +293,7 @@ given = {
 def told(progress):
     print(progress.trial.number, progress.trial.status, progress.trial.update, flush=True)
 if __name__ == "__main__":
-    tune(open_lake(sys.argv[1]), given, on_trial=told)
+    tune(open_lake(sys.argv[1]), *tune_config(given), callbacks=Callbacks(on_progress=told))
 """
 
 
@@ -314,7 +324,7 @@ def test_a_killed_sweep_goes_on_where_its_trials_were(lake, tmp_path):
     sweep_id = sweep_record(lake)["run_id"]
     assert sweep_record(lake)["status"] == "running"
     told = []
-    result = resume_sweep(lake, sweep_id, on_trial=told.append)
+    result = resume_sweep(lake, sweep_id, callbacks=Callbacks(on_progress=told.append))
     assert [trial.status for trial in result.trials] == ["done"] * 3
     after = trial_runs(lake)
     assert after[int(over)] == before[int(over)]
@@ -323,7 +333,7 @@ def test_a_killed_sweep_goes_on_where_its_trials_were(lake, tmp_path):
         assert after[number]["run_id"] == run["run_id"]
     # Each has the weights of one that was never killed.
     config = Sweep.from_json(sweep_record(lake)["asked"]).trial_request({}, 1).config
-    alone = train(lake, ["line"], config, policy_name="alone")
+    alone = train(lake, ["line"], replace(config, policy="alone"))
     expected = load_learner_weights(alone.policy.path)
     made = lake.registry.resolve(f"p:{after[1]['policy_version']}")
     for name, array in load_learner_weights(made.path).items():

@@ -38,7 +38,7 @@ def scripted(script, name="scripted", **options):
 
 
 def made(env_id, acting, *, episodes=1, num_envs=1, **env_args):
-    config = RolloutConfig(env_id, num_envs=num_envs, seed=5, env_args=env_args)
+    config = RolloutConfig(env_id, envs_per_worker=num_envs, seed=5, env_args=env_args)
     return make_worker(config, iter(range(episodes)), acting, producer="me", worker=2)
 
 

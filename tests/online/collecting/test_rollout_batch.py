@@ -45,7 +45,7 @@ def _in_lake(lake):
 
 
 def test_pieces_of_open_episodes_come_to_be_whole_in_the_lake(lake, toys):
-    order = _order(lake, toys, num_envs=2, seed=4)
+    order = _order(lake, toys, envs_per_worker=2, seed=4)
     worker = RecordingWorker(order)
     dataset, num, open_ = lake.dataset("toys"), 0, []
     while True:
@@ -82,7 +82,7 @@ def _shards(lake):
 
 
 def test_every_kind_of_observation_reaches_the_lake(lake, toys):
-    worker = RecordingWorker(_order(lake, toys, "Museum", num_envs=2, seed=298))
+    worker = RecordingWorker(_order(lake, toys, "Museum", envs_per_worker=2, seed=298))
     shipment = worker.ship(100, math.inf)
     lake.dataset("toys").commit([shipment.written], producer="p", sequence=0)
     rows = lake.sql(
@@ -99,7 +99,7 @@ def test_every_kind_of_observation_reaches_the_lake(lake, toys):
 
 
 def test_a_full_disk_keeps_the_steps_in_the_worker(lake, toys, nearly_full_disk):
-    worker = RecordingWorker(_order(lake, toys, num_envs=2, seed=4))
+    worker = RecordingWorker(_order(lake, toys, envs_per_worker=2, seed=4))
     with nearly_full_disk(100):
         refused = [worker.ship(100, math.inf), worker.ship(100, math.inf)]
     for shipment in refused:
@@ -116,7 +116,7 @@ def test_a_full_disk_keeps_the_steps_in_the_worker(lake, toys, nearly_full_disk)
 
 
 def test_a_pool_in_process_answers_in_the_order_of_asking(lake, toys):
-    order = _order(lake, toys, num_envs=1, seed=4)
+    order = _order(lake, toys, envs_per_worker=1, seed=4)
     orders = [
         replace(order, worker=i, episodes=EpisodeNumbers(i, 2), records=False) for i in range(2)
     ]

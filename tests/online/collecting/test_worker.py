@@ -38,7 +38,7 @@ def _content(episode):
 
 
 def test_every_number_of_an_episode(toys):
-    config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=2, seed=4)
+    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=2, seed=4)
     even, odd, *_ = episodes = _collect(config, range(4), worker=5)
     assert [len(episode) for episode in episodes] == [2, 3, 1, 2]  # seeds 4, 5, 6, 7
     assert odd.observations.tolist() == [[0, 5], [1, 5], [2, 5]]
@@ -58,8 +58,8 @@ def test_every_number_of_an_episode(toys):
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_episodes_do_not_depend_on_the_number_of_environments(env_id):
-    one = _collect(RolloutConfig(env_id, num_envs=1, seed=3), range(6))
-    five = _collect(RolloutConfig(env_id, num_envs=5, seed=3), range(6))
+    one = _collect(RolloutConfig(env_id, envs_per_worker=1, seed=3), range(6))
+    five = _collect(RolloutConfig(env_id, envs_per_worker=5, seed=3), range(6))
     assert [_content(episode) for episode in one] == [_content(episode) for episode in five]
     assert one[0].actions[:8].tolist() != one[1].actions[:8].tolist()
 
@@ -102,7 +102,7 @@ def test_epsilon_greedy_log_probs(toys, loaded_die):
 
 
 def test_every_step_is_stamped_with_the_policy_that_acted(toys, loaded_die):
-    config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=1, seed=5)
+    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=1, seed=5)
     worker = RolloutWorker(config, iter([0]), BehaviorPolicy(), producer="test")
     assert worker.advance(1, math.inf) == 1
     worker.set_behavior_policy(BehaviorPolicy("die", 1, loaded_die))
@@ -116,7 +116,7 @@ def test_every_step_is_stamped_with_the_policy_that_acted(toys, loaded_die):
 
 
 def test_advance_stops_in_the_middle_and_goes_on(toys):
-    config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=1, seed=2)
+    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=1, seed=2)
     worker = RolloutWorker(config, itertools.count(), BehaviorPolicy(), producer="test")
     lengths = []
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_advance_stops_in_the_middle_and_goes_on(toys):
 
 
 def test_an_environment_that_raises_names_the_episode(toys):
-    config = RolloutConfig(f"{toys}:Broken-v0", num_envs=3)
+    config = RolloutConfig(f"{toys}:Broken-v0", envs_per_worker=3)
     worker = RolloutWorker(config, iter(range(20)), BehaviorPolicy(), producer="test", worker=2)
     with pytest.raises(
         RolloutError, match=r"worker 2: step of .*Broken-v0 raised ValueError: "
@@ -171,7 +171,7 @@ class Remembering:
 
 
 def test_what_a_policy_remembers_begins_anew_and_is_kept_as_it_was_before_each_step(toys):
-    config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=3, seed=4)
+    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=3, seed=4)
     episodes = _collect(config, range(5), BehaviorPolicy("rnn", 1, Remembering()))
     for episode in episodes:
         paid = np.concatenate([[0], episode.rewards.cumsum()[:-1]])
@@ -182,7 +182,7 @@ def test_what_a_policy_remembers_begins_anew_and_is_kept_as_it_was_before_each_s
 
 
 def test_a_policy_that_remembers_may_follow_one_that_does_not(toys):
-    config = RolloutConfig(f"{toys}:Countdown-v0", num_envs=1, seed=5)
+    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=1, seed=5)
     worker = RolloutWorker(config, iter([0]), BehaviorPolicy(), producer="test")
     worker.advance(1, math.inf)
     worker.set_behavior_policy(BehaviorPolicy("rnn", 1, Remembering()))
@@ -210,7 +210,7 @@ class Resting:
 
 def test_noise_is_in_halves_of_the_range_and_has_no_density(toys):
     acting = BehaviorPolicy("rest", 1, Resting(), noise=0.1)
-    episodes = _collect(RolloutConfig(f"{toys}:Arm-v0", num_envs=3), range(400), acting)
+    episodes = _collect(RolloutConfig(f"{toys}:Arm-v0", envs_per_worker=3), range(400), acting)
     actions = np.concatenate([episode.actions for episode in episodes])
     assert (actions.dtype, actions.shape) == (np.float32, (2000, 2))
     assert all(episode.behavior_log_probs is None for episode in episodes)
@@ -219,7 +219,7 @@ def test_noise_is_in_halves_of_the_range_and_has_no_density(toys):
     assert actions[:, 1].std() == pytest.approx(0.49, rel=0.08)
     assert actions[:, 1].min() == 0
     assert [e.rewards.tolist() for e in episodes] == [e.actions[:, 0].tolist() for e in episodes]
-    alone = _collect(RolloutConfig(f"{toys}:Arm-v0", num_envs=1), range(400), acting)
+    alone = _collect(RolloutConfig(f"{toys}:Arm-v0", envs_per_worker=1), range(400), acting)
     assert [_content(e) for e in alone] == [_content(e) for e in episodes]
     assert episodes[0].actions[0].tolist() != episodes[1].actions[0].tolist()
 
@@ -235,7 +235,7 @@ def test_noise_on_other_actions_is_refused(toys):
     calls=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12),
 )
 def test_pieces_make_up_the_episodes(toys_imported, num_envs, calls):
-    config = RolloutConfig(f"{toys_imported}:Masked-v0", num_envs=num_envs, seed=3)
+    config = RolloutConfig(f"{toys_imported}:Masked-v0", envs_per_worker=num_envs, seed=3)
     whole = _collect(config, range(9))
     worker = RolloutWorker(config, iter(range(9)), BehaviorPolicy(), producer="test")
     pieces, ends, open_before = [], [], set()
@@ -283,7 +283,7 @@ def test_pieces_make_up_the_episodes(toys_imported, num_envs, calls):
 
 
 def test_every_kind_of_observation(toys):
-    episodes = _collect(RolloutConfig(f"{toys}:Museum-v0", num_envs=2, seed=298), range(4))
+    episodes = _collect(RolloutConfig(f"{toys}:Museum-v0", envs_per_worker=2, seed=298), range(4))
     assert [len(episode) for episode in episodes] == [2, 3, 1, 2]
     for seed, episode in enumerate(episodes, 298):
         num = len(episode)
@@ -331,11 +331,11 @@ def test_a_mask_in_some_steps_alone_is_refused(toys, monkeypatch):
         lambda env: missing.get(int(env._observation.sum()), given(env)),
     )
     with pytest.raises(RolloutError, match="in the info of some steps"):
-        _collect(RolloutConfig(f"{toys}:Masked-v0", num_envs=1), [2])
+        _collect(RolloutConfig(f"{toys}:Masked-v0", envs_per_worker=1), [2])
 
 
 def test_more_steps_than_a_block_holds():
-    config = RolloutConfig("CartPole-v1", num_envs=1, seed=3)
+    config = RolloutConfig("CartPole-v1", envs_per_worker=1, seed=3)
     short = _collect(config, range(300))  # about 6,600 steps of one environment
     assert sum(map(len, short)) > 4096
     assert [_content(episode) for episode in short] == [

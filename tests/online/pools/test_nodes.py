@@ -78,7 +78,7 @@ from replaylake.online.collecting.worker import RolloutConfig
 
 place, address, package, second = sys.argv[1:]
 lake = open_lake(place)
-config = RolloutConfig("my_env:make", num_envs=2, env_args={"goal": 1})
+config = RolloutConfig("my_env:make", envs_per_worker=2, env_args={"goal": 1})
 orders = [
     WorkerSpec(lake.url, "toys", "p", worker, range(worker, 120, 2), BehaviorPolicy(), config)
     for worker in (0, 1)

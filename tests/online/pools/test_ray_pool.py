@@ -53,7 +53,7 @@ def test_a_replacement_does_again_what_has_not_ended():
 
 
 def test_a_replacement_goes_on_with_numbers_that_nobody_has_begun():
-    seat = WorkerState(order(episodes=EpisodeNumbers(1, 2), num_envs=3))
+    seat = WorkerState(order(episodes=EpisodeNumbers(1, 2), envs_per_worker=3))
     seat.apply_batch(RolloutBatch(0, ends=ends(1, 5, 3, 9), open_episodes=["p/a"]))
     assert seat.open_episodes == ("p/a",)
     seat.owed = 10
@@ -75,7 +75,7 @@ def test_a_death_is_said_in_a_line():
 
 @pytest.mark.parametrize("cpus", [0, -1, 1.5, float("nan")])
 def test_cpus_that_ray_does_not_give(cpus):
-    with pytest.raises(ConfigInvalidError, match="--worker-cpus"):
+    with pytest.raises(ConfigInvalidError, match="worker_cpus: found"):
         RayPool([order()], interval_s=1.0, cpus_per_worker=cpus)
 
 
@@ -109,7 +109,7 @@ def toys_lake(lake, toys):
 
 def toy_orders(lake, episodes, env="Countdown-v0", **config):
     return [
-        order(lake.url, worker, numbers, f"replaylake_toys:{env}", num_envs=2, **config)
+        order(lake.url, worker, numbers, f"replaylake_toys:{env}", envs_per_worker=2, **config)
         for worker, numbers in enumerate(episodes)
     ]
 
@@ -303,7 +303,7 @@ def test_a_ray_of_our_own_listens_on_loopback_alone_and_asks_for_a_token(tmp_pat
         (
             "ray://127.0.0.1:1",
             ConfigInvalidError,
-            r"--address: found ray://.*expected HOST:PORT or auto",
+            r"address: found ray://.*expected HOST:PORT or auto",
         ),
         ("127.0.0.1:1", RolloutError, r"Ray at 127.0.0.1:1: found .*refused"),
         ("127.0.0.1:port", RolloutError, r"found invalid literal .*expected a cluster"),

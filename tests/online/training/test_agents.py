@@ -6,12 +6,13 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalidError, InvalidNameError
 from replaylake.datastore.lake.policies.package import load_policy
-from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.callbacks import Callbacks
+from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
 from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.online.train import resume_online, train_online
 from replaylake.online.training.agent_packages import register_packages
 from replaylake.online.training.agents import agent_steps_condition, policy_names
-from replaylake.online.training.config import OnlineConfig, OnlineRequest
+from replaylake.online.training.config import OnlineConfig
 
 OPPOSITES = "replaylake_crowds:Opposites"
 STAKES = "replaylake_crowds:Stakes"
@@ -55,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("toys")
 
 def request(env_id=OPPOSITES, config=DQN, **changes):
     env_args = changes.pop("env_args", {})
-    return OnlineRequest(env_id, "live", "learned", replace(config, **changes), env_args)
+    return replace(config, **changes, env=env_id, policy="learned", env_args=env_args)
 
 
 def rows(lake, query):
@@ -67,8 +68,9 @@ def test_a_shared_policy_learns_from_all_agents_steps(lake, algorithm):
     points = {}
     result = train_online(
         lake,
+        "live",
         request(config=CONFIGS[algorithm], env_args={"is_told": True}),
-        on_metrics=lambda _, values: points.update(values),
+        callbacks=Callbacks(on_metrics=lambda _, values: points.update(values)),
     )
     assert result.evaluation.agent_returns == {"ann": 8.0, "bob": 8.0}
     assert result.policies == {}
@@ -86,8 +88,9 @@ def test_agents_that_see_the_same_learn_to_do_opposites(lake, algorithm):
     points = {}
     result = train_online(
         lake,
+        "live",
         request(config=CONFIGS[algorithm], agents="each"),
-        on_metrics=lambda _, values: points.update(values),
+        callbacks=Callbacks(on_metrics=lambda _, values: points.update(values)),
     )
     assert result.evaluation.agent_returns == {"ann": 8.0, "bob": 8.0}
     assert {a: str(ref) for a, ref in result.policies.items()} == {
@@ -101,9 +104,9 @@ def test_agents_that_see_the_same_learn_to_do_opposites(lake, algorithm):
     assert (run["status"], run["policy"], run["policy_version"]) == ("done", "learned_bob", 1)
     # What was registered plays so: each for its own agent, and not for the other.
     policies = {agent: load_policy(ref.path) for agent, ref in result.policies.items()}
-    assert evaluate(policies, OPPOSITES, seed=7).mean_return == 16.0
+    assert evaluate(policies, EvaluationConfig(OPPOSITES, seed=7)).mean_return == 16.0
     swapped = {"ann": policies["bob"], "bob": policies["ann"]}
-    assert evaluate(swapped, OPPOSITES, seed=7).mean_return == 0.0
+    assert evaluate(swapped, EvaluationConfig(OPPOSITES, seed=7)).mean_return == 0.0
     (own,) = policies["ann"].manifest.body["datasets"]
     assert own["where_steps"] == "agent_id = 'ann'"
     # Asked again it says the same.
@@ -113,14 +116,16 @@ def test_agents_that_see_the_same_learn_to_do_opposites(lake, algorithm):
 
 
 def test_one_shared_policy_cannot_do_both(lake):
-    result = train_online(lake, request(steps=800, evaluate_steps=None))
+    result = train_online(lake, "live", request(steps=800, evaluate_steps=None))
     assert result.evaluation.mean_return == 8.0
 
 
 @pytest.mark.parametrize("algorithm", ["dqn", pytest.param("ppo", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("agents", ["shared", "each"])
 def test_games_in_turns_with_masks(lake, algorithm, agents):
-    result = train_online(lake, request(NOUGHTS, CONFIGS[algorithm], steps=800, agents=agents))
+    result = train_online(
+        lake, "live", request(NOUGHTS, CONFIGS[algorithm], steps=800, agents=agents)
+    )
     assert result.num_updates > 0
     (row,) = rows(
         lake,
@@ -137,7 +142,10 @@ def test_games_in_turns_with_masks(lake, algorithm, agents):
 def test_where_sums_are_zero_the_last_policy_is_kept(lake, agents):
     remarks = []
     result = train_online(
-        lake, request(STAKES, agents=agents, patience=1), on_remark=remarks.append
+        lake,
+        "live",
+        request(STAKES, agents=agents, patience=1),
+        callbacks=Callbacks(on_remark=remarks.append),
     )
     assert len([text for text in remarks if "gains another loses" in text]) == 1
     # Patience would have ended it after the first two.
@@ -149,7 +157,12 @@ def test_where_sums_are_zero_the_last_policy_is_kept(lake, agents):
 def test_a_run_of_many_policies_goes_on_where_it_was(lake):
     until = iter([False] * 150)
     with pytest.raises(RunInterrupted) as interrupted:
-        train_online(lake, request(agents="each"), should_end=lambda: next(until, True))
+        train_online(
+            lake,
+            "live",
+            request(agents="each"),
+            callbacks=Callbacks(should_end=lambda: next(until, True)),
+        )
     run_id = interrupted.value.run_id
     assert interrupted.value.update > 0
     result = resume_online(lake, run_id)
@@ -163,7 +176,7 @@ def test_a_run_of_many_policies_goes_on_where_it_was(lake):
 
 
 def test_a_policy_that_is_registered_already_is_not_again(lake, tmp_path):
-    result = train_online(lake, request(agents="each", steps=400, evaluate_steps=None))
+    result = train_online(lake, "live", request(agents="each", steps=400, evaluate_steps=None))
     packages = {agent: ref.path for agent, ref in result.policies.items()}
 
     class Ended:
@@ -188,18 +201,18 @@ def test_a_policy_that_is_registered_already_is_not_again(lake, tmp_path):
 )
 def test_each_is_refused_where_it_cannot_be(lake, env_id, changes, text):
     if "mix" in changes:
-        train_online(lake, replace(request(steps=300, evaluate_steps=None), dataset="other"))
+        train_online(lake, "other", request(steps=300, evaluate_steps=None))
     with pytest.raises(ConfigInvalidError, match=text):
-        train_online(lake, request(env_id, agents="each", **changes))
+        train_online(lake, "live", request(env_id, agents="each", **changes))
     assert "live" not in lake.datasets()
 
 
 def test_agents_whose_names_no_policy_can_have_are_refused(lake):
     names = {"names": ["ann", "Bob 2"]}
     with pytest.raises(
-        InvalidNameError, match=r"agent 'Bob 2', .* 'learned_Bob 2'.*--agents shared"
+        InvalidNameError, match=r"agent 'Bob 2', .* 'learned_Bob 2'.*`agents` shared"
     ):
-        train_online(lake, request(agents="each", env_args=names))
+        train_online(lake, "live", request(agents="each", env_args=names))
     assert policy_names("p", ["a_1", "b"]) == {"a_1": "p_a_1", "b": "p_b"}
     assert agent_steps_condition("o'neil") == "agent_id = 'o''neil'"
 

@@ -1,6 +1,7 @@
 """Named fields at /act: encoded as ingest encodes the same row, through training and packaging."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ def made(tmp_path_factory):
     options = ReadOptions(mapping=_MAP, fill={"device": "none"}, timezone="Europe/Berlin")
     ingest(lake, [folder / "log.csv"], "shop", format="bandit", options=options)
     config = TrainConfig(algorithm="bc", updates=3, batch_size=4, options={"hidden_sizes": [4]})
-    return lake, train(lake, ["shop"], config, policy_name="clone").policy
+    return lake, train(lake, ["shop"], replace(config, policy="clone")).policy
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def test_served_decisions_hold_the_vector_and_train_beside_the_log(app_client, m
     assert steps == [{"observation": vectors[4], "final_observation": vectors[5]}]
     assert lake.dataset("loop").spec.encoding == lake.dataset("shop").spec.encoding
     options = TrainConfig(algorithm="bc", updates=1, batch_size=4, options={"hidden_sizes": [4]})
-    both = train(lake, ["shop", "loop"], options, policy_name="both")
+    both = train(lake, ["shop", "loop"], replace(options, policy="both"))
     assert both.num_steps == 9
 
 
@@ -197,11 +198,11 @@ def test_datasets_of_other_encodings_are_not_trained_together(made, tmp_path):
            options=ReadOptions(mapping=other))  # fmt: skip
     config = TrainConfig(algorithm="bc", updates=1)
     with pytest.raises(SchemaMismatchError, match="observation space"):
-        train(lake, ["shop", "small"], config, policy_name="none")
+        train(lake, ["shop", "small"], replace(config, policy="none"))
     # Three numbers, eight devices and the other ones: as many elements as in `shop`.
     assert lake.dataset("same_width").spec.encoding.width == 12
     with pytest.raises(SchemaMismatchError, match="encoded from differ"):
-        train(lake, ["shop", "same_width"], config, policy_name="none")
+        train(lake, ["shop", "same_width"], replace(config, policy="none"))
     serving = ServeConfig(
         package=trained.path, policy="clone", version=1, lake=lake.path, log_to="same_width"
     )

@@ -123,7 +123,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(kit, package, t
         "temperature=nan",
         "x=1",
     ):
-        with pytest.raises(ConfigInvalidError, match="--explore"):
+        with pytest.raises(ConfigInvalidError, match="explore: found"):
             ServeConfig(**known, explore=explore)
     with pytest.raises(ConfigInvalidError, match=r"log_to d, .*no lake"):
         ServeConfig(**known, log_to="d")

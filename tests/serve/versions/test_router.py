@@ -143,7 +143,7 @@ def test_canaries_as_they_are_written():
     )
     wrong = ["clone", "clone=", "=0.1", "clone=0", "clone=1", "clone=-1", "clone=nan", "a,b=0.1"]
     for text in wrong:
-        with pytest.raises(ConfigInvalidError, match="--canary: found"):
+        with pytest.raises(ConfigInvalidError, match="canary: found"):
             parse_canaries([text])
     for texts in (["a=0.5", "b=0.5"], ["a=0.1", "a=0.2"], ["a=0.9", "b=0.2"]):
         with pytest.raises(ConfigInvalidError, match="less than 1"):

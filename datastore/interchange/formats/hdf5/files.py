@@ -201,7 +201,7 @@ class Hdf5File:
             if not isinstance(dataset, self._h5py.Dataset):
                 raise SourceInvalidError(
                     f"{self._file.name}: {path!r} is no dataset, expected one. "
-                    "Name the format with --format if the file is of another one."
+                    "Name the format with `format` if the file is of another one."
                 )
             self._refuse_elsewhere(dataset, path)
             array = Hdf5Array(self._file, path, dataset, self._check_heaps)

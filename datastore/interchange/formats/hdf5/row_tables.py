@@ -121,7 +121,7 @@ def open_contents(
             raise SourceInvalidError(
                 f"{file.name}: found the datasets {format_names(paths)}, expected {name}. Name "
                 f"it with "
-                f"--map {ours}=DATASET, or the format with --format if it is of another one."
+                f"`mapping` {ours}=DATASET, or the format with `format` if it is of another one."
             )
     arrays = {path: opened.array(path) for path in paths}
     num_rows = len(arrays[required[_OUR_NAMES.index("reward")]])

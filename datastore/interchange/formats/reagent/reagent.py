@@ -216,9 +216,9 @@ class ReagentTables(TableSource):
     def _note(self, num_lacking: int, num_ends: int, num_empty_masks: int) -> None:
         if num_lacking:
             filled = (
-                f"--fill put {self._fill} there"
+                f"`fill` put {self._fill} there"
                 if self._fill is not None
-                else ("give what should stand there with --fill state_features=VALUE")
+                else ("give what should stand there with `fill` state_features=VALUE")
             )
             self.notes.append(
                 f"{num_lacking} rows lack some of {len(self._keys)} features: {filled}"
@@ -322,7 +322,7 @@ def _check_columns(chunk: Chunk) -> None:
         if name not in chunk.table.schema.names:
             raise SourceInvalidError(
                 f"{chunk.file.name} from row {chunk.first_row}: found no {name}, expected it as "
-                "ReAgent writes it. Name another format with --format."
+                "ReAgent writes it. Name another format with `format`."
             )
 
 
@@ -353,5 +353,6 @@ def _number(name: str, text: str) -> float:
         return float(text)
     except ValueError as error:
         raise ConfigInvalidError(
-            f"--fill {name}={text}: found {text!r}, expected a number for absent features."
+            f"fill {name}={text}: found {text!r}, expected a number for absent features.",
+            parameter="fill",
         ) from error

@@ -133,7 +133,7 @@ def _columns_of_lists(table: pa.Table, where: str) -> pa.Table:
         ):
             raise SourceInvalidError(
                 f"{where}: column {f.name!r} holds {f.type}, expected a list, one entry a step, or "
-                "a packed array. Name the format with --format jsonl if each line is one step."
+                "a packed array. Name the format with `format` jsonl if each line is one step."
             )
     return table
 

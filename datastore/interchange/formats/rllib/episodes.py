@@ -65,7 +65,7 @@ def _states(file: SourceFile) -> Iterator[bytes]:
                         raise SourceInvalidError(
                             f"{file.name}: column {ITEM!r} holds {cell.type}, expected RLlib's "
                             "episodes as bytes of msgpack. Write the log again, or map it as a "
-                            "table with --format parquet."
+                            "table with `format` parquet."
                         )
                     yield state
     except PARQUET_ERRORS as error:

@@ -82,7 +82,7 @@ class RllibFormat:
         if found is None:
             raise SourceInvalidError(
                 f"{where}: found neither Parquet nor a JSON object, expected one of "
-                "RLlib's files. Name the format with --format."
+                "RLlib's files. Name the format with `format`."
             )
         if not _is_batch(found):
             tables: TableSource = UnpackedTables(JsonTables(files), notes)

@@ -39,7 +39,7 @@ class ActionUnits:
             kind = "a struct" if isinstance(actions, Mapping) else str(actions.dtype)
             raise SourceInvalidError(
                 f"column {column!r}: found actions of {kind}, expected floats: only they have "
-                "units. Leave out --action-scale, --action-low and --action-high."
+                "units. Leave out `action_scale` and `action_range`."
             )
         outside: Mask = np.zeros(len(actions), dtype=np.bool_)
         if self.is_bounded:
@@ -76,13 +76,15 @@ def parse_units(options: ReadOptions) -> ActionUnits:
     scale, span = options.action_scale, options.action_range
     if scale is not None and span is not None:
         raise ConfigInvalidError(
-            f"--action-scale: found {scale} beside --action-low {span[0]} and --action-high "
-            f"{span[1]}, expected one or the other."
+            f"action_scale: found {scale} beside `action_range` {span[0]} to {span[1]}, expected "
+            "one or the other.",
+            parameter="action_scale",
         )
     if scale is not None:
         if scale == 0 or not math.isfinite(scale):
             raise ConfigInvalidError(
-                f"--action-scale: found {scale}, expected a number other than 0."
+                f"action_scale: found {scale}, expected a number other than 0.",
+                parameter="action_scale",
             )
         return ActionUnits(scale)
     if span is None:
@@ -90,6 +92,7 @@ def parse_units(options: ReadOptions) -> ActionUnits:
     low, high = span
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ConfigInvalidError(
-            f"--action-low: found {low} and {high}, expected two finite numbers, the lower first."
+            f"action_range: found {low} and {high}, expected two finite numbers, the lower first.",
+            parameter="action_range",
         )
     return ActionUnits((high - low) / 2, (high + low) / 2, is_bounded=True)

@@ -139,14 +139,14 @@ def microseconds(column: pa.Array, what: str) -> Array:
     if not (has_zone or is_text(kind)):
         raise SourceInvalidError(
             f"{what}: found {kind}, expected times with a zone, such as 2026-01-31T12:00:00Z. Add "
-            f"the zone, or keep the column under another name with --map NEW={what}."
+            f"the zone, or keep the column under another name with `mapping` NEW={what}."
         )
     try:
         cast = column.cast(TIMESTAMP_TYPE)
     except pa.ArrowException as error:
         raise SourceInvalidError(
             f"{what}: {error}. Expected times with a zone, such as 2026-01-31T12:00:00Z, exact to "
-            f"the microsecond. Or keep the column as it is with --map NEW={what}."
+            f"the microsecond. Or keep the column as it is with `mapping` NEW={what}."
         ) from error
     return np.asarray(cast.cast(pa.int64()).fill_null(0))
 

@@ -40,6 +40,6 @@ class Census:
         )
         advice = (
             "if that is a time limit, they were truncated: ingest into a new dataset with "
-            f"--time-limit {longest}"
+            f"`time_limit` {longest}"
         )
         return Check("time_limit", NOTED, count, count, example, advice, place)

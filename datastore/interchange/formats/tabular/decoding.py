@@ -335,7 +335,7 @@ def _refuse_packed(values: Any, column: str) -> None:
     if isinstance(values[0], str) and values[0].startswith(_PACKED):
         raise SourceInvalidError(
             f"column {column!r}: found packed arrays (base64 of LZ4 of a pickle), expected lists "
-            "of numbers. RLlib writes them: read the log with --format rllib."
+            "of numbers. RLlib writes them: read the log with `format` rllib."
         )
 
 

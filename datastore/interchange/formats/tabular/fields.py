@@ -130,8 +130,8 @@ def lay_out(
     Raises: SourceInvalidError if a mapped or required column is absent, two columns are one field's
     aliases, or two names collide; ConfigInvalidError if `mapping` itself is wrong.
     """
-    _check_present(names, episode_by, "--episode-by", where)
-    _check_present(names, order_by, "--order-by", where)
+    _check_present(names, episode_by, "episode_by", where)
+    _check_present(names, order_by, "order_by", where)
     explicit, renamed = _parse_mapping(names, mapping, where, episode_by)
     if episode_by:
         explicit["episode_id"] = tuple(episode_by) if len(episode_by) == 1 else (EPISODE,)
@@ -149,7 +149,7 @@ def lay_out(
         if len(found) > 1:
             raise SourceInvalidError(
                 f"{where}: found the columns {found}, expected one that is the {ours}. "
-                f"Say which with --map {ours}={found[0]}."
+                f"Say which with `mapping` {ours}={found[0]}."
             )
         fields[ours] = (found[0],)
     if {"behavior_prob", "behavior_log_prob"} <= fields.keys():
@@ -158,11 +158,11 @@ def lay_out(
         fields.pop("behavior_log_prob" if is_named else "behavior_prob")
     for ours in _REQUIRED:
         if ours not in fields and not (ours == "reward" and rewards_optional):
-            hint = ", or say --no-reward where the log has none" if ours == "reward" else ""
+            hint = ", or say `reward_unknown` where the log has none" if ours == "reward" else ""
             raise SourceInvalidError(
                 f"{where}: found the columns {_quote_names(names)}, expected one that is the "
                 f"{ours}. "
-                f"Name it with --map {ours}=COLUMN{hint}."
+                f"Name it with `mapping` {ours}=COLUMN{hint}."
             )
     done = None
     if "terminated" not in fields:
@@ -188,21 +188,24 @@ def _parse_mapping(
         theirs = _expand_patterns(said[ours], names, taken, f"{ours}={spelled}", where)
         if ours not in ALIASES and (not is_column_name(ours) or ours in STANDARD_COLUMNS):
             raise ConfigInvalidError(
-                f"--map {ours}={spelled}: found {ours!r}, expected one of {', '.join(ALIASES)}, or "
-                "a new name for a further column ([A-Za-z_][A-Za-z0-9_]*)."
+                f"mapping {ours}={spelled}: found {ours!r}, expected one of {', '.join(ALIASES)}, "
+                "or a new name for a further column ([A-Za-z_][A-Za-z0-9_]*).",
+                parameter="mapping",
             )
         if len(theirs) > 1 and ours not in VECTOR_FIELDS:
             raise ConfigInvalidError(
-                f"--map {ours}={spelled}: found {len(theirs)} columns, expected one. Only "
-                f"{', '.join(VECTOR_FIELDS)} are built from several."
+                f"mapping {ours}={spelled}: found {len(theirs)} columns, expected one. Only "
+                f"{', '.join(VECTOR_FIELDS)} are built from several.",
+                parameter="mapping",
             )
         if ours in ALIASES:
             fields[ours] = theirs
             continue
         if (other := renamed.get(theirs[0])) is not None:
             raise ConfigInvalidError(
-                f"--map {ours}={spelled}: found the column kept as {other} too, expected one name. "
-                "Leave one out."
+                f"mapping {ours}={spelled}: found the column kept as {other} too, expected one "
+                "name. Leave one out.",
+                parameter="mapping",
             )
         renamed[theirs[0]] = ours
     return fields, renamed
@@ -216,7 +219,9 @@ def _expand_patterns(
     for part in spelled:
         if part in names:
             if part in found:
-                raise ConfigInvalidError(f"--map {said}: found {part!r} twice, expected it once.")
+                raise ConfigInvalidError(
+                    f"mapping {said}: found {part!r} twice, expected it once.", parameter="mapping"
+                )
             found.append(part)
             continue
         matched = []
@@ -228,7 +233,7 @@ def _expand_patterns(
             raise SourceInvalidError(
                 f"{where}: found the columns {_quote_names(names)}, expected {what} {part!r}, "
                 f"which the "
-                f"mapping {said} names.{suggest_name(part, names)} Correct --map."
+                f"mapping {said} names.{suggest_name(part, names)} Correct `mapping`."
             )
         found += matched
     return tuple(found)
@@ -239,12 +244,13 @@ def _check_present(names: Sequence[str], wanted: Sequence[str], option: str, whe
         if name not in names:
             raise SourceInvalidError(
                 f"{where}: found the columns {_quote_names(names)}, expected {name!r}, which "
-                f"{option} "
+                f"`{option}` "
                 f"names.{suggest_name(name, names)} Correct it."
             )
     if len(set(wanted)) < len(wanted):
         raise ConfigInvalidError(
-            f"{option} {','.join(wanted)}: found a column twice, expected it once."
+            f"{option} {','.join(wanted)}: found a column twice, expected it once.",
+            parameter=option,
         )
 
 
@@ -263,11 +269,11 @@ def _extras(
             continue
         ours = renamed.get(name) or column_name(name, position)
         if name in replaced and ours in STANDARD_COLUMNS:
-            ours = f"logged_{ours}"  # --episode-by or --order-by stands in its place
+            ours = f"logged_{ours}"  # `episode_by` or `order_by` stands in its place
         if (other := taken.get(ours.lower())) is not None:
             raise SourceInvalidError(
                 f"{where}: column {name!r} would be stored as {ours!r}, which {other} is already "
-                f"(names differ by more than case). Rename it with --map NEW={name}."
+                f"(names differ by more than case). Rename it with `mapping` NEW={name}."
             )
         taken[ours.lower()] = repr(name)
         extras[name] = ours

@@ -133,7 +133,7 @@ class _GroupBounds:
             self._truncated = self._truncated | is_open
             self._count(census, "no_end", CORRECTED, is_open, "recorded as truncated")
         else:
-            advice = "recorded as open; --open-ends truncated if the log is whole"
+            advice = "recorded as open; `open_ends` truncated if the log is whole"
             self._count(census, "no_end", NOTED, is_open, "recorded as open", advice)
         self._count_lengths(census, lengths)
 

@@ -139,7 +139,8 @@ class TabularReader:
         if not (self._by_id or self._one_step or self._has_flags):
             raise SourceInvalidError(
                 f"{where}: found no column that tells episodes apart, expected an episode id, or "
-                "terminated flags in rows that are in order. Name it with --map episode_id=COLUMN."
+                "terminated flags in rows that are in order. Name it with `mapping` "
+                "episode_id=COLUMN."
             )
         self._head_widths: set[int] = set()
         self._census = Census()
@@ -180,7 +181,7 @@ class TabularReader:
         if layout.done and layout.one("truncated") is None:
             notes.append(
                 f"{layout.done} used as terminated: the log has no truncated flags, so a time "
-                "limit in it counts as a termination unless --time-limit names it"
+                "limit in it counts as a termination unless `time_limit` names it"
             )
         elif layout.done:
             notes.append(f"terminated is {layout.done} and not {layout.one('truncated')}")
@@ -249,7 +250,7 @@ class TabularReader:
         if self._layout.one("agent_id") is not None:
             raise SourceInvalidError(
                 f"column {self._layout.one('agent_id')!r}: found several agents and no episode id, "
-                "expected one. Name it with --map episode_id=COLUMN."
+                "expected one. Name it with `mapping` episode_id=COLUMN."
             )
         carried: pa.Table | None = None
         num_before = 0
@@ -409,21 +410,24 @@ class TabularReader:
         mapping, options = self._options.mapping, self._options
         if self._one_step and (idle := [ours for ours in _ENDS if ours in mapping]):
             raise ConfigInvalidError(
-                f"--map {idle[0]}={mapping[idle[0]]}: found it with format bandit ({where}), whose "
-                "rows are a decision each and end there, expected any field but terminated and "
-                "truncated. Keep the column under a name of its own: --map "
-                f"logged_{idle[0]}={mapping[idle[0]]}."
+                f"mapping {idle[0]}={mapping[idle[0]]}: found it with format bandit ({where}), "
+                "whose rows are a decision each and end there, expected any field but terminated "
+                "and truncated. Keep the column under a name of its own: `mapping` "
+                f"logged_{idle[0]}={mapping[idle[0]]}.",
+                parameter="mapping",
             )
         if options.episode_by and "episode_id" in mapping:
             raise ConfigInvalidError(
-                f"--map episode_id={mapping['episode_id']}: found it beside --episode-by "
-                f"{','.join(options.episode_by)}, expected one of them. Leave one out."
+                f"mapping episode_id={mapping['episode_id']}: found it beside `episode_by` "
+                f"{','.join(options.episode_by)}, expected one of them. Leave one out.",
+                parameter="mapping",
             )
         if {"behavior_prob", "behavior_log_prob"} <= mapping.keys():
             raise ConfigInvalidError(
-                f"--map behavior_prob={mapping['behavior_prob']}: found it beside --map "
+                f"mapping behavior_prob={mapping['behavior_prob']}: found it beside "
                 f"behavior_log_prob={mapping['behavior_log_prob']}, expected one of them: they say "
-                "the same. Leave one out."
+                "the same. Leave one out.",
+                parameter="mapping",
             )
 
     def _refuse_partial(self, layout: ColumnLayout) -> None:
@@ -438,13 +442,15 @@ class TabularReader:
         """Refuse what would change nothing, and would be taken for having done so."""
         if self._one_step and (self._options.episode_by or layout.order_by):
             raise ConfigInvalidError(
-                "--episode-by and --order-by: found one for rows that are an episode each, "
-                "expected neither. Leave it out."
+                "episode_by: found it, or `order_by`, for rows that are an episode each, expected "
+                "neither. Leave it out.",
+                parameter="episode_by",
             )
         if layout.order_by and layout.one("episode_id") is None:
             raise ConfigInvalidError(
-                f"--order-by {','.join(layout.order_by)}: found no episode id, expected one: rows "
-                "are put in order within their episode. Name it with --episode-by."
+                f"order_by {','.join(layout.order_by)}: found no episode id, expected one: rows "
+                "are put in order within their episode. Name it with `episode_by`.",
+                parameter="order_by",
             )
 
     def _without_lone_agent(self, layout: ColumnLayout) -> ColumnLayout:
@@ -529,7 +535,7 @@ def sort_rows(table: pa.Table, groups: Groups, columns: Sequence[str]) -> tuple[
         if not _is_ordered(kind):
             raise SourceInvalidError(
                 f"column {name!r}: found {kind}, expected times, numbers or text to put rows in "
-                "order by. Correct --order-by."
+                "order by. Correct `order_by`."
             )
         keys[str(number)] = table.column(name)
     order = pc.sort_indices(pa.table(keys), sort_keys=[(key, "ascending") for key in keys])

@@ -185,7 +185,7 @@ def _refuse_without_zone(layout: ColumnLayout, schema: pa.Schema, encoder: Encod
 def _missing_zone_error(name: str, kind: str) -> SourceInvalidError:
     return SourceInvalidError(
         f"column {name!r}: found times without a zone ({kind}), expected times with one, such as "
-        "2026-01-31T12:00:00Z. Say which with --timezone, or leave the column out."
+        "2026-01-31T12:00:00Z. Say which with `timezone`, or leave the column out."
     )
 
 
@@ -347,7 +347,7 @@ def parse_fills(fills: Mapping[str, str], seen: Survey, where: str) -> dict[str,
         if name not in seen.schema.names:
             listed = ", ".join(map(repr, seen.schema.names[:20]))
             raise SourceInvalidError(
-                f"{where}: found the columns {listed}, expected {name!r}, which --fill "
+                f"{where}: found the columns {listed}, expected {name!r}, which `fill` "
                 f"{name}={text} names.{suggest_name(name, seen.schema.names)} Correct it."
             )
         typed[name] = _parse_fill(seen.schema.field(name).type, name, text)
@@ -368,6 +368,7 @@ def _parse_fill(kind: pa.DataType, name: str, text: str) -> pa.Scalar:
         return pa.scalar(text).cast(kind)
     except pa.ArrowException as error:
         raise ConfigInvalidError(
-            f"--fill {name}={text}: found {text!r}, expected a value of the column's type, {kind}. "
-            "Correct it."
+            f"fill {name}={text}: found {text!r}, expected a value of the column's type, {kind}. "
+            "Correct it.",
+            parameter="fill",
         ) from error

@@ -77,7 +77,7 @@ def too_many_texts_error(name: str, what: str, max_values: int) -> SourceInvalid
     """Return the refusal of a column of too many texts."""
     return SourceInvalidError(
         f"column {name!r}: found more than {max_values} distinct texts, expected fewer to make "
-        f"{what} of. Leave the column out, or raise --max-categories."
+        f"{what} of. Leave the column out, or raise `max_categories`."
     )
 
 

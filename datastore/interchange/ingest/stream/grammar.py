@@ -52,16 +52,14 @@ class Grammar:
     """Columns that came later and cannot be told from others, with why."""
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--episode-by", self.options.episode_by),
-            ("--order-by", self.options.order_by),
-            ("--gaps split", self.options.gaps != "reject"),
-            ("--open-ends truncated", self.options.open_ends != "open"),
-        ):
-            if value:
+        plain = ReadOptions()
+        for name in ("episode_by", "order_by", "gaps", "open_ends"):
+            if (value := getattr(self.options, name)) != getattr(plain, name):
                 raise ConfigInvalidError(
-                    f"{flag}: found it with --follow, expected it only for logs that are whole. "
-                    "Name an episode id and a step with --map, or ingest the log when it is whole."
+                    f"{name}: found {value!r} for a stream, expected it only for logs that are "
+                    "whole. Name an episode id and a step with `mapping`, or ingest the log when "
+                    "it is whole.",
+                    parameter=name,
                 )
 
     def parse(self, line: Line, arrived_s: float) -> StreamRow | Finding | None:
@@ -116,7 +114,8 @@ class Grammar:
                 raise SourceInvalidError(
                     f"{self.name}: found no column that is the {ours}, expected one to follow a "
                     "stream: without it, lines that are delivered again cannot be told from new "
-                    f"ones. Name it with --map {ours}=COLUMN, or ingest the log when it is whole."
+                    f"ones. Name it with `mapping` {ours}=COLUMN, or ingest the log when it is "
+                    "whole."
                 )
         self.layout = layout
         self.renames = dict(layout.renames)

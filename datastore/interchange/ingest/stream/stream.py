@@ -70,8 +70,9 @@ def follow(
     name = stream or dataset
     if not _NAME.fullmatch(name):
         raise ConfigInvalidError(
-            f"--stream: found {name!r}, expected up to 64 letters, digits, dots, dashes and "
-            "underscores. Give the stream such a name, the same at each start."
+            f"stream: found {name!r}, expected up to 64 letters, digits, dots, dashes and "
+            "underscores. Give the stream such a name, the same at each start.",
+            parameter="stream",
         )
     wait = max(_WAIT_FLUSHES * flush_every_s, _MIN_WAIT_S) if wait_s is None else wait_s
     grammar = Grammar(lines.name, options or ReadOptions())

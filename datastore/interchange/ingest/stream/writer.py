@@ -419,7 +419,7 @@ class PieceAssembler:
             observation, action = describe(spec.observation_space), describe(spec.action_space)
             self.notes.append(
                 f"the dataset was made from the first lines: observations {observation}, actions "
-                f"{action}. Steps that do not fit are rejected; --env states the spaces beforehand"
+                f"{action}. Steps that do not fit are rejected; `env` states the spaces beforehand"
             )
         encoding = grammar.options.encoding
         return spec if encoding in (None, NO_ENCODING) else replace(spec, encoding=encoding)

@@ -222,7 +222,7 @@ def _left(folder: Path) -> list[str]:
 def test_what_is_there_is_kept_unless_it_is_forced(lake: Lake, tmp_path: Path) -> None:
     path = tmp_path / "o.csv"
     path.write_text("mine")
-    with pytest.raises(AlreadyExistsError, match="--force"):
+    with pytest.raises(AlreadyExistsError, match="`force`"):
         export(lake, "a", path, format="csv")
     assert path.read_text() == "mine"
     export(lake, "a", path, format="csv", force=True)

@@ -180,7 +180,7 @@ def test_a_row_without_its_place_in_the_order_is_missing(tmp_path: Path) -> None
 
 def test_order_needs_an_episode_id(tmp_path: Path) -> None:
     text = "at,x,action,reward,done\n1,2,0,1,0\n2,2,0,1,1\n"
-    with pytest.raises(ConfigInvalidError, match="--episode-by"):
+    with pytest.raises(ConfigInvalidError, match="episode_by"):
         _open(_csv(tmp_path, text), mapping={"observation": "x"}, order_by=("at",))
 
 
@@ -252,7 +252,7 @@ def test_a_time_that_names_no_one_moment(tmp_path: Path, moment: str, said: str)
 
 def test_a_naive_time_in_an_observation_needs_a_zone(tmp_path: Path) -> None:
     mapping = {"observation": "x,at", "episode_id": "who"}
-    with pytest.raises(SourceInvalidError, match=r"'at'.*--timezone"):
+    with pytest.raises(SourceInvalidError, match=r"'at'.*`timezone`"):
         _open(_csv(tmp_path, LOCAL), mapping=mapping)
     reading = _open(_csv(tmp_path, LOCAL), mapping=mapping, timezone="UTC")
     (episode,) = _episodes(reading)
@@ -268,7 +268,7 @@ def test_a_date_is_its_midnight(tmp_path: Path) -> None:
     days = pa.array([date(2026, 1, 31)], pa.date32())
     path = _table(tmp_path, who=["u"], day=days, x=[1.0], action=[0], reward=[1.0])
     mapping = {"observation": "x,day", "episode_id": "who"}
-    with pytest.raises(SourceInvalidError, match=r"'day'.*--timezone"):
+    with pytest.raises(SourceInvalidError, match=r"'day'.*`timezone`"):
         _open(path, mapping=mapping)
     (episode,) = _episodes(_open(path, mapping=mapping, timezone="Europe/Berlin"))
     week = 2 * np.pi * 5 / 7
@@ -318,7 +318,7 @@ def test_actions_outside_of_the_range_are_a_finding(tmp_path: Path) -> None:
 
 
 def test_integers_have_no_units(tmp_path: Path) -> None:
-    with pytest.raises(SourceInvalidError, match=r"'action'.*int64.*--action-scale"):
+    with pytest.raises(SourceInvalidError, match=r"'action'.*int64.*`action_scale`"):
         list(_open(_actions(tmp_path, [0, 1]), action_scale=2.0))
 
 
@@ -331,7 +331,7 @@ def test_integers_have_no_units(tmp_path: Path) -> None:
     ],
 )
 def test_units_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigInvalidError, match="--action-"):
+    with pytest.raises(ConfigInvalidError, match="action_"):
         _open(_actions(tmp_path, [0.5]), **options)
 
 
@@ -451,7 +451,7 @@ def test_too_many_categories(tmp_path: Path) -> None:
     path = _csv(tmp_path, f"who,x,name,action,reward\n{rows}")
     mapping = {"observation": "x,name", "episode_id": "who"}
     assert len(_episodes(_open(path, mapping=mapping, max_categories=20))) == 20
-    with pytest.raises(SourceInvalidError, match=r"'name'.*more than 19.*--max-categories"):
+    with pytest.raises(SourceInvalidError, match=r"'name'.*more than 19.*`max_categories`"):
         _open(path, mapping=mapping, max_categories=19)
 
 

@@ -244,7 +244,7 @@ def test_datasets_of_other_names_can_be_mapped(tmp_path: Path) -> None:
     for paths in ([one], [one, two]):
         files = find_source(paths).files
         with pytest.raises(
-            SourceInvalidError, match=r"expected rewards\. Name it with --map reward="
+            SourceInvalidError, match=r"expected rewards\. Name it with `mapping` reward="
         ):
             D4rlFormat().read(files, ReadOptions())
         found = _episodes(D4rlFormat().read(files, ReadOptions(mapping=mapping)))

@@ -38,10 +38,10 @@ def _message(path: Path) -> str:
 def test_a_stranger_is_refused_with_what_it_holds_and_what_to_do(tmp_path: Path) -> None:
     said = _message(_hdf5(tmp_path / "a.hdf5", "obs", "acts"))
     assert said.startswith("a.hdf5: found HDF5 with the datasets acts, obs. ")
-    assert "--format d4rl --map observation=NAME" in said
+    assert "`format` d4rl, `mapping` observation=NAME" in said
     said = _message(_npz(tmp_path / "a.npz"))
     assert said.startswith("a.npz: found npz with the arrays image, is_first. ")
-    assert "--format npz --map" in said
+    assert "`format` npz, `mapping`" in said
 
 
 def test_layouts_that_are_known_and_not_read_are_named(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_a_further_column_may_be_renamed(lake: Lake, tmp_path: Path, log: str) -
 @pytest.mark.parametrize("log", _LOGS)
 def test_a_column_has_one_further_name(lake: Lake, tmp_path: Path, log: str) -> None:
     theirs = _PATHS.get(log, "probe")
-    with pytest.raises(ConfigInvalidError, match=f"--map area={theirs}.*region"):
+    with pytest.raises(ConfigInvalidError, match=f"mapping area={theirs}.*region"):
         _ingest(lake, tmp_path, log, mapping={"region": theirs, "area": theirs})
 
 
@@ -342,7 +342,7 @@ def test_a_field_that_is_mapped_is_stored_or_refused(
     source = write(tmp_path / "log", {**columns, "theirs": values})
     options = ReadOptions(mapping={ours: "theirs"})
     if form == "bandit" and ours in ("terminated", "truncated"):
-        refused = f"--map {ours}=theirs: found it with format bandit.*logged_{ours}"
+        refused = f"mapping {ours}=theirs: found it with format bandit.*logged_{ours}"
         with pytest.raises(ConfigInvalidError, match=refused):
             ingest(lake, [source], "log", format=form, options=options)
         return
@@ -372,7 +372,9 @@ def test_mappings_of_which_one_would_do_nothing_are_refused(
     lake: Lake, tmp_path: Path, mapping: dict[str, str], options: dict[str, Any]
 ) -> None:
     log = _write_jsonl(tmp_path / "log", {**_columns(), "p": [0.5] * _NUM, "q": [-0.5] * _NUM})
-    with pytest.raises(ConfigInvalidError, match=f"--map {next(iter(mapping))}=p: found it beside"):
+    with pytest.raises(
+        ConfigInvalidError, match=f"mapping {next(iter(mapping))}=p: found it beside"
+    ):
         ingest(lake, [log], "log", options=ReadOptions(mapping=mapping, **options))
 
 

@@ -58,7 +58,7 @@ def test_imitation_trajectories_have_their_published_counts(shared_data: Path) -
     assert (min(returns), max(returns)) == (393, 500)
     assert all(e.terminated and not e.truncated for e in episodes)
     assert "array 'infos' left out: pickled Python objects" in reading.notes
-    assert "--time-limit 500" in _noted(reading)
+    assert "`time_limit` 500" in _noted(reading)
 
 
 @pytest.mark.parametrize("chunk_bytes", [16 << 20, 40_000])

@@ -158,7 +158,7 @@ def test_an_absent_feature_is_not_zero_unless_said(tmp_path: Path) -> None:
     assert any("1 rows lack some of 2 features" in note for note in reading.notes)
     filled = _open(path, fill={"state_features": "-7"})
     assert np.asarray(_episodes(filled)[1].observations).tolist() == [[-1.0, 0.0], [3.0, -7.0]]
-    with pytest.raises(ConfigInvalidError, match="--fill state_features=much: found 'much'"):
+    with pytest.raises(ConfigInvalidError, match="fill state_features=much: found 'much'"):
         _open(path, fill={"state_features": "much"})
 
 

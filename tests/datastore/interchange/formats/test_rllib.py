@@ -83,7 +83,7 @@ def test_dones_become_terminated_and_the_time_limit_is_noted() -> None:
     (check,) = reading.checks
     assert (check.name, check.outcome, check.num_episodes) == ("time_limit", "noted", 20)
     assert "20 of 21 terminated episodes" in check.example
-    assert "--time-limit 200" in check.advice
+    assert "`time_limit` 200" in check.advice
 
 
 def test_time_limit_makes_the_episodes_of_that_length_truncated() -> None:

@@ -269,7 +269,7 @@ def test_times_need_a_zone(tmp_path: Path) -> None:
     assert episode.timestamps.tolist() == [1769853600_000_000]
     for bad in (["2026-01-31T12:00:00"], [0.25]):
         pq.write_table(pa.table({**_one_step(), "timestamp": bad}), tmp_path / "bad.parquet")
-        with pytest.raises(SourceInvalidError, match="--map NEW=timestamp"):
+        with pytest.raises(SourceInvalidError, match="`mapping` NEW=timestamp"):
             list(_open(tmp_path / "bad.parquet"))
 
 
@@ -390,7 +390,7 @@ def test_mapping_errors_name_the_column(tmp_path: Path) -> None:
     log = _csv(tmp_path, "id,a,b\n1,2,3\n")
     with pytest.raises(SourceInvalidError, match="'gain'"):
         _open(log, mapping={"reward": "gain"})
-    with pytest.raises(SourceInvalidError, match="--map observation=COLUMN"):
+    with pytest.raises(SourceInvalidError, match="`mapping` observation=COLUMN"):
         _open(log)
     with pytest.raises(ConfigInvalidError, match="expected one"):
         _open(log, mapping={"reward": "a,b"})
@@ -400,7 +400,7 @@ def test_mapping_errors_name_the_column(tmp_path: Path) -> None:
 
 def test_two_aliases_of_one_field_need_a_mapping(tmp_path: Path) -> None:
     log = _csv(tmp_path, "episode_id,obs,observation,action,reward\ne,1.5,2.5,0,1\n")
-    with pytest.raises(SourceInvalidError, match="--map observation="):
+    with pytest.raises(SourceInvalidError, match="`mapping` observation="):
         _open(log)
     (episode,) = _episodes(_open(log, mapping={"observation": "obs", "seen": "observation"}))
     assert episode.observations.tolist() == [[1.5]]

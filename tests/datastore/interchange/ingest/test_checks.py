@@ -85,7 +85,7 @@ def test_an_id_reused_in_another_file_is_rejected(lake: Lake, tmp_path: Path) ->
     receipt = ingest(lake, [first, second], "log")
     assert _found(receipt, "rejected") == {"id_reused": (1, 1)}
     assert "b.csv row 0" in receipt.checks[0].example
-    assert "--episode-by" in receipt.checks[0].example
+    assert "`episode_by`" in receipt.checks[0].example
 
 
 def test_rows_after_an_end_are_another_episode_where_there_is_no_step(
@@ -174,7 +174,7 @@ def test_a_time_limit_that_the_log_calls_a_termination(lake: Lake, tmp_path: Pat
     receipt = ingest(lake, [_csv(tmp_path, text)], "log")
     assert _found(receipt, "noted") == {"time_limit": (2, 2)}
     assert receipt.checks[0].example.startswith("episode e0: log.csv row 2: 2 of 4 terminated")
-    assert "--time-limit 3" in receipt.checks[0].advice
+    assert "`time_limit` 3" in receipt.checks[0].advice
     again = ingest(lake, [_csv(tmp_path, text)], "limited", options=ReadOptions(time_limit=3))
     assert _found(again, "corrected") == {"time_limit": (2, 2)}
     assert _found(again, "noted") == {}

@@ -173,7 +173,7 @@ def _torn(folder: Path) -> Path:
             lambda d: _csv(d, _episode("a") + _episode("b").replace("1.0", "nan")),
             _ABORT,
             EpisodeInvalidError,
-            r"episode b: log\.csv row 2, column 'reward': found NaN.*--on-invalid reject",
+            r"episode b: log\.csv row 2, column 'reward': found NaN.*`on_invalid` reject",
         ),
         (
             lambda d: _csv(d, _episode("a").replace("a,1,", "a,2,")),
@@ -543,7 +543,7 @@ def test_a_wrong_environment_is_said_by_the_observation(lake: Lake) -> None:
     message = str(caught.value)
     assert "observation: found shape [4] a step, expected [3]" in message
     assert "final_observation" not in message
-    assert "Correct --env or the log" in message
+    assert "Correct `env` or the log" in message
     assert ".." not in message
 
 

@@ -254,7 +254,7 @@ def test_streams_are_told_apart_by_name(lake: Lake) -> None:
     _follow(lake, log, stream="other")
     ids = [row["episode_id"] for row in _rows(lake, "SELECT DISTINCT episode_id FROM log.steps")]
     assert sorted(ids) == ["log/a", "other/a"]
-    with pytest.raises(ConfigInvalidError, match="--stream"):
+    with pytest.raises(ConfigInvalidError, match="stream: found"):
         _follow(lake, log, stream="a/b")
 
 
@@ -267,11 +267,13 @@ def test_agents_are_kept_apart(lake: Lake) -> None:
 
 def test_what_cannot_be_followed_is_refused_by_name(lake: Lake) -> None:
     row = _step("a", 0)
-    with pytest.raises(SourceInvalidError, match=r"no column that is the step.*--map step=COLUMN"):
+    with pytest.raises(
+        SourceInvalidError, match=r"no column that is the step.*`mapping` step=COLUMN"
+    ):
         _follow(lake, [{k: v for k, v in row.items() if k != "step"}])
     with pytest.raises(SourceInvalidError, match="no column that is the episode_id"):
         _follow(lake, [{k: v for k, v in row.items() if k != "episode_id"}])
-    with pytest.raises(ConfigInvalidError, match="--gaps split"):
+    with pytest.raises(ConfigInvalidError, match="gaps: found 'split'"):
         _follow(lake, [row], options=ReadOptions(gaps="split"))
     assert not lake.dataset("log").exists()
 

@@ -276,7 +276,7 @@ def test_a_time_limit_where_steps_are_counted_from_1(
     noted = ingest(open_lake(tmp_path / "a", create=True), [path], "log")
     (likely,) = [check for check in noted.checks if check.name == "time_limit"]
     assert likely.num_episodes == 3
-    assert likely.advice.endswith("--time-limit 4")
+    assert likely.advice.endswith("`time_limit` 4")
     lake = open_lake(tmp_path / "b", create=True)
     ingest(lake, [path], "log", options=ReadOptions(time_limit=4))
     rows = _steps(lake, "terminated, truncated")

@@ -27,5 +27,5 @@ def test_both_forms(text, expected, is_on):
      "temperature=-1", "temperature=nan", "temperature=inf", "noise=1"],
 )  # fmt: skip
 def test_anything_else_is_refused(text):
-    with pytest.raises(ConfigInvalidError, match="--explore: found"):
+    with pytest.raises(ConfigInvalidError, match="explore: found"):
         parse_exploration(text)

@@ -267,7 +267,7 @@ def test_whole_numbers_fit_a_column_of_numbers(filled: Lake) -> None:
         ({"on": ["decision_id"]}, ConfigInvalidError, "nothing to write"),
         ({"on": [], "add": ["x"]}, ConfigInvalidError, "found nothing, expected decision_id"),
         ({"on": ["step"], "add": ["x"]}, ConfigInvalidError, "found step"),
-        ({"on": ["decision_id", "step"], "add": ["x"]}, ConfigInvalidError, "--on"),
+        ({"on": ["decision_id", "step"], "add": ["x"]}, ConfigInvalidError, "on: found"),
         (
             {"on": ["request_id"], "add": ["x"]},
             NotFoundError,
@@ -276,7 +276,7 @@ def test_whole_numbers_fit_a_column_of_numbers(filled: Lake) -> None:
         ({"on": ["decision_id"], "add": ["y"]}, NotFoundError, "no column 'y'"),
         ({"on": {"decision_id": "id"}, "add": ["x"]}, NotFoundError, "no column 'id'"),
         ({"on": ["decision_id"], "add": ["step"]}, ConfigInvalidError, "found step"),
-        ({"on": ["decision_id"], "add": {"reward": "x"}}, ConfigInvalidError, "a reward is --set"),
+        ({"on": ["decision_id"], "add": {"reward": "x"}}, ConfigInvalidError, "a reward is `set`"),
         ({"on": ["decision_id"], "add": {"decision_id": "x"}}, ConfigInvalidError, "decision_id"),
         ({"on": ["decision_id"], "add": {"a b": "x"}}, SchemaMismatchError, "'a b'"),
         (
@@ -290,7 +290,11 @@ def test_whole_numbers_fit_a_column_of_numbers(filled: Lake) -> None:
         ({"on": ["decision_id"], "set": {"reward": "sum(x)"}}, QueryError, "GROUP BY"),
         ({"on": ["decision_id"], "set": {"reward": "x / 0.0"}}, SchemaMismatchError, "infinity"),
         ({"on": ["decision_id"], "set": {"reward": "t"}}, QueryError, "hot"),
-        ({"on": ["decision_id"], "set": {"reward": "x"}, "to": "each"}, ConfigInvalidError, "--to"),
+        (
+            {"on": ["decision_id"], "set": {"reward": "x"}, "to": "each"},
+            ConfigInvalidError,
+            "to each: expected",
+        ),
         ({"on": ["decision_id"], "set": {"reward": "x"}, "to": "all"}, ConfigInvalidError, "'all'"),
     ],
 )

@@ -229,7 +229,7 @@ def test_without_a_lineage_nothing_is_supported(lake, register_table):
     assert "brought:1: its lineage names no training episodes" in report.assessment.reason
     report = evaluate_policy(lake, EvaluationRequest("log", target_prob="chance", estimators=CHEAP))
     assert report.verdict == "weak"
-    assert "--unseen" in report.assessment.reason
+    assert "`unseen`" in report.assessment.reason
 
 
 def test_a_holdout_by_hand_does_not_undo_what_training_chose(lake, register_table):
@@ -239,7 +239,7 @@ def test_a_holdout_by_hand_does_not_undo_what_training_chose(lake, register_tabl
     other = Holdout(0.5, salt="other")
     question = EvaluationRequest("log", "some", estimators=CHEAP, holdout=other)
     report = evaluate_policy(lake, question)
-    assert (report.verdict, "--holdout" in report.assessment.reason) == ("weak", True)
+    assert (report.verdict, "`holdout`" in report.assessment.reason) == ("weak", True)
     # In a copy of the log it chose as well.
     bandit(lake, 4000, name="copied")
     report = evaluate_policy(lake, EvaluationRequest("copied", "some", estimators=CHEAP))
@@ -260,7 +260,7 @@ def test_left_by_a_condition_is_weak_at_best(lake, register_table):
     report = evaluate_policy(lake, EvaluationRequest("log", "some", estimators=CHEAP))
     assert report.num_episodes == 1000
     assert report.verdict == "weak"
-    assert "--holdout" in report.assessment.reason
+    assert "`holdout`" in report.assessment.reason
 
 
 def test_the_value_of_a_bandit_policy(lake, register_table):
@@ -587,7 +587,7 @@ def test_the_reward_of_its_training(
 def test_a_reward_of_training_that_the_log_cannot_say_is_refused(lake, register_table):
     bandit(lake, 50)
     register_table(lake, "p", ROWS, **selected("paid - refund"))
-    with pytest.raises(QueryError, match=r"p:1: was trained with the reward .*paid.*--reward"):
+    with pytest.raises(QueryError, match=r"p:1: was trained with the reward .*paid.*`reward`"):
         evaluate_policy(lake, EvaluationRequest("log", "p", estimators=CHEAP))
     asked = EvaluationRequest("log", "p", estimators=CHEAP, reward="reward")
     assert evaluate_policy(lake, asked).reward.source == "asked"

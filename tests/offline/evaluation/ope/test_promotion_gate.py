@@ -408,7 +408,7 @@ def test_two_that_were_trained_with_different_rewards_are_not_compared(lake, reg
         (reason,) = found.to_record()["reasons"]
         assert "was trained with the reward (-(reward))" in reason
         assert "was trained with the reward reward" in reason
-        assert "--reward" in reason
+        assert "`reward`" in reason
     assert ask(lake, candidate, champion, question=word("reward")).passed
     assert not ask(lake, candidate, champion, question=word("-reward")).passed
     # Without a champion there is the log's mean, of the same reward: action 1 costs more than it.

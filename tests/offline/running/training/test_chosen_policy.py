@@ -1,6 +1,7 @@
 """Which policy of a run is registered."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.train import TrainConfig, train
 
 SMALL = {"hidden_sizes": [16]}
@@ -37,9 +39,11 @@ def lake(tmp_path, line_world):
 def test_the_registered_policy_is_the_best_one(cartpole_lake, config, env_id, measure):
     points = []
     result = train(
-        cartpole_lake, ["cartpole"], quick(**config), policy_name="selected", env_id=env_id,
-        on_metrics=lambda update, values: points.append((update, values)),
-    )  # fmt: skip
+        cartpole_lake,
+        ["cartpole"],
+        quick(**config, policy="selected", env=env_id),
+        callbacks=Callbacks(on_metrics=lambda update, values: points.append((update, values))),
+    )
     selection = check_package(result.policy.path).body["selection"]
     assert selection["measure"].startswith(measure)
     assert selection["update"] == result.update
@@ -63,10 +67,10 @@ def test_the_registered_policy_is_the_best_one(cartpole_lake, config, env_id, me
 def test_the_weights_are_those_of_the_chosen_update(lake):
     """Of a run whose best is not its last: as if it had been stopped there."""
     config = quick(updates=40, holdout=0.4, options={**SMALL, "learning_rate": 0.3})
-    chosen = train(lake, ["line"], config, policy_name="p")
+    chosen = train(lake, ["line"], replace(config, policy="p"))
     assert chosen.update < 40, "expected a run that gets worse again; take another seed"
     alone = dataclasses.replace(config, updates=chosen.update, select="last")
-    alone = train(lake, ["line"], alone, policy_name="p")
+    alone = train(lake, ["line"], replace(alone, policy="p"))
     first, second = (load_learner_weights(result.policy.path) for result in (chosen, alone))
     for name in first:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
@@ -74,7 +78,7 @@ def test_the_weights_are_those_of_the_chosen_update(lake):
 
 def test_it_stops_early(lake):
     config = quick(updates=400, holdout=0.4, patience=2, options={**SMALL, "learning_rate": 0.3})
-    result = train(lake, ["line"], config, policy_name="p")
+    result = train(lake, ["line"], replace(config, policy="p"))
     history = result.selection["history"]
     assert result.selection["stopped_early"]
     assert history[-1]["update"] == result.update + 2 * 40 < 400
@@ -87,7 +91,7 @@ def test_iql_on_pendulum_registers_one_near_its_best(tmp_path, shared_data):
     source = shared_data / "rllib_pendulum" / "pendulum-v1_enormous"
     ingest(lake, [source], "pendulum", options=ReadOptions(action_scale=2.0, open_ends="truncated"))
     config = TrainConfig(algorithm="iql", updates=3000, evaluate_updates=250)
-    result = train(lake, ["pendulum"], config, policy_name="p", env_id="Pendulum-v1")
+    result = train(lake, ["pendulum"], replace(config, policy="p", env="Pendulum-v1"))
     values = [point["value"] for point in result.selection["history"]]
     assert result.evaluation.mean_return >= max(values) - 60
     assert result.evaluation.mean_return >= -250

@@ -1,6 +1,7 @@
 """What a run learns from, and what it holds out."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.train import TrainConfig, train
 
 SMALL = {"hidden_sizes": [16]}
@@ -39,11 +41,21 @@ def test_without_a_termination_values_are_learned_and_it_is_said(tmp_path):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("endless").append(one_step_episodes(8, final_observation=np.ones(2, np.float32)))
     seen = []
-    train(lake, ["endless"], quick(algorithm="dqn"), policy_name="p", on_start=seen.append)
+    train(
+        lake,
+        ["endless"],
+        quick(algorithm="dqn", policy="p"),
+        callbacks=Callbacks(on_start=seen.append),
+    )
     (remark,) = seen[0].remarks
     assert remark.startswith("no step terminates: values count what would have come after")
     seen.clear()
-    train(lake, ["endless"], quick(algorithm="bc"), policy_name="p", on_start=seen.append)
+    train(
+        lake,
+        ["endless"],
+        quick(algorithm="bc", policy="p"),
+        callbacks=Callbacks(on_start=seen.append),
+    )
     assert seen[0].remarks == ()
 
 
@@ -52,7 +64,12 @@ def test_steps_that_cannot_be_bootstrapped_are_counted(tmp_path):
     ends = one_step_episodes(3, terminated=True)
     lake.dataset("mixed").append([*ends, *line_world_without_ends(2)])
     seen = []
-    train(lake, ["mixed"], quick(algorithm="dqn"), policy_name="p", on_start=seen.append)
+    train(
+        lake,
+        ["mixed"],
+        quick(algorithm="dqn", policy="p"),
+        callbacks=Callbacks(on_start=seen.append),
+    )
     (remark,) = seen[0].remarks
     assert remark.startswith("2 of 13 steps are left out by algorithms that bootstrap")
 
@@ -75,14 +92,14 @@ def test_where_nothing_can_be_bootstrapped_it_says_so(tmp_path):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("ends").append(one_step_episodes(5))
     with pytest.raises(EmptyReplayError, match=r"found 5 steps, none at which .* may start"):
-        train(lake, ["ends"], quick(algorithm="dqn"), policy_name="p")
+        train(lake, ["ends"], quick(algorithm="dqn", policy="p"))
     assert lake.registry.runs() == []
 
 
-def refused(lake, match, **given):
+def refused(lake, match, config, **changes):
     """Train, find it refused, and that no run and no policy says that it began."""
     with pytest.raises(ConfigInvalidError, match=match):
-        train(lake, ["d"], policy_name="p", **given)
+        train(lake, ["d"], replace(config, policy="p", **changes))
     assert lake.registry.runs() == lake.registry.list() == []
     assert lake.storage.names("_lake/runs") == []
 
@@ -94,7 +111,7 @@ def test_prioritized_sampling_is_refused_to_what_gives_no_priorities(tmp_path, l
     refused(lake, match, config=quick(prioritized=True))
     refused(lake, "found no priorities", config=quick(algorithm="d3rlpy:dqn", prioritized=True))
     assert train(
-        lake, ["d"], quick(algorithm="marwil", prioritized=True), policy_name="p"
+        lake, ["d"], quick(algorithm="marwil", prioritized=True, policy="p")
     ).policy.version
 
 
@@ -116,9 +133,9 @@ def test_held_out_steps_that_no_value_can_be_fitted_to_are_refused(tmp_path):
     lake.dataset("d").append(one_step_episodes(12))
     config = quick(holdout=0.4, select="fqe")
     with pytest.raises(EmptyReplayError, match=r"select 'fqe': found \d held-out steps, none with"):
-        train(lake, ["d"], config, policy_name="p")
+        train(lake, ["d"], replace(config, policy="p"))
     assert lake.registry.runs() == []
-    assert train(lake, ["d"], quick(holdout=0.4), policy_name="p").selection["measure"] == "loss"
+    assert train(lake, ["d"], quick(holdout=0.4, policy="p")).selection["measure"] == "loss"
 
 
 def test_held_out_steps_without_rewards_are_refused(tmp_path):
@@ -137,7 +154,7 @@ def test_held_out_steps_without_rewards_are_refused(tmp_path):
     for config in (quick(holdout=0.4, select="fqe"), quick(algorithm="dqn", holdout=0.4)):
         match = rf"select 'fqe': {len(unknown)} of {len(unknown)} held-out steps have no reward"
         with pytest.raises(ConfigInvalidError, match=match):
-            train(lake, ["e"], config, policy_name="p")
+            train(lake, ["e"], replace(config, policy="p"))
     assert lake.registry.runs() == []
 
 
@@ -145,17 +162,15 @@ def test_one_episode_cannot_be_split(tmp_path, line_world):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("one").append(line_world(num_episodes=1))
     with pytest.raises(EmptyReplayError, match=r"holdout of one@1, fraction 0.5: found [01] of 1 "):
-        train(lake, ["one"], quick(holdout=0.5), policy_name="p")
-    assert train(lake, ["one"], quick(), policy_name="p").num_episodes == 1
+        train(lake, ["one"], quick(holdout=0.5, policy="p"))
+    assert train(lake, ["one"], quick(policy="p")).num_episodes == 1
 
 
 def test_what_is_held_out_is_not_learned_from(tmp_path, line_world):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("line").append(line_world(num_episodes=20))
     lake.dataset("more").append(line_world(num_episodes=20, seed=1))
-    result = train(
-        lake, ["line", "more"], quick(holdout=0.3), policy_name="p", where="num_steps > 1"
-    )
+    result = train(lake, ["line", "more"], quick(holdout=0.3, policy="p", where="num_steps > 1"))
     held = Holdout(fraction=0.3)
     num = 0
     for name, entry in zip(("line", "more"), result.datasets, strict=True):

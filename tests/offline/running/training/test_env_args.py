@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,10 +56,7 @@ def test_they_reach_selection_evaluation_record_and_package(lake):
     result = train(
         lake,
         ["walks"],
-        config,
-        policy_name="walker",
-        env_id="my_walks:Walk",
-        env_args={"length": 7},
+        replace(config, policy="walker", env="my_walks:Walk", env_args={"length": 7}),
     )
     # As long as the argument says, at each measurement and at the end.
     assert result.evaluation.lengths == (7, 7, 7)
@@ -67,7 +65,7 @@ def test_they_reach_selection_evaluation_record_and_package(lake):
     assert manifest["evaluation"]["env_id"] == "my_walks:Walk"
     assert manifest["evaluation"]["env_args"] == {"length": 7}
     (run,) = lake.registry.runs()
-    assert TrainRequest.from_json(run["request"]).env_args == {"length": 7}
+    assert TrainRequest.from_json(run["request"]).config.env_args == {"length": 7}
 
 
 def _history(result):
@@ -75,7 +73,7 @@ def _history(result):
 
 
 def test_a_record_from_before_has_none():
-    request = TrainRequest(("walks@1",), "walker", TrainConfig("bc"), env_id="CartPole-v1")
+    request = TrainRequest(("walks@1",), TrainConfig("bc", policy="walker", env="CartPole-v1"))
     body = request.to_json()
     assert body.pop("env_args") == {}
     assert TrainRequest.from_json(body) == request
@@ -83,4 +81,4 @@ def test_a_record_from_before_has_none():
 
 def test_they_need_an_environment():
     with pytest.raises(ConfigInvalidError, match=r"arguments of an environment \(length\) and no"):
-        TrainRequest(("walks",), "walker", TrainConfig("bc"), env_args={"length": 3})
+        TrainConfig("bc", policy="walker", env_args={"length": 3})

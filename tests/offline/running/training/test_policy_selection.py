@@ -9,7 +9,7 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 from replaylake.offline.environments.ids import spaces_of
-from replaylake.offline.evaluation.evaluate import evaluate
+from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
 from replaylake.offline.running.training.config import TrainConfig, TrainRequest
 from replaylake.offline.running.training.policy_selection import (
     FIRST_SEED,
@@ -78,7 +78,7 @@ def test_its_state_goes_on():
 
 
 def request(env_id=None, reward=None, **config):
-    return TrainRequest(("line",), "p", TrainConfig(**config), env_id=env_id, reward=reward)
+    return TrainRequest(("line",), TrainConfig(policy="p", env=env_id, reward=reward, **config))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_selections_seeds_are_not_the_closing_evaluations():
     asked = request(env_id="CartPole-v1", seed=3)
     measure = make_measure("environment", asked, None)
     assert isinstance(measure, EnvironmentReturn)
-    found = evaluate(policy, "CartPole-v1", episodes=10, seed=FIRST_SEED + 3)
+    found = evaluate(policy, EvaluationConfig("CartPole-v1", episodes=10, seed=FIRST_SEED + 3))
     assert measure(policy) == found.mean_return
     # Of no run's closing evaluation: their seeds are numbers of runs, and of episodes.
     assert min(found.seeds) > 1_000_000

@@ -6,7 +6,7 @@ import pytest
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.running.tune import check_sweep
-from replaylake.offline.running.tuning.config import Sweep, TuneConfig, resolve_measure
+from replaylake.offline.running.tuning.config import Sweep, TuneConfig, resolve_measure, tune_config
 
 
 def file(**changes):
@@ -22,6 +22,10 @@ def file(**changes):
     }
     given |= changes
     return {key: value for key, value in given.items() if value is not None}
+
+
+def read_sweep(given):
+    return Sweep.of(*tune_config(given))
 
 
 def tuned(**table):
@@ -70,11 +74,11 @@ def test_draws_stand_beside_each_value_of_a_list_and_come_again():
 
 
 def test_a_number_of_seeds_counts_from_0():
-    assert list(Sweep.from_options(tuned(seeds=3)).tune.seeds) == [0, 1, 2]
+    assert list(read_sweep(tuned(seeds=3)).tune.seeds) == [0, 1, 2]
 
 
 def test_a_trial_is_asked_for_what_the_file_and_its_options_say():
-    sweep = Sweep.from_options(
+    sweep = read_sweep(
         file(
             where="num_steps > 3",
             where_steps="step < 9",
@@ -86,19 +90,28 @@ def test_a_trial_is_asked_for_what_the_file_and_its_options_say():
     options = sweep.tune.combinations()[1]
     request = sweep.trial_request(options, 7)
     config = request.config
-    assert (request.datasets, request.policy_name, request.env_id) == (
-        ("line",),
-        "p",
-        "CartPole-v1",
-    )
-    assert (request.where, request.where_steps) == ("num_steps > 3", "step < 9")
-    assert (request.reward, request.weight) == ("reward * 2", None)
+    assert (request.datasets, config.policy, config.env) == (("line",), "p", "CartPole-v1")
+    assert (config.where, config.where_steps) == ("num_steps > 3", "step < 9")
+    assert (config.reward, config.weight) == ("reward * 2", None)
     assert (config.algorithm, config.batch_size, config.seed) == ("cql", 32, 7)
     assert (config.updates, config.holdout) == (20, 0.3)
     assert config.options == {"hidden_sizes": [8], "learning_rate": 0.1}
     again = Sweep.from_json(json.loads(json.dumps(sweep.to_json())))
     assert again.trial_request(options, 7) == request
     assert again.tune.combinations() == sweep.tune.combinations()
+
+
+def test_a_record_that_kept_what_was_given_is_read():
+    given = file(where="num_steps > 3", tune={"vary": {"batch_size": [16], "beta": [0.1]}})
+    sweep = read_sweep(given)
+    body = json.loads(json.dumps(sweep.to_json()))
+    body["options"] = {"algorithm": "bc", "updates": 20, "batch_size": 8, "holdout": 0.3}
+    body["request"]["config"] |= {"batch_size": 16, "options": {"beta": 0.1}}
+    options = sweep.tune.combinations()[0]
+    found = Sweep.from_json(body).trial_request(options, 7).config
+    assert (found.batch_size, found.where, found.policy) == (16, "num_steps > 3", "p")
+    assert found.options == {"beta": 0.1}
+    assert Sweep.from_json(body).tune.train.batch_size == 8
 
 
 @pytest.mark.parametrize(
@@ -110,7 +123,7 @@ def test_a_trial_is_asked_for_what_the_file_and_its_options_say():
         (file(datasets=[]), r"datasets: found \[\], expected a list"),
         (file(policy=None), "found no policy"),
         (file(algorithm=None, algoritm="bc"), "found 'algoritm' but no algorithm"),
-        (file(where=3), "where: found 3, expected a text"),
+        (file(where=3), "where: found 3, expected a value of type str"),
         (file(seed=3), "found seed, expected none: seeds in"),
         (file(learners=2), "found learners, expected none"),
         (file(updates="x"), "training: updates: found 'x'"),
@@ -119,6 +132,8 @@ def test_a_trial_is_asked_for_what_the_file_and_its_options_say():
         (tuned(seeds=0), "seeds: found 0"),
         (tuned(num_samples=2), "num_samples: found 2 and no option to draw"),
         (tuned(vary={"seed": [1]}), "found seed, expected none"),
+        (tuned(vary={"reward": ["reward"]}), "vary: found 'reward', expected an option that need"),
+        (tuned(train={}), "tune: found option 'train'"),
         (tuned(vary={"alpha": []}), r"vary: alpha: found \[\], expected one value"),
         (tuned(vary={"alpha": 3}), "alpha: found 3, expected a list of values, or a table"),
         (tuned(vary={"alpha": {"unifrom": [0, 1]}}), "found option 'unifrom', expected uniform"),
@@ -133,7 +148,7 @@ def test_a_trial_is_asked_for_what_the_file_and_its_options_say():
 )
 def test_what_a_file_cannot_say_is_refused(given, said):
     with pytest.raises(ConfigInvalidError, match=said):
-        Sweep.from_options(given)
+        read_sweep(given)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +169,16 @@ def test_what_a_file_cannot_say_is_refused(given, said):
 )
 def test_what_not_every_trial_could_train_is_refused_before_any(lake, given, said):
     with pytest.raises(ConfigInvalidError, match=said):
-        check_sweep(lake, Sweep.from_options(given).pin(lake))
+        check_sweep(lake, read_sweep(given).pin(lake))
 
 
 def test_a_dataset_that_is_not_there(lake):
     with pytest.raises(NotFoundError, match="nowhere"):
-        Sweep.from_options(file(datasets=["nowhere"])).pin(lake)
+        read_sweep(file(datasets=["nowhere"])).pin(lake)
 
 
 def test_all_trials_train_on_the_versions_of_the_beginning(lake):
-    sweep = Sweep.from_options(file()).pin(lake)
+    sweep = read_sweep(file()).pin(lake)
     assert sweep.trial_request({}, 3).datasets == ("line@1",)
     assert check_sweep(lake, sweep).measure == "selection/loss"
 

@@ -1,0 +1,80 @@
+"""Callbacks: what a caller is told while a run goes on, and how it asks the run to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from replaylake.datastore.episodes.spaces import Array
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A training run that begins to learn, or resumes.
+
+    update: of the checkpoint it resumes from, 0 at the beginning. resumed: whether it had begun
+    before. remarks: what a person should know of the data, a sentence each.
+    """
+
+    run_id: str
+    update: int
+    resumed: bool
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EpisodeProgress:
+    """Episodes that have ended, of those requested. In games of several agents, games."""
+
+    num_episodes: int
+    episodes: int
+
+
+OnReading = Callable[[int, int], None]
+OnMetrics = Callable[[int, Mapping[str, float]], None]
+OnFrame = Callable[[int, Array], None]
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """Functions that a run calls in the process and thread that started it. All are optional.
+
+    An exception that one raises ends the run. Each function calls those that it names here:
+
+    - `on_reading(shards decoded, shards)`: `train`, `resume`, while the episodes are read.
+    - `on_start(start)`: once before the first update or step. A `RunStart` from `train`, `resume`,
+      `train_online` and `resume_online`; a `SweepStart` from `tune` and `resume_sweep`.
+    - `on_progress(progress)`: about four times a second, and at the end. A `TrainProgress` from
+      `train` and `resume`; an `OnlineProgress` from `train_online` and `resume_online`; a
+      `TrialProgress` from `tune` and `resume_sweep`, at each measurement and end of a trial; an
+      `EpisodeProgress` from `evaluate`, `compare` and `rollout`, as episodes end.
+    - `on_metrics(update, values)`: each point of a run's metrics, from the four training functions.
+    - `on_remark(text)`: what a person should know, such as a lost worker or a full disk:
+      `train_online`, `resume_online`, `rollout`.
+    - `on_frame(episode, frame)`: `evaluate`, for each reset and step of the episodes it draws.
+      frame: uint8 [height, width, 3].
+    - `should_end()`: asked between updates by the four training functions. True saves a checkpoint
+      and raises RunInterrupted.
+
+    on_start and on_progress are typed by no class: which one they get depends on the function
+    (docs/decisions/078).
+    """
+
+    on_reading: OnReading | None = None
+    on_start: Callable[[Any], None] | None = None
+    on_progress: Callable[[Any], None] | None = None
+    on_metrics: OnMetrics | None = None
+    on_remark: Callable[[str], None] | None = None
+    on_frame: OnFrame | None = None
+    should_end: Callable[[], bool] | None = None
+
+    @property
+    def is_end_requested(self) -> bool:
+        """Whether the run is to end."""
+        return self.should_end is not None and self.should_end()
+
+    def report_remark(self, text: str) -> None:
+        """Report a sentence that a person should read."""
+        if self.on_remark is not None:
+            self.on_remark(text)
