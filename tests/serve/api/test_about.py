@@ -37,6 +37,14 @@ def lake(kit, tmp_path):
     return lake
 
 
+def test_a_server_that_joins_is_loaded_from_its_environment(lake):
+    ref = lake.registry.resolve("clone:1")
+    config = ServeConfig(ref.path, "clone", 1, lake.path, log_to="live", join_every_s=60.0)
+    state = load_serving(ServeConfig.from_environment(config.to_environment()))
+    assert state.feedback_join is not None
+    state.close()
+
+
 def test_what_a_server_says_of_itself(app_client, lake):
     registry = lake.registry
     registry.set_alias("clone", "champion", 1)
