@@ -174,12 +174,14 @@ def name_options(text: str) -> str:
 
 def to_usage_error(error: ConfigInvalidError, options: Set[str]) -> typer.BadParameter | None:
     """Return a refused value as wrong usage (exit 2) if one of the command's options set it."""
-    flags = _FLAGS.get(error.parameter or "", ())
+    if error.parameter is None:
+        return None
+    flags = _FLAGS.get(error.parameter, ("--" + error.parameter.replace("_", "-"),))
     flag = next((flag for flag in flags if options & set(flag.split(" and "))), None)
     if flag is None:
         return None
     # The hint says it: `training: updates: found 0` is left with what was found.
-    _, _, message = str(error).partition(error.parameter or "")
+    _, _, message = str(error).partition(error.parameter)
     message = message.removeprefix(":").strip()
     return typer.BadParameter(name_options(message or str(error)), param_hint=flag)
 

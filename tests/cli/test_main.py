@@ -357,7 +357,7 @@ def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
     ],
 )
 def test_only_ingest_makes_a_lake(run: Any, lake: Path, arguments: tuple[str, ...]) -> None:
-    run(*arguments).failed(str(lake), "replaylake ingest", "--lake LAKE")
+    run(*arguments).failed(str(lake), "replaylake ingest", "--lake")
     assert not lake.exists()
 
 

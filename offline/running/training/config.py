@@ -116,7 +116,8 @@ class TrainConfig:
         if self.env_args and self.env is None:
             raise ConfigInvalidError(
                 f"training: found arguments of an environment ({', '.join(self.env_args)}) and no "
-                "environment, expected one. Name it with `env`, or leave the arguments out."
+                "environment, expected one. Name it with `env`, or leave the arguments out.",
+                parameter="env_args",
             )
         self.split()
 
@@ -252,6 +253,7 @@ def _time(text: str) -> datetime:
     except ValueError as error:
         raise ConfigInvalidError(
             f"training: holdout_after: found {text!r}, expected an ISO time such as 2026-11-01 or "
-            "2026-11-01T12:00:00+01:00."
+            "2026-11-01T12:00:00+01:00.",
+            parameter="holdout_after",
         ) from error
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
