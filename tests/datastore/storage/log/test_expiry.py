@@ -96,7 +96,7 @@ def test_history_goes_on_from_the_oldest_version(storage: LocalStorage, log: Com
         assert reader.history() == before[5:]
         assert reader.history(since=2) == before[5:]
         assert reader.info(5) == before[5]
-        for gone in (reader.info, reader.actions):
+        for gone in (reader.info, reader.read_change):
             with pytest.raises(NotFoundError, match=r"has 5\.\.12; those before were dropped"):
                 gone(4)
 

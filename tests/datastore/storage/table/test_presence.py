@@ -75,6 +75,6 @@ def test_where_the_log_no_longer_says(dataset: Dataset, monkeypatch: pytest.Monk
     def expired(*_: object) -> None:
         raise NotFoundError("version 3: its commit is not in d/_delta_log.")
 
-    monkeypatch.setattr(type(dataset.table.log), "actions", expired)
+    monkeypatch.setattr(type(dataset.table.log), "read_change", expired)
     with pytest.raises(NotFoundError, match=r"A later version took them out, and vacuum or purge"):
         check_shards_present(snapshot.table)
