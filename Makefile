@@ -9,7 +9,7 @@ SOURCES := $(wildcard datastore offline online serve cli tests examples benchmar
 WORKERS ?= 2
 KILLS ?= 500
 
-.PHONY: .venv demo test test-slow bars chaos check check-newer-gymnasium check-pythons check-oldest bench clean
+.PHONY: .venv demo test test-slow bars chaos check check-newer-gymnasium check-pythons check-oldest compat-base bench clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -68,6 +68,10 @@ check-pythons:
 # The same on Python 3.11 with the oldest versions that the base's dependencies allow.
 check-oldest:
 	@.ci/pythons oldest
+
+# The base beside verl and TRL, each in an environment of over a gigabyte below .bench/.
+compat-base:
+	@.ci/compat-base
 
 # Ours beside its peers, each in an environment of its own below .bench/: run it on an idle machine.
 # `make bench ONLY=append,load` runs some of the workloads.
