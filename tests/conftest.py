@@ -25,6 +25,10 @@ _SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 _WITHOUT_D3RLPY = "REPLAYLAKE_WITHOUT_D3RLPY"
 
+# The tests run in several processes on few cores: more threads a process only wait for each other.
+# Read by numpy and torch when they are first imported, which is after this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell's background jobs ignore Ctrl-C, and so would whatever the tests start there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

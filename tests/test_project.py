@@ -62,6 +62,30 @@ def test_constraints_pin_every_direct_dependency() -> None:
             assert requirement.specifier.contains(version), requirement
 
 
+def test_only_the_extra_offline_bounds_versions_from_above() -> None:
+    project = PYPROJECT["project"]
+    groups = {"base": project["dependencies"], **project["optional-dependencies"]}
+    assert project["requires-python"] == ">=3.11"
+    for group, requirements in groups.items():
+        for requirement in map(Requirement, requirements):
+            if group != "offline":
+                assert {clause.operator for clause in requirement.specifier} <= {">="}, requirement
+
+
+def test_tests_import_torch_from_the_modules_that_need_it_alone() -> None:
+    """What .ci/pythons leaves out, where there is no torch, is found by its imports at the top."""
+    for path in (ROOT / "tests" / "datastore").rglob("test_*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nested = [
+            node
+            for function in tree.body
+            if isinstance(function, ast.FunctionDef | ast.ClassDef)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        assert not any("torch" in ast.unparse(node) for node in nested), path
+
+
 def test_importing_replaylake_imports_nothing_heavy() -> None:
     code = "import sys; old = set(sys.modules); import replaylake; print(*set(sys.modules) - old)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
@@ -14,9 +13,6 @@ from replaylake.datastore.lake.lake import open_lake
 CARTPOLE_LOG = (
     Path(__file__).parents[2] / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"
 )
-
-# The tests run in several processes on few cores: more threads a process only wait for each other.
-torch.set_num_threads(1)
 
 
 def cartpole_episodes():

@@ -327,6 +327,7 @@ def test_what_is_sent_again_is_looked_up_after_a_failure_too(
     assert totals(dataset)["num_already_present"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # from Python 3.12 on
 def test_a_forked_child_writes_nothing(dataset: Dataset, make_episode: Make) -> None:
     writer = dataset.writer()
     writer.write(make_episode("a"))

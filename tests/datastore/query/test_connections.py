@@ -49,6 +49,7 @@ def test_a_session_leaves_nothing_behind() -> None:
     assert attached() == before
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # from Python 3.12 on
 def test_a_forked_process_gets_an_instance_of_its_own() -> None:
     """The parent's threads are not there to run its queries."""
     with session() as connection:

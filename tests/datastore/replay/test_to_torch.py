@@ -245,6 +245,12 @@ def test_priorities_pass_through_as_tensors_too(view: ReplayView) -> None:
         TorchSampler(view.uniform(32, seed=0)).update_priorities([0], [1.0])
 
 
+def test_tensors_are_taken_as_priorities(view: ReplayView) -> None:
+    sampler = view.prioritized(8, seed=0, alpha=1.0)
+    sampler.update_priorities(np.array([1, 0]), torch.tensor([5.0, 3.0]))
+    assert sampler.state_dict()["priorities"]["leaves"][:2].tolist() == [3.0, 5.0]
+
+
 def test_of_batches_drawn_ahead(view: ReplayView) -> None:
     alone = view.uniform(32, seed=0)
     with prefetch(view.uniform(32, seed=0)) as ahead:

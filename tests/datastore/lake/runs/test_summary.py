@@ -79,6 +79,7 @@ def test_a_run_that_goes_on_is_as_far_as_its_metrics(
     assert found.duration_s > 1e6
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # from Python 3.12 on
 def test_a_run_that_nobody_is_at_work_on_was_killed(lake: Lake) -> None:
     written = record(lake)
     child = os.fork()

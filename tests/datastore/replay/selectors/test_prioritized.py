@@ -162,13 +162,6 @@ def test_of_the_same_row_twice_the_last_priority_counts(view_of: View) -> None:
     assert sampler.state_dict()["priorities"]["leaves"].tolist() == [3.0, 0.0]
 
 
-def test_tensors_are_taken_as_arrays(view_of: View) -> None:
-    torch = pytest.importorskip("torch")
-    sampler = view_of(2).prioritized(8, seed=0, alpha=1.0)
-    sampler.update_priorities(np.array([1, 0]), torch.tensor([5.0, 3.0]))
-    assert sampler.state_dict()["priorities"]["leaves"].tolist() == [3.0, 5.0]
-
-
 def test_a_saved_sampler_goes_on_bit_for_bit(
     view_of: View, same: Callable[[Batch, Batch], bool]
 ) -> None:
