@@ -89,7 +89,7 @@ def load_serving(config: ServeConfig) -> ServingState:
     )
     common["states"] = StateSigner(lake.signing_key())
     if config.join_every_s:
-        common["feedback_joiner"] = FeedbackJoinProcess(
+        common["feedback_join"] = FeedbackJoinProcess(
             log.dataset, config.lake, config.join_every_s, config.window_s
         )
     return ServingState(router, signer, log, exploration, follower=follower, **common)
