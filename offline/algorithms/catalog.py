@@ -150,7 +150,7 @@ _REQUIREMENTS: Final[Mapping[Capability, _Requirement]] = {
         lambda info: not info.uses_rewards,
         "{num_unknown} of {num_steps} steps have no reward, expected one for each. Clone behavior "
         "with {able}, give rewards with `replaylake annotate`, or say in SQL what an unknown one "
-        "counts as (--reward 'coalesce(reward, 0)').",
+        "counts as (`reward` 'coalesce(reward, 0)').",
     ),
     "logs": _Requirement(
         lambda info: not info.consumes_once,

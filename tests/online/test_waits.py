@@ -229,11 +229,9 @@ def ray(begun: Future[Begun]) -> Iterator[object]:
 
 @pytest.mark.slow
 def test_too_few_cpus_for_the_learner_beside_its_workers_are_refused_at_once(lake, ray):
-    request = OnlineRequest(
-        "CartPole-v1", "live", "learned", OnlineConfig("dqn", learner="ray", workers=2)
-    )
+    config = OnlineConfig("dqn", env="CartPole-v1", policy="learned", learner="ray", workers=2)
     with pytest.raises(ConfigInvalidError, match="Ray: found 2 CPUs, expected 3: one for the lea"):
-        train_online(lake, request)
+        train_online(lake, "live", config)
 
 
 def walk_orders(lake, num, **env_args):
