@@ -110,7 +110,6 @@ def test_exit_codes(run: Any, lake: Path) -> None:
         (("log", "--policy", "random", "--gamma", "0"), "discount"),
         (("log", "--target-prob", "-0.5"), "--target-prob: found -0.5"),
         (("log", "--policy", "random", "--plot", "out.txt"), ".png"),
-        (("log", "--policy", "random", "--updates", "0"), "updates"),
     ],
 )
 def test_each_error_is_one_line(
@@ -128,6 +127,7 @@ def test_each_error_is_one_line(
         ("--holdout-after", "yesterday"),
         ("--holdout", "0.5", "--holdout-after", "2026-01-01"),
         ("--seed", "-1"),
+        ("--updates", "0"),
     ],
 )
 def test_wrong_usage(run: Any, lake: Path, arguments: tuple[str, ...]) -> None:
