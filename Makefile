@@ -9,7 +9,7 @@ SOURCES := $(wildcard datastore offline online serve cli tests examples benchmar
 WORKERS ?= 2
 KILLS ?= 500
 
-.PHONY: .venv demo test test-slow bars chaos check check-newer-gymnasium check-pythons check-oldest compat-base bench clean
+.PHONY: .venv demo test test-slow bars chaos check check-newer-gymnasium check-pythons check-oldest check-kernels compat-base bench clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -68,6 +68,11 @@ check-pythons:
 # The same on Python 3.11 with the oldest versions that the base's dependencies allow.
 check-oldest:
 	@.ci/pythons oldest
+
+# The numeric tests once for each set of kernels that numpy, OpenBLAS and torch have for this processor; half an hour.
+# `make check-kernels TESTS=tests/offline/losses` runs some of the tests.
+check-kernels: .venv/.installed
+	@.ci/kernels $(TESTS)
 
 # The base beside verl and TRL, each in an environment of over a gigabyte below .bench/.
 compat-base:
