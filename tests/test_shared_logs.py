@@ -144,7 +144,7 @@ def test_imitation_npz(ingest: Ingest, lake: Lake) -> None:
     assert any("infos" in note and "pickled" in note for note in receipt["notes"])
     assert receipt["alignment"]["is_aligned"]
     (limit,) = [check for check in receipt["checks"] if check["name"] == "time_limit"]
-    assert "--time-limit 500" in limit["advice"]
+    assert "`time_limit` 500" in limit["advice"]
 
 
 @pytest.mark.slow

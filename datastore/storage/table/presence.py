@@ -20,7 +20,8 @@ def check_shards_present(snapshot: TableSnapshot) -> None:
 
     Cost: a look at each file; on an object store one listing.
     Raises: NotFoundError for a version whose shards were taken out by a later one and removed
-    since, or purged, ShardCorruptError for a shard that should still be there.
+    since, or purged, ShardCorruptError for a shard that should still be there, InvalidNameError
+    where that leads out of the lake.
     """
     paths = [entry.path for entry in snapshot.files]
     missing = missing_files(snapshot.storage, snapshot.root, paths)
@@ -29,6 +30,8 @@ def check_shards_present(snapshot: TableSnapshot) -> None:
     log = CommitLog(snapshot.storage, snapshot.root)
     newest = log.newest()
     if damaged := [path for path in missing if path in newest.files]:
+        # A folder that is linked from outside of the lake is refused as that.
+        snapshot.storage.local_folder(f"{snapshot.root}/{damaged[0]}")
         raise ShardCorruptError(
             f"{snapshot.storage.url}/{snapshot.root}/{damaged[0]}: No such file or directory, "
             "expected the shard that the log names. Restore the file from a copy of the lake."

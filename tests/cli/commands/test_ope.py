@@ -173,7 +173,7 @@ def test_an_answer_that_may_rest_on_training_episodes_is_weak(run: Any, lake: Pa
     ran = run("ope", "log", "--target-prob", "0.2 + 0.6 * action", *CHEAP, "--json")
     assert (ran.code, ran.json["verdict"], ran.json["unseen"]) == (0, "weak", False)
     assert "not known whether the policy learned" in ran.json["reason"]
-    assert "--unseen" in ran.json["reason"]
+    assert "`unseen`" in ran.json["reason"]
 
 
 def test_the_estimators_table_of_the_docs_is_the_catalog() -> None:

@@ -205,7 +205,7 @@ def test_masked_actions_are_refused_by_what_ignores_masks(lake, line_world):
     lake.dataset("masked").append(episodes)
     for algorithm in ("d3rlpy:dqn", "d3rlpy:bc"):
         with pytest.raises(
-            SpaceUnsupportedError, match=r"masks that are not all true.*honour .*\bbc\b"
+            SpaceUnsupportedError, match=r"masks that are not all true.*honor masks: .*\bbc\b"
         ):
             train(lake, ["masked"], quick(algorithm=algorithm, policy="p"))
     assert lake.registry.runs() == []

@@ -146,7 +146,7 @@ def test_an_unknown_environment_is_refused_with_its_near_match():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"num_envs": 0}, {"seed": -1}, {"flush_steps": 0}, {"flush_interval_s": 0}],
+    [{"envs_per_worker": 0}, {"seed": -1}, {"flush_steps": 0}, {"flush_interval_s": 0}],
 )
 def test_a_config_out_of_range_is_refused(fields):
     with pytest.raises(ConfigInvalidError, match=next(iter(fields))):

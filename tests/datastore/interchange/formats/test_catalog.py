@@ -23,6 +23,6 @@ def test_the_table_has_every_format_and_no_other() -> None:
 @pytest.mark.parametrize("known", FORMATS, ids=lambda known: known.name)
 def test_each_says_what_it_is(known: Format) -> None:
     (row,) = [row for row in re.findall(_ROW, _DOCS, re.MULTILINE) if row[0] == known.name]
-    assert row[3] == known.about
+    assert row[3] == known.about.replace("`mapping`", "--map")
     assert re.fullmatch(r"[a-z][a-z0-9]*", known.name)
     assert 10 < len(known.about) <= 90

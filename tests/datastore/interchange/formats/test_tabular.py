@@ -559,7 +559,7 @@ def test_a_parquet_column_of_two_types_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({**_one_step(), "note": [12]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({**_one_step(), "note": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(
-        SourceInvalidError, match=r"b\.parquet: column 'note' is string in 1 values"
+        SourceInvalidError, match=r"b\.parquet: column 'note': found 1 values of type string and"
     ):
         _open(tmp_path)
 
