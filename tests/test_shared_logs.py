@@ -80,7 +80,7 @@ def test_rllib_pendulum_has_no_ends_and_half_the_torque(ingest: Ingest, lake: La
     assert not alignment["is_aligned"]
     assert "0.5 times the environment's" in alignment["cause"]
     assert alignment["num_explained"] == alignment["num_checked_explained"] > 1_000
-    (scale,) = re.findall(r"--action-scale (\S+)", alignment["advice"])
+    (scale,) = re.findall(r"`action_scale` (\S+)", alignment["advice"])
     again = ingest(
         "rllib_pendulum/pendulum-v1_enormous",
         "--env",
