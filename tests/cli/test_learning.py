@@ -75,8 +75,6 @@ def test_flags_win_over_set_and_set_over_the_file(run: Any, tmp_path: Path) -> N
         (("train", "offline", "cartpole", "--algorithm", "td3", "--policy", "p"), "td3"),
         ((*TRAIN, "--set", "learning_rat=1"), "learning_rate"),
         ((*TRAIN, "--set", "update=1"), "updates"),
-        ((*TRAIN, "--set", "updates=many"), "many"),
-        ((*TRAIN, "--updates", "0"), "updates"),
         ((*TRAIN, "--where", "nothing > 1"), "nothing"),
         ((*TRAIN, "--where", "num_steps > 1000"), "num_steps"),
         ((*TRAIN, "--where", "random() < 0.5"), "random"),
@@ -117,6 +115,18 @@ def test_what_is_refused_changes_nothing(
     assert "fault in ReplayLake" not in line
     assert said in line, line
     assert files() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(("--set", "updates=many"), "many"), (("--updates", "0"), "found 0")]
+)
+def test_a_value_that_an_option_refuses_is_wrong_usage(
+    run: Any, arguments: tuple[str, ...], said: str
+) -> None:
+    ran = run(*TRAIN, *arguments)
+    assert ran.code == 2
+    assert "--updates" in ran.err
+    assert said in ran.err
 
 
 def test_no_algorithm_is_wrong_usage(run: Any) -> None:
