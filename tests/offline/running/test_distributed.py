@@ -110,11 +110,11 @@ def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lak
 def test_two_learners_have_the_weights_of_one(ray, lake, dataset, config):
     alone = train(lake, [dataset], replace(config, policy="alone"))
     told = []
-    asked = vars(config) | {"learners": 2}
+    asked = vars(config) | {"learners": 2, "policy": "both"}
     both = train(
         lake,
         [dataset],
-        TrainConfig(**asked, policy="both"),
+        TrainConfig(**asked),
         callbacks=Callbacks(
             on_start=lambda start: told.append(start.run_id),
             on_progress=lambda progress: told.append(progress.update),
