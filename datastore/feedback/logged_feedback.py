@@ -239,7 +239,7 @@ def read_logged_feedback(
             logged.unmatched += _match_reports(logged, client, now - window)
     logged.drop_reports()
     logged.set_aside = {
-        key: f"reward: found {reward.reward}, which its reports come to, expected a finite number. "
+        key: f"reward: the sum of its reports is {reward.reward}, expected a finite number. "
         "A report of mode last replaces them."
         for key, reward in logged.rewards.items()
         if not reward.is_finite

@@ -154,7 +154,7 @@ def encode_received(records: Sequence[Mapping[str, Any]]) -> pa.Table:
                 tables.append(stream.read_all())
         except OSError as error:  # Arrow's word for bytes that end early: no disk is asked
             raise EpisodeInvalidError(
-                f"{_ROWS}: {error}, expected a whole stream of Arrow's."
+                f"{_ROWS}: {error}, expected a complete Arrow stream."
             ) from error
     return pa.concat_tables(tables, promote_options="default").unify_dictionaries()
 

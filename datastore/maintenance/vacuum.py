@@ -145,8 +145,8 @@ def _check_age(older_than_s: float | None, force: bool) -> None:
     if not older_than_s >= 0 or (older_than_s < MIN_KEEP_S and not force):
         raise ConfigInvalidError(
             f"older_than_s: found {older_than_s:g}, expected at least {MIN_KEEP_S:g} (an "
-            "hour): a younger file may be of a commit that is being made. Where nothing is written "
-            "or read meanwhile, force it.",
+            "hour): a younger file may belong to a commit in progress. If nothing is written or "
+            "read meanwhile, force it.",
             parameter="older_than_s",
         )
 

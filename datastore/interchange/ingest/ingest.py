@@ -183,8 +183,9 @@ class NothingValidError(SourceInvalidError):
             if check.outcome == REJECTED
         )
         super().__init__(
-            f"found no valid episode, expected at least one: {found}. Nothing was written, as "
-            "without one a dataset has no spaces. Correct the log, `mapping` or `env`."
+            f"found no valid episode, expected at least one: {found}. Nothing was written, "
+            "because a dataset takes its spaces from a valid episode. Correct the log, `mapping` "
+            "or `env`."
         )
 
 

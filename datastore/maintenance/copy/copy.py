@@ -434,9 +434,9 @@ def make_notes(plan: CopyPlan, forgotten: int | None) -> tuple[str, ...]:
         )
     if forgotten is not None:
         notes.append(
-            f"the source keeps version {forgotten}, copied last, no longer: what the target "
-            "removed of it may have been copied again; copy more often than `keep versions` of "
-            "`replaylake maintain retention`"
+            f"the source no longer retains version {forgotten}, the last one copied: steps of "
+            "it that the target removed may have been copied again; copy more often than `keep "
+            "versions` of `replaylake maintain retention`"
         )
     return tuple(notes)
 

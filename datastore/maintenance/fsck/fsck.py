@@ -136,7 +136,7 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: boo
         if file.modified_ms < horizon_ms:
             age = age_text(file.modified_ms)
             message = (
-                f"was left by a writer that did not end, {age}. `replaylake maintain vacuum` "
+                f"was left by a writer that did not finish, {age}. `replaylake maintain vacuum` "
                 "removes it."
             )
             check.add(NOTE, "temporary", file.path, message)
@@ -167,9 +167,9 @@ def _check_unrecorded(
     """Note a manifest whose hash is not in the registry; with repair, record the one it has."""
     path = f"{ref.folder}/{MANIFEST}"
     message = (
-        f"policy {ref} was registered before the sha256 of manifests was recorded: nothing tells "
-        f"whether its manifest is what it was. Look at it with `replaylake policies show {ref} "
-        "--json`; `repair` records the hash that it has now."
+        f"policy {ref} was registered before the sha256 of manifests was recorded, so its "
+        f"manifest cannot be verified. Look at it with `replaylake policies show {ref} --json`; "
+        "`repair` records its current hash."
     )
     check.add(NOTE, "unverified", path, message)
     if repair:

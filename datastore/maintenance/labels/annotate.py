@@ -161,7 +161,8 @@ def annotate(
         if again and expression.step_columns:
             raise ConfigInvalidError(
                 f"again: found a reward of {', '.join(expression.step_columns)} of the step, "
-                "expected one of the labels alone: applied twice, it would count twice.",
+                "expected one of label columns alone, because repeating it would add to the "
+                "reward twice.",
                 parameter="again",
             )
     used = [*added.values(), *(expression.label_columns if expression else ())]
@@ -351,8 +352,8 @@ def check_assigned(
         )
     if other := sorted({*given} - {REWARD}):
         raise ConfigInvalidError(
-            f"set: found {other[0]}, expected reward: what else a step has says what happened. "
-            "Ends come with the log or with feedback; new columns with `add`.",
+            f"set: found {other[0]}, expected reward: the other columns of a step are part of "
+            "the log. Ends are set by the log or by feedback, new columns with `add`.",
             parameter="set",
         )
     if taken := sorted({*added} & {*_RESERVED}):

@@ -106,7 +106,7 @@ def check_key(key: LabelKey, schema: pa.Schema) -> None:
     """Refuse a key that the dataset has not. Raises: NotFoundError."""
     if absent := [name for name in key.columns if name not in schema.names]:
         raise NotFoundError(
-            f"on: found {absent[0]}, which the dataset has not, expected a key of it. Only "
+            f"on: found {absent[0]}, which is not a column of the dataset, expected one. Only "
             "served steps have decision_id and request_id: `replaylake feedback join` writes them.",
             parameter="on",
         )
@@ -183,8 +183,8 @@ def prepare_labels(table: pa.Table, key: LabelKey, used: Sequence[str]) -> Label
         if name not in table.column_names:
             raise NotFoundError(
                 f"labels: found no column {name!r}, expected one of "
-                f"{', '.join(table.column_names)}. `on` KEY=COLUMN and `add` NAME=COLUMN say what "
-                "is called otherwise."
+                f"{', '.join(table.column_names)}. `on` KEY=COLUMN and `add` NAME=COLUMN map "
+                "columns with other names."
             )
     columns = {name: table.column(name).unify_dictionaries() for name in dict.fromkeys(used)}
     # At the door's types also because DuckDB does not know all of Arrow's, such as float16.

@@ -19,7 +19,7 @@ _MODEL: Final = "the model of values is right"
 # Resampling v(s_0) tells how first observations vary, not how far the model is off: at a nominal
 # 95% it held the truth in 41% of 500 simulated logs.
 _MODEL_ALONE: Final = (
-    "no interval: resampling the episodes does not tell how far their model is off"
+    "no interval: resampling the episodes does not measure the error of their model"
 )
 _EITHER: Final = (
     "behavior probabilities are right (then any model will do), or the model is; and above 0 "

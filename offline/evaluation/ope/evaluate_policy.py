@@ -191,16 +191,16 @@ def evaluate_on_episodes(
 def _unknown_training_note(unknown: str) -> str:
     return (
         f"It is not known whether the policy learned from the evaluated episodes ({unknown}): "
-        "it may know them by heart. `unseen` gives your word that it did not."
+        "it may have memorized them. `unseen` declares that it did not."
     )
 
 
 def _selection_bias_notes(asked: EvaluatedPolicy) -> list[str]:
     """Say why the episodes that the policy was not trained on may not be like the others."""
     return [
-        f"The policy was trained on the episodes where {where}; what is left for its evaluation "
-        "was chosen by that too, and is like the rest only if the condition has nothing to do with "
-        "outcomes. Train with `holdout`."
+        f"The policy was trained on the episodes where {where}; the remaining episodes "
+        "were selected by it too, and are representative only if the condition has nothing to do "
+        "with outcomes. Train with `holdout`."
         for where in asked.training.choices()
     ]
 
@@ -271,9 +271,9 @@ class _CutOff:
 
     def why_no_fqe(self) -> str:
         return (
-            f"{self._number} and with gamma 1 fitted Q evaluation values a world without that "
-            "limit, not what was logged; dr and wpdis value the latter, and `discount` 0.99 or so "
-            "bounds what comes after"
+            f"{self._number} and with gamma 1 fitted Q evaluation estimates the return "
+            "without that limit, not the logged one; dr and wpdis estimate the latter, and "
+            "`discount` 0.99 or so bounds the rewards after the cut"
         )
 
     def notes(self, names: set[str]) -> Iterator[str]:

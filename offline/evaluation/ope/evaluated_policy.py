@@ -133,8 +133,8 @@ def evaluated_reward(
         return EvaluatedReward(canonical_reward(question.reward), ASKED, training)
     if len(found) > 1:
         raise ConfigInvalidError(
-            f"{_name(asked)}: was trained with different rewards, {training}; expected to "
-            "be told which of them it is evaluated by. Name one with `reward`."
+            f"{_name(asked)}: was trained with different rewards, {training}; expected "
+            "one for the evaluation. Name one with `reward`."
         )
     if training is None:
         return EvaluatedReward(REWARD, STORED, None)
@@ -142,9 +142,9 @@ def evaluated_reward(
         check_reward(snapshot.table, training)
     except QueryError as error:
         raise QueryError(
-            f"{_name(asked)}: was trained with the reward {training}, which is no number of the "
-            f"steps of {snapshot.dataset}@{snapshot.version}: {error} Name another with `reward`; "
-            f"`reward` {REWARD} is the stored one."
+            f"{_name(asked)}: was trained with the reward {training}, which has no numeric value "
+            f"for the steps of {snapshot.dataset}@{snapshot.version}: {error} Name another with "
+            f"`reward`; `reward` {REWARD} is the stored one."
         ) from error
     return EvaluatedReward(training, TRAINING, training)
 

@@ -192,7 +192,7 @@ def test_a_source_that_forgot_the_version_copied_last_says_so(
     expire(dataset.table.log, version)
     receipt = copy(lake, "d", centre)
     assert episodes(centre) == ["a", "b", "c", "d"]
-    assert "the source keeps version 3, copied last, no longer" in receipt.notes[0]
+    assert "the source no longer retains version 3, the last one copied" in receipt.notes[0]
     dataset.append([make_episode("e")])
     assert copy(lake, "d", centre).notes == ()
 

@@ -56,9 +56,9 @@ class Grammar:
         for name in ("episode_by", "order_by", "gaps", "open_ends"):
             if (value := getattr(self.options, name)) != getattr(plain, name):
                 raise ConfigInvalidError(
-                    f"{name}: found {value!r} for a stream, expected it only for logs that are "
-                    "whole. Name an episode id and a step with `mapping`, or ingest the log when "
-                    "it is whole.",
+                    f"{name}: found {value!r} for a stream, expected it only for complete "
+                    "logs. Name an episode id and a step with `mapping`, or ingest the log when "
+                    "it is complete.",
                     parameter=name,
                 )
 
@@ -112,7 +112,7 @@ class Grammar:
         for ours in ("episode_id", "step"):
             if layout.one(ours) is None:
                 raise SourceInvalidError(
-                    f"{self.name}: found no column that is the {ours}, expected one to follow a "
+                    f"{self.name}: found no column for {ours}, expected one to follow a "
                     "stream: without it, lines that are delivered again cannot be told from new "
                     f"ones. Name it with `mapping` {ours}=COLUMN, or ingest the log when it is "
                     "whole."

@@ -267,11 +267,9 @@ def test_agents_are_kept_apart(lake: Lake) -> None:
 
 def test_what_cannot_be_followed_is_refused_by_name(lake: Lake) -> None:
     row = _step("a", 0)
-    with pytest.raises(
-        SourceInvalidError, match=r"no column that is the step.*`mapping` step=COLUMN"
-    ):
+    with pytest.raises(SourceInvalidError, match=r"no column for step.*`mapping` step=COLUMN"):
         _follow(lake, [{k: v for k, v in row.items() if k != "step"}])
-    with pytest.raises(SourceInvalidError, match="no column that is the episode_id"):
+    with pytest.raises(SourceInvalidError, match="no column for episode_id"):
         _follow(lake, [{k: v for k, v in row.items() if k != "episode_id"}])
     with pytest.raises(ConfigInvalidError, match="gaps: found 'split'"):
         _follow(lake, [row], options=ReadOptions(gaps="split"))

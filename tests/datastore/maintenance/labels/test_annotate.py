@@ -105,7 +105,7 @@ def test_the_same_call_again_changes_nothing(filled: Lake) -> None:
     other = call(labels.set_column(1, "bonus", pa.array([0.5, 0.0, 0.0])))
     assert not other.already_present
     assert column(filled, "reward")[:3] == [2.5, 4, 3]
-    with pytest.raises(ConfigInvalidError, match="count twice"):
+    with pytest.raises(ConfigInvalidError, match="reward twice"):
         call(labels, again=True)
 
 
@@ -271,7 +271,7 @@ def test_whole_numbers_fit_a_column_of_numbers(filled: Lake) -> None:
         (
             {"on": ["request_id"], "add": ["x"]},
             NotFoundError,
-            "request_id, which the dataset has not",
+            "request_id, which is not a column of the dataset",
         ),
         ({"on": ["decision_id"], "add": ["y"]}, NotFoundError, "no column 'y'"),
         ({"on": {"decision_id": "id"}, "add": ["x"]}, NotFoundError, "no column 'id'"),

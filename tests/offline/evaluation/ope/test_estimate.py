@@ -64,7 +64,7 @@ def test_a_model_alone_has_no_interval(longest, name, method):
     ends = one.ci_low, one.ci_high, one.difference_low, one.difference_high, one.interval
     assert ends == (None,) * 5
     assert (one.intervals, one.differences) == ({}, {})
-    assert "does not tell how far their model is off" in one.no_interval
+    assert "does not measure the error of their model" in one.no_interval
     ((paired,), _) = estimate_differences(log, log, [name])
     assert (paired.low, paired.high, paired.interval) == (None,) * 3
     assert paired.no_interval == one.no_interval

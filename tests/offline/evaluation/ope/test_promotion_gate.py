@@ -178,7 +178,7 @@ def test_a_doubt_of_the_champion_outlives_the_episodes_taken_away(lake, register
         "weak of the champion, p",
     ]
     for reason in found.reasons:
-        assert "was chosen by that too" in reason
+        assert "were selected by it too" in reason
 
 
 def test_what_the_log_does_not_support_does_not_pass(tmp_path, register_table):
