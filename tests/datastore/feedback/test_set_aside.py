@@ -127,7 +127,7 @@ def test_a_sum_beyond_float64_is_set_aside_and_the_others_go_on(log):
     columns = "episode_id, source_episode_id, checks, reasons, row, producer"
     ((episode, source, checks, reasons, row, producer),) = log.rows(columns, "quarantine")
     assert (episode, source, checks) == (f"served/{bad}", "e", ["reward_sum"])
-    assert reasons[0].startswith("reward: found inf")
+    assert reasons[0].startswith("reward: the sum of its reports is inf")
     named = {"decision_id": bad, "request_id": None, "step": None}
     assert json.loads(row) == named | {"policy": "bc", "policy_version": 1}
     assert producer == "sessionise:d"

@@ -164,7 +164,7 @@ def test_an_interrupted_run_goes_on_with_the_same_weights(ray, lake):
     shorten(lake, run, at + 10)
     started = []
     again = resume(lake, run["run_id"], callbacks=Callbacks(on_start=started.append))
-    assert (started[0].update, started[0].goes_on) == (at, True)
+    assert (started[0].update, started[0].resumed) == (at, True)
     assert the_run(lake)["status"] == "done"
     whole = train(lake, ["line"], replace(vary(config, updates=at + 10), policy="whole"))
     expected = weights(whole)
