@@ -181,9 +181,9 @@ def to_usage_error(error: ConfigInvalidError, options: Set[str]) -> typer.BadPar
     if flag is None:
         return None
     # The hint says it: `training: updates: found 0` is left with what was found.
-    _, _, message = str(error).partition(error.parameter)
-    message = message.removeprefix(":").strip()
-    return typer.BadParameter(name_options(message or str(error)), param_hint=flag)
+    said = re.match(rf"(?:[^:`]+: )?{re.escape(error.parameter)}: ", str(error))
+    message = str(error)[said.end() :] if said else str(error)
+    return typer.BadParameter(name_options(message), param_hint=flag)
 
 
 def parse_pairs(texts: Sequence[str], option: str, form: str = "key=value") -> dict[str, str]:

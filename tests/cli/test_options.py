@@ -1,7 +1,8 @@
 import pytest
 import typer
 
-from replaylake.cli.options import parse_env_args
+from replaylake.cli.options import parse_env_args, to_usage_error
+from replaylake.datastore.errors import ConfigInvalidError
 
 
 def test_values_are_json_or_else_texts():
@@ -34,3 +35,15 @@ def test_arguments_of_no_environment_are_wrong_usage():
     assert parse_env_args([], has_env=False) == {}
     with pytest.raises(typer.BadParameter, match="without --env"):
         parse_env_args(["a=1"], has_env=False)
+
+
+def test_the_parameter_is_taken_off_the_front_of_a_message_alone():
+    texts = {
+        "training: workers: found 0, expected 1.": "found 0, expected 1.",
+        "workers: found 0, expected 1.": "found 0, expected 1.",
+        "Ray: found 1, expected 2 for `workers`.": "Ray: found 1, expected 2 for --workers.",
+    }
+    for text, message in texts.items():
+        refused = to_usage_error(ConfigInvalidError(text, parameter="workers"), {"--workers"})
+        assert refused is not None
+        assert refused.message == message
