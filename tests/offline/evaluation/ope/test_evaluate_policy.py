@@ -500,7 +500,7 @@ def test_with_gamma_1_a_time_limit_leaves_fqe_out(lake):
     found = {one.estimator: one for one in report.estimates.estimates}
     assert set(found) == {"is", "wis", "clipped_is", "pdis", "wpdis", "dr", "wdr"}
     assert report.estimates.refused["fqe"].startswith(
-        "270 of 300 episodes were cut off (truncated), and with gamma 1 fitted Q evaluation estimates "
+        "270 of 300 episodes were cut off (truncated), and with gamma 1 fitted Q evaluation "
     )
     assert "solved exactly" in report.model
     for one in found.values():
