@@ -123,7 +123,7 @@ def collect(pool, num_steps, on_answer=lambda answer: None):
     """Ask until every order is done; return all answers."""
     answers, working = [], set(range(pool.size))
     for worker in working:
-        pool.ask(worker, num_steps)
+        pool.request_steps(worker, num_steps)
     until = time.monotonic() + 120
     while working:
         assert time.monotonic() < until
@@ -133,7 +133,7 @@ def collect(pool, num_steps, on_answer=lambda answer: None):
         if isinstance(answer, RolloutBatch) and answer.exhausted:
             working.discard(answer.worker)
         else:
-            pool.ask(answer.worker, num_steps)
+            pool.request_steps(answer.worker, num_steps)
         on_answer(answer)
     return answers
 
@@ -182,13 +182,13 @@ def test_an_endless_worker_that_is_killed_leaves_open_episodes_and_begins_others
                 break
         assert open_episodes
         pid = pid_of(pool, 0)
-        pool.ask(0, 10**9)
+        pool.request_steps(0, 10**9)
         time.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
         lost = pool.receive(60.0)
         assert isinstance(lost, WorkerLost)
         assert lost.open_episodes == open_episodes
-        pool.ask(0, 40)
+        pool.request_steps(0, 40)
         after = [end.number for end in pool.receive(60.0).ends]
     assert min(after) > max(numbers)
     assert {number % 10 for number in numbers + after} == {5}
