@@ -362,7 +362,7 @@ def test_a_gpu_that_no_node_has_is_refused_at_once(begun):
     assert refused.end() == 1
     where = f"Ray at {begun.result().address}"
     assert f"{where}: found 1 GPUs on 1 nodes, 1 on one at most; expected 2" in refused.said
-    assert "ray start --address" in refused.said
+    assert "ray start --num-gpus" in refused.said
     # Not after a wait: nothing was said of one.
     assert "waits" not in refused.said
     assert open_lake(refused.said_at.parent / "lake").registry.runs() == []
