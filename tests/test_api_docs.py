@@ -15,7 +15,7 @@ _PROGRAM, _WITH_RAY = (
     re.findall(r"```python\n(.*?)```", part, re.DOTALL) for part in _DOCS.split("\n## With Ray")
 )
 # Ray has settings of its own that it has deprecated.
-_WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning:ray")
+_WARNINGS = ("-W", "error", "-W", "ignore::DeprecationWarning:ray.data.context")
 
 
 def _run(program: str, folder: Path) -> None:
