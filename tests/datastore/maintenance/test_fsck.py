@@ -392,7 +392,7 @@ def test_a_manifest_that_has_no_hash_on_record(lake: Lake, package: Path) -> Non
     assert said(report) == [("note", "unverified")]
     (finding,) = report.findings
     assert finding.path == f"{ref.folder}/manifest.json"
-    assert "policies show p:1 --json`; `repair` records the hash" in finding.message
+    assert "policies show p:1 --json`; `repair` records its current hash" in finding.message
     (repaired,) = fsck(lake, repair=True).repairs
     assert (repaired.kind, repaired.path) == ("recorded", finding.path)
     assert lake.registry.resolve("p").manifest_sha256 == ref.manifest_sha256
