@@ -163,16 +163,10 @@ def set_aside_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> 
             f"AND list_has_any(checks, ['{REWARD_CHECK}', '{STEP_CHECK}']) AND key IS NOT NULL",
         )
     keys = found.column("key").combine_chunks()
-    if not len(keys) or not steps.files or DECISION_ID not in steps.schema.names:
+    if DECISION_ID not in steps.schema.names:
         return keys
-    tables = {"aside": found}
-    with fetch_files(steps, steps.files) as paths, scan_connection(tables) as connection:
-        written = query_arrow(
-            connection,
-            f"SELECT {DECISION_ID} AS key FROM {from_clause(steps, paths)} "
-            f"WHERE {DECISION_ID} IN (SELECT key FROM aside)",
-        )
-    return keys.filter(pc.invert(pc.is_in(keys, value_set=written.column("key"))))
+    written = _find_written(steps, keys, DECISION_ID)
+    return keys.filter(pc.invert(pc.is_in(keys, value_set=written)))
 
 
 def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Table) -> pa.Array:
@@ -343,16 +337,16 @@ def find_written_received(dataset: Dataset, steps: TableSnapshot, episodes: pa.A
     return _find_written(steps, _find_written(received, episodes))
 
 
-def _find_written(steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
-    """Return those of the ids that a table of steps has one of."""
-    if not steps.files or not len(episodes):
+def _find_written(steps: TableSnapshot, keys: pa.Array, column: str = EPISODE_ID) -> pa.Array:
+    """Return those of the keys that a column of a table of steps holds, each once."""
+    if not steps.files or not len(keys):
         return pa.array([], pa.string())
-    tables = {"keys": pa.table({"key": episodes})}
+    tables = {"keys": pa.table({"key": keys})}
     with fetch_files(steps, steps.files) as paths, scan_connection(tables) as connection:
         found = query_arrow(
             connection,
-            f"SELECT DISTINCT {EPISODE_ID} AS key FROM {from_clause(steps, paths)} "
-            f"WHERE {EPISODE_ID} IN (SELECT key FROM keys)",
+            f"SELECT DISTINCT {column} AS key FROM {from_clause(steps, paths)} "
+            f"WHERE {column} IN (SELECT key FROM keys)",
         )
     return found.column("key").combine_chunks()
 

@@ -77,12 +77,12 @@ class Grammar:
                 # Half of a pair is in JSON and in no text.
                 json.dumps(values, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            return self._malformed_finding(line, f"expected one JSON object ({error})")
+            return self._report_malformed(line, f"expected one JSON object ({error})")
         if not isinstance(values, dict) or not values:
-            return self._malformed_finding(line, "expected one JSON object with a step's values")
+            return self._report_malformed(line, "expected one JSON object with a step's values")
         return StreamRow(line.number, len(line.text), arrived_s, values)
 
-    def _malformed_finding(self, line: Line, expected: str) -> Finding:
+    def _report_malformed(self, line: Line, expected: str) -> Finding:
         shown = line.text[:60].decode(errors="replace")
         return Finding("malformed", f"{self.name} line {line.number}: found {shown!r}, {expected}")
 
