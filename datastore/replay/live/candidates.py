@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,12 @@ from replaylake.datastore.replay.live.ring import Ring
 
 # Looked at a time for the oldest that is still there.
 _PROBE_SIZE: Final = 1024
+
+
+class Refresh(Protocol):
+    """Put what this process appended into the ring; `wait` for another thread that writes to it."""
+
+    def __call__(self, *, wait: bool = False) -> None: ...
 
 
 class LiveCandidates:
@@ -23,7 +28,7 @@ class LiveCandidates:
 
     is_fixed = False
 
-    def __init__(self, ring: Ring, refresh: Callable[[], None]) -> None:
+    def __init__(self, ring: Ring, refresh: Refresh) -> None:
         """Take where items start; `refresh` is called before each draw, and may raise."""
         # A few more than can be in the ring, for those that are gone among those that are not.
         self.capacity = ring.size + ring.size // 8
@@ -38,6 +43,10 @@ class LiveCandidates:
     def bounds(self) -> tuple[int, int]:
         """Return low and high; what was appended by this process is in them."""
         self._refresh()
+        low, high = self._bounds
+        if low == high:
+            # What was appended may be all that there is, and another thread about to write it.
+            self._refresh(wait=True)
         return self._bounds
 
     def positions(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:

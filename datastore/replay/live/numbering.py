@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -13,7 +13,7 @@ from replaylake.datastore.replay.items.episodes import Episodes
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
 from replaylake.datastore.replay.layout import BOOTSTRAPPABLE
-from replaylake.datastore.replay.live.candidates import LiveCandidates
+from replaylake.datastore.replay.live.candidates import LiveCandidates, Refresh
 from replaylake.datastore.replay.live.ring import Ring
 from replaylake.datastore.replay.live.runs import LiveRun, RunIndex
 from replaylake.datastore.replay.protocols import Item
@@ -36,7 +36,7 @@ class ItemNumbering:
         self._candidates: dict[Item, LiveCandidates] = {}
         self._finished: dict[Sequences, FinishedSequences] = {}
 
-    def candidates(self, item: Item, refresh: Callable[[], None]) -> LiveCandidates:
+    def candidates(self, item: Item, refresh: Refresh) -> LiveCandidates:
         """Return the items of a kind that there are, kept up to date from now on."""
         if item not in self._candidates:
             made = LiveCandidates(self._ring, refresh)
@@ -44,7 +44,7 @@ class ItemNumbering:
             self._candidates[item] = made
         return self._candidates[item]
 
-    def finished_candidates(self, item: Item, refresh: Callable[[], None]) -> LiveCandidates:
+    def finished_candidates(self, item: Item, refresh: Refresh) -> LiveCandidates:
         """Return the items to which no step is added any more, kept up to date from now on."""
         if not isinstance(item, Sequences):
             return self.candidates(item, refresh)

@@ -200,14 +200,14 @@ class StreamIntake:
         """Keep it no longer."""
         self._streams.pop(stream, None)
 
-    def refresh(self) -> None:
-        """Put what was appended into the ring, unless the decoder is just doing so with its own.
+    def refresh(self, *, wait: bool = False) -> None:
+        """Put the appended steps into the ring, unless another thread is writing to it.
 
-        Then they come with the next draw: nobody waits. Raises: EpisodeInvalidError, and what the
-        thread that follows has met.
+        They then come with the next draw; `wait` for that thread where there is nothing else to
+        draw. Raises: EpisodeInvalidError, and what the thread that follows has met.
         """
         self._check()
-        if not self._streams or not self._lock.acquire(blocking=False):
+        if not self._streams or not self._lock.acquire(blocking=wait):
             return
         try:
             for stream in list(self._streams):

@@ -121,7 +121,7 @@ def apply(reader: LogReader, contents: LiveContents) -> None:
 
 def drawn(contents: LiveContents, item: Item) -> Any:
     """All items of a kind that there are, as one batch; each once."""
-    candidates = contents.items.candidates(item, lambda: None)
+    candidates = contents.items.candidates(item, lambda *, wait=False: None)
     low, high = candidates.bounds()
     numbers = np.arange(low, high)
     positions = candidates.positions(numbers)
@@ -189,7 +189,7 @@ def check_sql(
     reader, contents = followed(dataset)
     if early:
         for item in ITEMS:
-            contents.items.candidates(item, lambda: None)
+            contents.items.candidates(item, lambda *, wait=False: None)
     for number, pieces in enumerate(commits):
         dataset.append([piece.made() for piece in pieces])
         if drops[number] > 6:
@@ -214,7 +214,7 @@ def check_snapshot(
     """Append all commits, and compare with a view of the version that they make."""
     reader, contents = followed(dataset, frame_stack=frame_stack)
     for item in items if early else ():
-        contents.items.candidates(item, lambda: None)
+        contents.items.candidates(item, lambda *, wait=False: None)
     for pieces in commits:
         dataset.append([piece.made() for piece in pieces])
         apply(reader, contents)
@@ -233,7 +233,7 @@ def check_eviction(dataset: Dataset, commits: list[list[Piece]], max_steps: int)
     """Append all commits to a view that holds fewer steps."""
     reader, contents = followed(dataset, max_steps)
     for item in ITEMS:
-        contents.items.candidates(item, lambda: None)
+        contents.items.candidates(item, lambda *, wait=False: None)
     num_steps = 0
     for pieces in commits:
         dataset.append([piece.made() for piece in pieces])

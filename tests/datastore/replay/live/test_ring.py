@@ -81,7 +81,7 @@ def test_a_copy_during_an_edit_is_made_again(ring: Ring) -> None:
 
 
 def test_numbers_go_round(ring: Ring) -> None:
-    candidates = LiveCandidates(ring, lambda: None)
+    candidates = LiveCandidates(ring, lambda *, wait=False: None)
     ring.startable[:] = True
     high = 0
     for _ in range(5):

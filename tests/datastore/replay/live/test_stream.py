@@ -288,6 +288,23 @@ def test_who_samples_may_be_another_thread(dataset: Dataset, check_told: Check) 
         assert view.num_steps == step + 1
 
 
+def test_a_draw_waits_for_another_thread_where_there_is_nothing_else(
+    dataset: Dataset, check_told: Check
+) -> None:
+    """What holds the lock for a moment, such as a decoder, does not make the view look empty."""
+    with dataset.follow() as view, ThreadPoolExecutor(1) as pool:
+        sampler = view.uniform(32, seed=0)
+        stream = view.stream("e1")
+        for step in range(3):
+            append(stream, 1, step)
+        with view._follower.arrived:
+            drawing = pool.submit(sampler.sample)
+            with pytest.raises(TimeoutError):
+                drawing.result(timeout=0.2)
+        check_told(drawing.result(timeout=30))
+        stream.close()
+
+
 def test_steps_fall_out_while_they_are_appended(dataset: Dataset, check_told: Check) -> None:
     with dataset.follow(max_steps=300) as view:
         sampler = view.uniform(32, Transitions(n_step=4), seed=0)
