@@ -18,7 +18,7 @@ from replaylake.cli.main import main
 _ROOT = Path(__file__).parents[1]
 _TEXT = (_ROOT / "docs" / "FORMATS.md").read_text(encoding="utf-8")
 _BLOCKS = re.findall(r"(?m)(?:^    .*\n)+", _TEXT)
-# It goes on until it is told to end: tests/cli/test_ingest_stream.py does so.
+# It goes on until it is told to end: tests/cli/commands/test_ingest_stream.py does so.
 _ENDLESS = "replaylake ingest app.jsonl --dataset app --follow"
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_EXAMPLES = Path(__file__).parents[2] / "examples"
+_EXAMPLES = Path(__file__).parents[3] / "examples"
 _RESULTS = _EXAMPLES / "data" / "transcripts" / "results.json"
 
 
