@@ -34,6 +34,9 @@ from replaylake.online.recording.dataset_setup import ensure_dataset
 from replaylake.online.recording.episode_committer import EpisodeCommitter
 from replaylake.online.recording.storage_retry import StorageRetry
 
+# Fields of the configuration that a run's record has under other names.
+_STORED_NAMES: Final = {"env": "env_id", "envs_per_worker": "num_envs"}
+
 
 @dataclass(frozen=True)
 class RolloutReceipt:
@@ -144,10 +147,6 @@ def rollout(
     receipt = run.receipt(acting, config, len(orders) if config.workers else 0, started)
     run.end(record, {"status": "finished", **receipt.to_json()})
     return receipt
-
-
-# Fields of the configuration that a run's record has under other names.
-_STORED_NAMES: Final = {"env": "env_id", "envs_per_worker": "num_envs"}
 
 
 def _start_pool(orders: Sequence[WorkerSpec], config: RolloutConfig) -> WorkerPool:

@@ -34,6 +34,14 @@ from replaylake.online.training.result import OnlineResult, load_finished_result
 from replaylake.online.training.run import RunAttempt
 
 KIND: Final = "train online"
+_NEEDS: Final = "a learner in Ray: found no ray, expected it for `learner_gpus`"
+_POLL_S: Final = 0.25
+# A learner that works answers at once, whatever it computes. Of one that was asked to end and is
+# silent for so long, no checkpoint is waited for.
+_SILENT_S: Final = 30.0
+# After which a learner that finds no place is said to wait.
+_PATIENT_S: Final = 10.0
+_EVENTS: Final = ("on_start", "on_progress", "on_metrics", "on_remark")
 
 
 def train_online(
@@ -119,16 +127,6 @@ def _train_here(lake: Lake, work: RunSpec, **callbacks: Any) -> str:
     if work.run_id is not None:
         return _resume(lake, work.run_id, told).run_id
     return _start(lake, work.request, told).run_id
-
-
-_NEEDS: Final = "a learner in Ray: found no ray, expected it for `learner_gpus`"
-_POLL_S: Final = 0.25
-# A learner that works answers at once, whatever it computes. Of one that was asked to end and is
-# silent for so long, no checkpoint is waited for.
-_SILENT_S: Final = 30.0
-# After which a learner that finds no place is said to wait.
-_PATIENT_S: Final = 10.0
-_EVENTS: Final = ("on_start", "on_progress", "on_metrics", "on_remark")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from replaylake.offline.running.training.trainer import TrainProgress
 
 _METRICS_SHOWN: Final = 4
+_MEASURES: Final = {
+    "environment": "mean return in the environment",
+    "fqe": "value on the held-out episodes (fitted Q evaluation)",
+    "loss": "loss on the held-out episodes",
+}
 
 
 def offline(
@@ -352,10 +357,3 @@ def _of_reward(result: TrainResult) -> str:
     if not learned:
         return ""
     return f", of the environment's own reward: trained with {', '.join(sorted(learned))}"
-
-
-_MEASURES: Final = {
-    "environment": "mean return in the environment",
-    "fqe": "value on the held-out episodes (fitted Q evaluation)",
-    "loss": "loss on the held-out episodes",
-}

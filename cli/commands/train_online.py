@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _COLLECTING: Final = "Collection options"
 _LEARNING: Final = "Learning options"
 _MONITORING: Final = "Monitoring options"
+# With which a store refuses until there is room.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Agents(StrEnum):
@@ -412,10 +414,6 @@ def _run_with_progress(
                 on_remark=lambda text: report.print_message(f"note: {text}"),
             )
         )
-
-
-# With which a store refuses until there is room.
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def progress_text(done: OnlineProgress) -> str:

@@ -26,6 +26,17 @@ if TYPE_CHECKING:
 
 # Called with (update, metrics by name).
 OnMetrics = Callable[[int, Mapping[str, float]], None]
+# Fields of the messages, each as its tag: number << 3 | wire type.
+_WALL_TIME: Final = bytes([1 << 3 | 1])
+_STEP: Final = bytes([2 << 3])
+_FILE_VERSION: Final = bytes([3 << 3 | 2])
+_SUMMARY: Final = bytes([5 << 3 | 2])
+_SESSION_LOG: Final = bytes([7 << 3 | 2])
+_VALUE: Final = bytes([1 << 3 | 2])  # of Summary
+_TAG: Final = bytes([1 << 3 | 2])  # of Summary.Value
+_SIMPLE_VALUE: Final = bytes([2 << 3 | 5])
+_STARTED: Final = bytes([1 << 3, 1])  # SessionLog with status START
+_POLYNOMIAL: Final = 0x82F63B78  # Castagnoli's, reflected
 
 
 class Watchers:
@@ -157,19 +168,6 @@ def _wandb() -> Any:
             "TensorBoard's event files are written without it."
         ) from error
     return wandb
-
-
-# Fields of the messages, each as its tag: number << 3 | wire type.
-_WALL_TIME: Final = bytes([1 << 3 | 1])
-_STEP: Final = bytes([2 << 3])
-_FILE_VERSION: Final = bytes([3 << 3 | 2])
-_SUMMARY: Final = bytes([5 << 3 | 2])
-_SESSION_LOG: Final = bytes([7 << 3 | 2])
-_VALUE: Final = bytes([1 << 3 | 2])  # of Summary
-_TAG: Final = bytes([1 << 3 | 2])  # of Summary.Value
-_SIMPLE_VALUE: Final = bytes([2 << 3 | 5])
-_STARTED: Final = bytes([1 << 3, 1])  # SessionLog with status START
-_POLYNOMIAL: Final = 0x82F63B78  # Castagnoli's, reflected
 
 
 class EventFile:

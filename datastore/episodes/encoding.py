@@ -42,6 +42,7 @@ _PARTS: Final = ("sin(time of day)", "cos(time of day)", "sin(weekday)", "cos(we
 _SLOT_US: Final = 15 * 60 * 1_000_000
 _MINUTE_US: Final = 60 * 1_000_000
 _DAY_MINUTES: Final = 24 * 60
+_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 
 
 def _circle(size: int) -> Array:
@@ -122,9 +123,6 @@ class Field:
         if self.kind == CATEGORY:
             return self._codes.get(value, 0)
         return _parse_time(value) if self.kind == TIME else value
-
-
-_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,119 @@ _IN_FLIGHT_US: Final = 100_000
 # Far longer than a record waits in the journal of a server on another machine, which we cannot see,
 # and than the clocks of two servers differ.
 OTHER_SERVER_LAG_US: Final = 60_000_000
+# What the SQL below calls columns of the tables of decisions and of rewards, and of served steps.
+_FEEDBACK_NAMES: Final = {
+    DECISION_ID: "key",
+    EPISODE_ID: "source",
+    REQUEST_ID: "request",
+    STEP: "step",
+    TIMESTAMP: "ts",
+    FEEDBACK_ID: "feedback",
+    MODE: "mode",
+    REWARD: "reward",
+    TERMINATED: "terminated",
+    TRUNCATED: "truncated",
+}
+_WRITTEN_NAMES: Final = {
+    DECISION_ID: "key",
+    EPISODE_ID: "episode",
+    STEP: "number",
+    REWARD: "reward",
+    TERMINATED: "terminated",
+    TRUNCATED: "truncated",
+    REPORTED: "reported",
+}
+# decision: each decision, with its step if it is one, and until when what was said of it is there;
+# that is not known of a sum, as a part of one may be found later. meant: of reports by other names
+# the client's episode, and the decision as far as it can be told here; it may be another where one
+# came after it that is no step yet. report: each report with the client's episode that it is of.
+# changing: those in which a report may count.
+JOIN_SQL: Final = """
+CREATE TEMP TABLE decision AS
+SELECT d.key, d.source, d.request, d.step, d.ts, d.file,
+    coalesce('e' || d.source, 'd' || d.key) AS client, w.key IS NULL AS open, w.number, w.episode,
+    w.reward, w.terminated, w.truncated, w.since, w.reported, w.number = last.number AS is_last,
+    CASE WHEN w.reported IS NULL THEN w.since END AS until
+FROM decisions d LEFT JOIN written w ON w.key = d.key
+LEFT JOIN (SELECT episode, max(number) AS number FROM written GROUP BY episode) last
+    ON last.episode = w.episode;
+CREATE TEMP TABLE client AS
+SELECT client, max(ts) FILTER (open) AS last_open FROM decision GROUP BY client;
+CREATE TEMP TABLE asked AS
+SELECT request, ts, row FROM rewards WHERE key IS NULL AND request IS NOT NULL;
+CREATE TEMP TABLE meant AS
+SELECT a.row, d.ts, d.until,
+    coalesce(d.client, CASE WHEN n.ts - a.ts <= {elsewhere} THEN n.client END) AS client
+FROM asked a
+ASOF LEFT JOIN (SELECT request, ts, client, until FROM decision WHERE request IS NOT NULL) d
+    ON d.request = a.request AND a.ts >= d.ts
+ASOF LEFT JOIN (SELECT request, ts, client FROM decision WHERE request IS NOT NULL) n
+    ON n.request = a.request AND a.ts <= n.ts;
+CREATE TEMP TABLE numbered AS
+SELECT 'e' || source AS client, step, ts, row FROM rewards
+WHERE key IS NULL AND request IS NULL;
+INSERT INTO meant
+SELECT n.row, d.ts, d.until, c.client FROM numbered n
+LEFT JOIN client c ON c.client = n.client
+ASOF LEFT JOIN (SELECT client, number, ts, until FROM decision WHERE number IS NOT NULL) d
+    ON d.client = n.client AND d.number = n.step AND n.ts >= d.ts;
+CREATE TEMP TABLE report AS
+SELECT r.key, r.request, r.step, r.ts, r.row, r.reward, r.terminated, r.truncated, r.mode,
+    r.feedback, r.final_row, coalesce(d.client, m.client) AS client,
+    coalesce(d.until, m.until) AS until, m.ts AS meant_ts
+FROM rewards r LEFT JOIN decision d ON d.key = r.key LEFT JOIN meant m ON m.row = r.row;
+CREATE TEMP TABLE changing AS
+SELECT DISTINCT r.client FROM report r JOIN client c ON c.client = r.client
+WHERE (r.until IS NULL OR r.ts > r.until OR c.last_open > r.meant_ts)
+    AND (r.key IS NOT NULL OR r.ts < {horizon})
+"""
+# The decisions of client episodes in which a report may count, and all reports on them.
+ACTIVE_SQL: Final = """
+SELECT client, source, key, ts, request, step, file,
+    reward, terminated, truncated, episode, number, is_last, since, reported
+FROM decision SEMI JOIN changing USING (client) ORDER BY key
+"""
+ACTIVE_REPORTS_SQL: Final = """
+SELECT key, CASE WHEN key IS NULL THEN client END, request, step, mode, ts, row,
+    reward, terminated, truncated, feedback, final_row
+FROM report SEMI JOIN changing USING (client)
+WHERE key IS NOT NULL OR ts < {horizon} ORDER BY ts, row
+"""
+# Of the other episodes: decisions that wait for a report, that none came for, and that were asked
+# for again; then the steps of all, and reports by other names whose decision never came.
+REMAINDER_SQL: Final = """
+WITH left_over AS (
+    SELECT * FROM decision ANTI JOIN changing USING (client)
+), idle AS (
+    SELECT client, count(*) FILTER (open) AS num, max(ts) AS ts FROM left_over GROUP BY client
+), again AS (
+    SELECT o.client, count(*) AS num FROM left_over o
+    JOIN (SELECT DISTINCT client, request FROM left_over WHERE NOT open) s
+        ON s.client = o.client AND s.request = o.request
+    WHERE o.open GROUP BY o.client
+), counted AS (
+    SELECT i.num - coalesce(a.num, 0) AS num, coalesce(a.num, 0) AS again,
+        i.ts >= {closing} OR i.ts >= {horizon} AS waits
+    FROM idle i LEFT JOIN again a USING (client)
+)
+SELECT coalesce(sum(num) FILTER (waits), 0)::BIGINT,
+    coalesce(sum(num) FILTER (NOT waits), 0)::BIGINT, coalesce(sum(again), 0)::BIGINT,
+    (SELECT count(*) FROM decision WHERE NOT open),
+    (SELECT count(*) FROM report WHERE key IS NULL AND client IS NULL AND ts < {closing}),
+    (SELECT count(*) FROM report WHERE key IS NULL AND ts >= {horizon})
+FROM counted
+"""
+# Which file of a table a row is in, and which row of all it is; of a report, its final observation.
+FILE: Final = "file"
+ROW: Final = "row"
+_FINAL_ROW: Final = "final_row"
+_ADDED_COLUMNS: Final[Mapping[str, pa.DataType]] = {
+    REQUEST_ID: pa.string(),
+    EPISODE_ID: pa.string(),
+    STEP: pa.int32(),
+    FEEDBACK_ID: pa.string(),
+    MODE: pa.string(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,122 +443,8 @@ def _add_named_report(
         timeline.recut(decision.key)
 
 
-# What the SQL below calls columns of the tables of decisions and of rewards, and of served steps.
-_FEEDBACK_NAMES: Final = {
-    DECISION_ID: "key",
-    EPISODE_ID: "source",
-    REQUEST_ID: "request",
-    STEP: "step",
-    TIMESTAMP: "ts",
-    FEEDBACK_ID: "feedback",
-    MODE: "mode",
-    REWARD: "reward",
-    TERMINATED: "terminated",
-    TRUNCATED: "truncated",
-}
-_WRITTEN_NAMES: Final = {
-    DECISION_ID: "key",
-    EPISODE_ID: "episode",
-    STEP: "number",
-    REWARD: "reward",
-    TERMINATED: "terminated",
-    TRUNCATED: "truncated",
-    REPORTED: "reported",
-}
-
-
 def _rename(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
     return table.rename_columns([names.get(name, name) for name in table.column_names])
-
-
-# decision: each decision, with its step if it is one, and until when what was said of it is there;
-# that is not known of a sum, as a part of one may be found later. meant: of reports by other names
-# the client's episode, and the decision as far as it can be told here; it may be another where one
-# came after it that is no step yet. report: each report with the client's episode that it is of.
-# changing: those in which a report may count.
-JOIN_SQL: Final = """
-CREATE TEMP TABLE decision AS
-SELECT d.key, d.source, d.request, d.step, d.ts, d.file,
-    coalesce('e' || d.source, 'd' || d.key) AS client, w.key IS NULL AS open, w.number, w.episode,
-    w.reward, w.terminated, w.truncated, w.since, w.reported, w.number = last.number AS is_last,
-    CASE WHEN w.reported IS NULL THEN w.since END AS until
-FROM decisions d LEFT JOIN written w ON w.key = d.key
-LEFT JOIN (SELECT episode, max(number) AS number FROM written GROUP BY episode) last
-    ON last.episode = w.episode;
-CREATE TEMP TABLE client AS
-SELECT client, max(ts) FILTER (open) AS last_open FROM decision GROUP BY client;
-CREATE TEMP TABLE asked AS
-SELECT request, ts, row FROM rewards WHERE key IS NULL AND request IS NOT NULL;
-CREATE TEMP TABLE meant AS
-SELECT a.row, d.ts, d.until,
-    coalesce(d.client, CASE WHEN n.ts - a.ts <= {elsewhere} THEN n.client END) AS client
-FROM asked a
-ASOF LEFT JOIN (SELECT request, ts, client, until FROM decision WHERE request IS NOT NULL) d
-    ON d.request = a.request AND a.ts >= d.ts
-ASOF LEFT JOIN (SELECT request, ts, client FROM decision WHERE request IS NOT NULL) n
-    ON n.request = a.request AND a.ts <= n.ts;
-CREATE TEMP TABLE numbered AS
-SELECT 'e' || source AS client, step, ts, row FROM rewards
-WHERE key IS NULL AND request IS NULL;
-INSERT INTO meant
-SELECT n.row, d.ts, d.until, c.client FROM numbered n
-LEFT JOIN client c ON c.client = n.client
-ASOF LEFT JOIN (SELECT client, number, ts, until FROM decision WHERE number IS NOT NULL) d
-    ON d.client = n.client AND d.number = n.step AND n.ts >= d.ts;
-CREATE TEMP TABLE report AS
-SELECT r.key, r.request, r.step, r.ts, r.row, r.reward, r.terminated, r.truncated, r.mode,
-    r.feedback, r.final_row, coalesce(d.client, m.client) AS client,
-    coalesce(d.until, m.until) AS until, m.ts AS meant_ts
-FROM rewards r LEFT JOIN decision d ON d.key = r.key LEFT JOIN meant m ON m.row = r.row;
-CREATE TEMP TABLE changing AS
-SELECT DISTINCT r.client FROM report r JOIN client c ON c.client = r.client
-WHERE (r.until IS NULL OR r.ts > r.until OR c.last_open > r.meant_ts)
-    AND (r.key IS NOT NULL OR r.ts < {horizon})
-"""
-
-# The decisions of client episodes in which a report may count, and all reports on them.
-ACTIVE_SQL: Final = """
-SELECT client, source, key, ts, request, step, file,
-    reward, terminated, truncated, episode, number, is_last, since, reported
-FROM decision SEMI JOIN changing USING (client) ORDER BY key
-"""
-ACTIVE_REPORTS_SQL: Final = """
-SELECT key, CASE WHEN key IS NULL THEN client END, request, step, mode, ts, row,
-    reward, terminated, truncated, feedback, final_row
-FROM report SEMI JOIN changing USING (client)
-WHERE key IS NOT NULL OR ts < {horizon} ORDER BY ts, row
-"""
-
-# Of the other episodes: decisions that wait for a report, that none came for, and that were asked
-# for again; then the steps of all, and reports by other names whose decision never came.
-REMAINDER_SQL: Final = """
-WITH left_over AS (
-    SELECT * FROM decision ANTI JOIN changing USING (client)
-), idle AS (
-    SELECT client, count(*) FILTER (open) AS num, max(ts) AS ts FROM left_over GROUP BY client
-), again AS (
-    SELECT o.client, count(*) AS num FROM left_over o
-    JOIN (SELECT DISTINCT client, request FROM left_over WHERE NOT open) s
-        ON s.client = o.client AND s.request = o.request
-    WHERE o.open GROUP BY o.client
-), counted AS (
-    SELECT i.num - coalesce(a.num, 0) AS num, coalesce(a.num, 0) AS again,
-        i.ts >= {closing} OR i.ts >= {horizon} AS waits
-    FROM idle i LEFT JOIN again a USING (client)
-)
-SELECT coalesce(sum(num) FILTER (waits), 0)::BIGINT,
-    coalesce(sum(num) FILTER (NOT waits), 0)::BIGINT, coalesce(sum(again), 0)::BIGINT,
-    (SELECT count(*) FROM decision WHERE NOT open),
-    (SELECT count(*) FROM report WHERE key IS NULL AND client IS NULL AND ts < {closing}),
-    (SELECT count(*) FROM report WHERE key IS NULL AND ts >= {horizon})
-FROM counted
-"""
-
-
-# Which file of a table a row is in, and which row of all it is; of a report, its final observation.
-FILE: Final = "file"
-ROW: Final = "row"
-_FINAL_ROW: Final = "final_row"
 
 
 def read_decisions(decisions: TableSnapshot) -> pa.Table:
@@ -466,15 +465,6 @@ def read_decisions(decisions: TableSnapshot) -> pa.Table:
         [(DECISION_ID, text), (EPISODE_ID, text), (REQUEST_ID, text), (TIMESTAMP, pa.int64()),
          (STEP, pa.int32()), (FILE, pa.int32())]
     ).empty_table()  # fmt: skip
-
-
-_ADDED_COLUMNS: Final[Mapping[str, pa.DataType]] = {
-    REQUEST_ID: pa.string(),
-    EPISODE_ID: pa.string(),
-    STEP: pa.int32(),
-    FEEDBACK_ID: pa.string(),
-    MODE: pa.string(),
-}
 
 
 def read_rewards(rewards: TableSnapshot) -> tuple[pa.Table, pa.ChunkedArray]:

@@ -56,6 +56,17 @@ OPEN_S: Final = 3600.0
 
 # Called with (shards done, shards there are).
 OnProgress = Callable[[int, int], None]
+# A group is decoded whole, and so is the shard that it becomes, by whoever reads it. As appends.
+MAX_ROWS: Final = 1_048_576
+MAX_DECODED_BYTES: Final = 256 << 20
+# Adding little to a large shard, again and again, would write it anew each time: what is added has
+# to be half as much as the largest, unless that is small itself.
+_MIN_GAIN: Final = 1.5
+# A shard of this share is left alone. Below a half, as the share is estimated and appends make
+# shards of a half; two that are not full may then still be too much for one.
+_FULL: Final = 0.4
+_SMALL_BYTES: Final = 4 << 20
+_ID_BYTES: Final = 48
 
 
 @dataclass(frozen=True)
@@ -305,20 +316,6 @@ def _cluster_episodes(tables: list[pa.Table]) -> pa.Table:
 def _codes(column: pa.ChunkedArray) -> Any:
     """Return numbers for texts, in the order in which each is first met."""
     return column.cast(pa.string()).combine_chunks().dictionary_encode().indices.to_numpy()
-
-
-# A group is decoded whole, and so is the shard that it becomes, by whoever reads it. As appends.
-MAX_ROWS: Final = 1_048_576
-MAX_DECODED_BYTES: Final = 256 << 20
-
-# Adding little to a large shard, again and again, would write it anew each time: what is added has
-# to be half as much as the largest, unless that is small itself.
-_MIN_GAIN: Final = 1.5
-# A shard of this share is left alone. Below a half, as the share is estimated and appends make
-# shards of a half; two that are not full may then still be too much for one.
-_FULL: Final = 0.4
-_SMALL_BYTES: Final = 4 << 20
-_ID_BYTES: Final = 48
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,40 @@ from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.rewrite import ChangeRows, RewritePlan, rewrite
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
+# A report is of the newest decision of its name that was taken before it, else of the first after;
+# of a step, of those that have the client's own number of it, where there is one.
+_NAMED_REPORTS_SQL: Final = """
+SELECT r.file_index, r.file_row_number FROM {rewards} r
+ASOF LEFT JOIN named d ON d.name = r.{name} AND r.{time} >= d.{time}
+ASOF LEFT JOIN named n ON n.name = r.{name} AND r.{time} <= n.{time}
+ASOF LEFT JOIN numbered ds
+    ON ds.name = r.{name} AND ds.{step} = r.{step} AND r.{time} >= ds.{time}
+ASOF LEFT JOIN numbered ns
+    ON ns.name = r.{name} AND ns.{step} = r.{step} AND r.{time} <= ns.{time}
+WHERE r.{key} IS NULL AND {other}
+    AND coalesce(ds.{key}, ns.{key}, d.{key}, n.{key}) IN (SELECT key FROM keys)
+"""
+_NONE = pa.array([], pa.string())
+# What `episodes` is made of. Of a row that is refused only who and where it is can be trusted, and
+# that is in columns but for the policy, which is where the log has it: under the name that
+# `mapping` has for it, where there is one. Rows that came before there was a `mapping` are asked
+# for our own name, and tell nothing where they lack it.
+_AS_STEPS = f"""
+    {schema.EPISODE_ID}, {schema.AGENT_ID}, {schema.SOURCE_EPISODE_ID},
+    CAST(row_number AS INTEGER) AS {schema.STEP}, CAST(NULL AS INTEGER) AS {schema.ENV_STEP},
+    CAST(NULL AS DOUBLE) AS {schema.REWARD}, CAST(NULL AS BOOLEAN) AS {schema.TERMINATED},
+    CAST(NULL AS BOOLEAN) AS {schema.TRUNCATED}, CAST(NULL AS TIMESTAMPTZ) AS {schema.TIMESTAMP}
+"""
+_KNOWN: Final = {
+    schema.EPISODE_ID: "true",
+    schema.AGENT_ID: "true",
+    schema.SOURCE_EPISODE_ID: "true",
+    "num_steps": "true",
+    "policy": f'"{schema.POLICY} is known"',
+    "min_policy_version": f'"{schema.POLICY_VERSION} is known"',
+    "max_policy_version": f'"{schema.POLICY_VERSION} is known"',
+}
+
 
 @dataclass(frozen=True)
 class RemovalPlan:
@@ -211,21 +245,6 @@ def _without(column: str, keys: pa.Array) -> Any:
     return lambda rows: rows.filter(pc.invert(pc.is_in(rows.column(column), value_set=keys)))
 
 
-# A report is of the newest decision of its name that was taken before it, else of the first after;
-# of a step, of those that have the client's own number of it, where there is one.
-_NAMED_REPORTS_SQL: Final = """
-SELECT r.file_index, r.file_row_number FROM {rewards} r
-ASOF LEFT JOIN named d ON d.name = r.{name} AND r.{time} >= d.{time}
-ASOF LEFT JOIN named n ON n.name = r.{name} AND r.{time} <= n.{time}
-ASOF LEFT JOIN numbered ds
-    ON ds.name = r.{name} AND ds.{step} = r.{step} AND r.{time} >= ds.{time}
-ASOF LEFT JOIN numbered ns
-    ON ns.name = r.{name} AND ns.{step} = r.{step} AND r.{time} <= ns.{time}
-WHERE r.{key} IS NULL AND {other}
-    AND coalesce(ds.{key}, ns.{key}, d.{key}, n.{key}) IN (SELECT key FROM keys)
-"""
-
-
 def count_named_reports(dataset: Dataset, keys: pa.Array) -> int:
     """Return how many reports `remove_named_reports` would remove."""
     if not len(keys) or not _has_named_reports(dataset):
@@ -349,28 +368,6 @@ def _find_written(steps: TableSnapshot, keys: pa.Array, column: str = EPISODE_ID
             f"WHERE {column} IN (SELECT key FROM keys)",
         )
     return found.column("key").combine_chunks()
-
-
-_NONE = pa.array([], pa.string())
-# What `episodes` is made of. Of a row that is refused only who and where it is can be trusted, and
-# that is in columns but for the policy, which is where the log has it: under the name that
-# `mapping` has for it, where there is one. Rows that came before there was a `mapping` are asked
-# for our own name, and tell nothing where they lack it.
-_AS_STEPS = f"""
-    {schema.EPISODE_ID}, {schema.AGENT_ID}, {schema.SOURCE_EPISODE_ID},
-    CAST(row_number AS INTEGER) AS {schema.STEP}, CAST(NULL AS INTEGER) AS {schema.ENV_STEP},
-    CAST(NULL AS DOUBLE) AS {schema.REWARD}, CAST(NULL AS BOOLEAN) AS {schema.TERMINATED},
-    CAST(NULL AS BOOLEAN) AS {schema.TRUNCATED}, CAST(NULL AS TIMESTAMPTZ) AS {schema.TIMESTAMP}
-"""
-_KNOWN: Final = {
-    schema.EPISODE_ID: "true",
-    schema.AGENT_ID: "true",
-    schema.SOURCE_EPISODE_ID: "true",
-    "num_steps": "true",
-    "policy": f'"{schema.POLICY} is known"',
-    "min_policy_version": f'"{schema.POLICY_VERSION} is known"',
-    "max_policy_version": f'"{schema.POLICY_VERSION} is known"',
-}
 
 
 @dataclass(frozen=True)

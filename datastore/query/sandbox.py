@@ -44,6 +44,13 @@ _OPEN_FILES: Final = 256
 # result, stacks and what it does not count.
 _DUCKDB_SHARE: Final = 0.6
 _SIZE_BYTES: Final = 8
+_ORPHAN_MARGIN_S: Final = 2
+_QUERY_VERSION: Final = 1
+_RULE_PATH_BENEATH: Final = 1
+_FILE_RIGHTS: Final = {1: 13, 2: 14, 3: 15, 5: 16}  # version: number of rights, from bit 0 up
+_TCP_RIGHTS: Final = 0b11
+_TCP_VERSION: Final = 4
+_NO_NEW_PRIVILEGES: Final = 38  # prctl(PR_SET_NO_NEW_PRIVS)
 
 
 def read_frame(stream: BinaryIO, most: int) -> bytes | None:
@@ -277,17 +284,9 @@ def _send(sink: BinaryIO, body: Mapping[str, Any]) -> None:
     write_frame(sink, json.dumps(body).encode())
 
 
-_ORPHAN_MARGIN_S: Final = 2
-
 # Linux's Landlock (linux/landlock.h): system calls, the version that first knew each right.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_QUERY_VERSION: Final = 1
-_RULE_PATH_BENEATH: Final = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
-_FILE_RIGHTS: Final = {1: 13, 2: 14, 3: 15, 5: 16}  # version: number of rights, from bit 0 up
-_TCP_RIGHTS: Final = 0b11
-_TCP_VERSION: Final = 4
-_NO_NEW_PRIVILEGES: Final = 38  # prctl(PR_SET_NO_NEW_PRIVS)
 
 
 def limit_resources(*, memory_bytes: int, cpu_s: int, wall_s: float, num_files: int) -> None:

@@ -23,6 +23,8 @@ from replaylake.datastore.replay.batch_source import (
 )
 from replaylake.datastore.replay.saved_state import KIND, read_state
 
+_NAME: Final = "prefetch"
+
 
 @dataclass(frozen=True, eq=False)
 class _Task:
@@ -45,7 +47,6 @@ class _TaskResult:
     error: BaseException | None = None
 
 
-_NAME: Final = "prefetch"
 # After a draw that failed, those asked for behind it are left out, up to this task.
 _RESUME: Final = _Task(lambda: None, is_answered=False)
 

@@ -52,6 +52,9 @@ from replaylake.datastore.replay.selectors.weighted import (
 from replaylake.datastore.replay.source import TRANSITIONS, SampleSource
 from replaylake.datastore.replay.view_query import explain_sql_errors
 
+# Records copied at once where their layout changes.
+_PIECE = 1 << 14
+
 
 @dataclass(frozen=True)
 class CachedPart:
@@ -326,10 +329,6 @@ def _join_layouts(views: Sequence[ReplayView]) -> RecordLayout:
 def _reopen(parts: Sequence[CachedPart]) -> ReplayView:
     """Map a view that another process sent. Raises: NotFoundError if it left the cache since."""
     return concatenate([part.open() for part in parts])
-
-
-# Records copied at once where their layout changes.
-_PIECE = 1 << 14
 
 
 def join_packed(parts: Sequence[Packed], layout: RecordLayout, room: ArrayAllocator) -> Packed:

@@ -37,6 +37,11 @@ from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.frame_stack import stack_space
 
 _D3RLPY: Final = "d3rlpy:"
+_SPACES: Final = {
+    "discrete": "Discrete",
+    "continuous": "a float Box",
+    "multi_discrete": "MultiDiscrete or MultiBinary",
+}
 
 
 def algorithms() -> list[AlgorithmInfo]:
@@ -290,13 +295,6 @@ def _parse_device(device: torch.device | str) -> torch.device:
             f"({str(error).splitlines()[0]}), expected cpu, or cuda where there is one."
         ) from error
     return checked
-
-
-_SPACES: Final = {
-    "discrete": "Discrete",
-    "continuous": "a float Box",
-    "multi_discrete": "MultiDiscrete or MultiBinary",
-}
 
 
 def _actions_kind(space: Space) -> str:

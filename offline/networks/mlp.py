@@ -18,6 +18,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+# Rows that pass through all layers before the next do. What each layer leaves then stays in the
+# cache, and memory of its size is at hand, where 8 MB at a time are fetched from the system anew:
+# an update of CQL, whose critics see 7,936 rows, takes 52 ms instead of 68 (2 cores, 2026-11-22).
+_PART_ROWS: Final = 512
+# Multiplications from which oneDNN pays: 256 x 64 x 64.
+_MIN_ONEDNN: Final = 1 << 20
+# A product of few columns takes half as long when it is computed transposed: 38 us instead of 83
+# for [256, 256] x [256, 23].
+_FEW_COLUMNS: Final = 64
+
 
 class GradientSink:
     """Where a perceptron's backward pass puts its weights' gradients while it is open.
@@ -242,12 +252,6 @@ class _BatchedMLP(_MLPFunction):
         return (None, gradient.sum(dim=0), *ctx.made)
 
 
-# Rows that pass through all layers before the next do. What each layer leaves then stays in the
-# cache, and memory of its size is at hand, where 8 MB at a time are fetched from the system anew:
-# an update of CQL, whose critics see 7,936 rows, takes 52 ms instead of 68 (2 cores, 2026-11-22).
-_PART_ROWS: Final = 512
-
-
 def forward_pass(
     features: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
@@ -330,10 +334,6 @@ def relu_gradient(gradient: torch.Tensor, outputs: torch.Tensor) -> None:
     torch.ops.aten.threshold_backward.grad_input(gradient, outputs, 0, grad_input=gradient)
 
 
-# Multiplications from which oneDNN pays: 256 x 64 x 64.
-_MIN_ONEDNN: Final = 1 << 20
-
-
 def _onednn_linear() -> Any:
     """Return oneDNN's fused linear layer, or None where this torch has none."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -378,11 +378,6 @@ def write_outer_product(
         into.add_(product)
     else:
         into.copy_(product)
-
-
-# A product of few columns takes half as long when it is computed transposed: 38 us instead of 83
-# for [256, 256] x [256, 23].
-_FEW_COLUMNS: Final = 64
 
 
 def _is_onednn_faster(left: torch.Tensor, num_columns: int) -> bool:

@@ -40,6 +40,9 @@ from replaylake.offline.running.training.process_group import (
 from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.offline.running.training.trainer import Trainer
 
+# What the leader tells in place of an update where the run had ended before.
+ALREADY_FINISHED: Final = -1
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -362,10 +365,6 @@ def _make_result(
         evaluation=evaluation,
         already_finished=was_done,
     )
-
-
-# What the leader tells in place of an update where the run had ended before.
-ALREADY_FINISHED: Final = -1
 
 
 class NullObserver:

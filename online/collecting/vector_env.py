@@ -29,6 +29,10 @@ from replaylake.online.collecting.actor import Actor
 from replaylake.online.collecting.episode_random import EpisodeRandom
 from replaylake.online.collecting.step_buffer import EpisodeEnd, RolloutEpisode, StepBuffer
 
+# Rows of a block: at most so many, and so many bytes of observations, one row at least.
+_ROWS: Final = 4096
+_BYTES: Final = 32 << 20
+
 
 @dataclass
 class _EnvSlot:
@@ -292,11 +296,6 @@ def _require_open_episode(lane: _EnvSlot) -> RolloutEpisode:
 def _first_states(actor: Actor, num: int) -> Array | None:
     """Return what is remembered of N episodes that begin, [N, S]."""
     return None if actor.first_state is None else np.repeat(actor.first_state, num, axis=0)
-
-
-# Rows of a block: at most so many, and so many bytes of observations, one row at least.
-_ROWS: Final = 4096
-_BYTES: Final = 32 << 20
 
 
 class StepBlock:

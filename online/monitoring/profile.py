@@ -12,6 +12,13 @@ from replaylake.datastore.lake.runs.summary import ONLINE
 from replaylake.online.monitoring.timings import LINKS, PROFILE, Link, Total
 
 OTHER: Final = "other"
+WAITS: Final[frozenset[Link]] = frozenset({"worker_wait", "learner_wait"})
+# Who waits less than this share of its time waits for nobody: for a message, the end of a batch.
+_IDLE: Final = 0.1
+# Less than this of a place's time is not worth a word.
+_MIN_SHARE_SHOWN: Final = 0.005
+# Of two that wait, one holds the other up if it waits less than half as much.
+_IDLE_RATIO: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -216,13 +223,6 @@ _GROUPS: Final = (
 WORKER_LINKS: Final = frozenset(
     {"worker_wait", *(link for one in _GROUPS if one.place == "workers" for link in one.links)}
 )
-WAITS: Final[frozenset[Link]] = frozenset({"worker_wait", "learner_wait"})
-# Who waits less than this share of its time waits for nobody: for a message, the end of a batch.
-_IDLE: Final = 0.1
-# Less than this of a place's time is not worth a word.
-_MIN_SHARE_SHOWN: Final = 0.005
-# Of two that wait, one holds the other up if it waits less than half as much.
-_IDLE_RATIO: Final = 0.5
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from prometheus_client.registry import Collector
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.online.monitoring.timings import PROFILE
 
+_RUN_LABELS: Final = ("run_id", "policy", "env")
+
 
 class MetricsServer:
     """Answers at http://HOST:PORT/metrics with the newest value of each of a run's metrics.
@@ -109,7 +111,6 @@ class _RunValues(Collector):
 
 
 _Kind = Literal["counter", "gauge"]
-_RUN_LABELS: Final = ("run_id", "policy", "env")
 
 
 @dataclass(frozen=True)

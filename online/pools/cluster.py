@@ -28,6 +28,16 @@ _NEEDS: Final = (
     "rollout workers: found no ray, expected it for 1 or more of them. Without Ray the "
     "environments run in this process: see `env_runner`"
 )
+# A tenth of what Ray takes: what is larger is no code, and each node would wait for it.
+MAX_BYTES: Final = 50 << 20
+# One pattern a line, of a name or of a path from the folder; `#` begins a comment. Ray's name.
+IGNORE_FILE: Final = ".rayignore"
+_DERIVED: Final = ("__pycache__", "node_modules", "*.egg-info", "_lake", "_delta_log")
+_DATA: Final = (
+    "*.parquet", "*.arrow", "*.h5", "*.hdf5", "*.npz", "*.safetensors", "*.pt", "*.ckpt", "*.mp4",
+)  # fmt: skip
+# Of a lake, a dataset and a virtual environment.
+_MARKS: Final = ("_lake", "_delta_log", "pyvenv.cfg")
 
 
 def import_ray(address: str | None = None) -> Any:
@@ -142,18 +152,6 @@ def _check_cpus(cpus: float) -> None:
             "gives parts of one CPU, or whole ones.",
             parameter="worker_cpus",
         )
-
-
-# A tenth of what Ray takes: what is larger is no code, and each node would wait for it.
-MAX_BYTES: Final = 50 << 20
-# One pattern a line, of a name or of a path from the folder; `#` begins a comment. Ray's name.
-IGNORE_FILE: Final = ".rayignore"
-_DERIVED: Final = ("__pycache__", "node_modules", "*.egg-info", "_lake", "_delta_log")
-_DATA: Final = (
-    "*.parquet", "*.arrow", "*.h5", "*.hdf5", "*.npz", "*.safetensors", "*.pt", "*.ckpt", "*.mp4",
-)  # fmt: skip
-# Of a lake, a dataset and a virtual environment.
-_MARKS: Final = ("_lake", "_delta_log", "pyvenv.cfg")
 
 
 @contextmanager

@@ -33,6 +33,14 @@ _MAX_DEATHS: Final = 3
 _UNSCHEDULED_TIMEOUT_S: Final = 5.0
 # How often it looks for processes that take too long to start, or to answer.
 _LATE_S: Final = 1.0
+# Where Ray's messages say it.
+_DEATH_PATTERNS: Final = {
+    "pid": re.compile(r"^\s*pid: (\d+)", re.MULTILINE),
+    "ip": re.compile(r"^\s*ip: (\S+)", re.MULTILINE),
+    "cause": re.compile(
+        r"(?:because |is unavailable: )(.*?)(?: Some common causes|: RpcError|$)", re.MULTILINE
+    ),
+}
 
 
 class RayPool:
@@ -364,16 +372,6 @@ class RolloutBatchWriter:
         except TransientStorageError as error:
             return RolloutBatch(shipment.worker, blocked_reason=str(error))
         return replace(shipment, pieces=(), written=written)
-
-
-# Where Ray's messages say it.
-_DEATH_PATTERNS: Final = {
-    "pid": re.compile(r"^\s*pid: (\d+)", re.MULTILINE),
-    "ip": re.compile(r"^\s*ip: (\S+)", re.MULTILINE),
-    "cause": re.compile(
-        r"(?:because |is unavailable: )(.*?)(?: Some common causes|: RpcError|$)", re.MULTILINE
-    ),
-}
 
 
 @dataclass

@@ -34,6 +34,10 @@ _WAIT_S: Final = 0.02
 _SETTLE_S: Final = 1.0
 _MAX_RETURNS: Final = 100
 _MAX_LATENCIES: Final = 1000
+# A broadcast takes a millisecond or two of the learner's time; what is replayed was collected by
+# older policies anyway.
+_INTERVAL_S: Final = 0.1
+_MAX_STALENESSES: Final = 100
 
 
 class Collector:
@@ -305,12 +309,6 @@ class Collector:
             if arrived.latency_s is not None:
                 self._latencies.append(arrived.latency_s)
         self._parts.storage_retry.set_blocked("commit", self._parts.feed.blocked_reason)
-
-
-# A broadcast takes a millisecond or two of the learner's time; what is replayed was collected by
-# older policies anyway.
-_INTERVAL_S: Final = 0.1
-_MAX_STALENESSES: Final = 100
 
 
 class Broadcaster:

@@ -14,6 +14,57 @@ Mode = Literal["async", "sync"]
 EnvRunner = Literal["ray", "local"]
 LearnerPlace = Literal["process", "ray"]
 Agents = Literal["shared", "each"]
+_FROM_ONE: Final = (
+    "steps",
+    "until_episodes",
+    "workers",
+    "envs_per_worker",
+    "round_steps",
+    "explore_steps",
+    "threads",
+    "batch_size",
+    "frame_stack",
+    "min_size",
+    "capacity",
+    "broadcast_updates",
+    "log_steps",
+    "evaluate_steps",
+    "selection_episodes",
+    "evaluation_episodes",
+    "patience",
+    "checkpoint_steps",
+    "keep_checkpoints",
+)
+_FROM_ZERO: Final = (
+    "action_noise",
+    "temperature",
+    "random_steps",
+    "learner_gpus",
+    "max_staleness",
+    "seed",
+)
+_ABOVE_ZERO: Final = (
+    "flush_interval_s",
+    "start_timeout_s",
+    "answer_timeout_s",
+    "worker_cpus",
+    "samples_per_insert",
+    "error_buffer",
+)
+_SHARES: Final = (
+    "epsilon_start",
+    "epsilon_end",
+    "discount",
+    "priority_alpha",
+    "priority_beta",
+)
+# Fields of the configuration that a run's record has beside it, by their names there.
+_STORED_NAMES: Final = {
+    "env_id": "env",
+    "policy_name": "policy",
+    "env_args": "env_args",
+    "address": "address",
+}
 
 
 @dataclass(frozen=True)
@@ -181,50 +232,6 @@ class OnlineConfig:
         return self.checkpoint_steps or self.evaluate_interval_steps
 
 
-_FROM_ONE: Final = (
-    "steps",
-    "until_episodes",
-    "workers",
-    "envs_per_worker",
-    "round_steps",
-    "explore_steps",
-    "threads",
-    "batch_size",
-    "frame_stack",
-    "min_size",
-    "capacity",
-    "broadcast_updates",
-    "log_steps",
-    "evaluate_steps",
-    "selection_episodes",
-    "evaluation_episodes",
-    "patience",
-    "checkpoint_steps",
-    "keep_checkpoints",
-)
-_FROM_ZERO: Final = (
-    "action_noise",
-    "temperature",
-    "random_steps",
-    "learner_gpus",
-    "max_staleness",
-    "seed",
-)
-_ABOVE_ZERO: Final = (
-    "flush_interval_s",
-    "start_timeout_s",
-    "answer_timeout_s",
-    "worker_cpus",
-    "samples_per_insert",
-    "error_buffer",
-)
-_SHARES: Final = (
-    "epsilon_start",
-    "epsilon_end",
-    "discount",
-    "priority_alpha",
-    "priority_beta",
-)
 ONLINE_OPTIONS: Final = tuple(f.name for f in fields(OnlineConfig) if f.name != "options")
 
 
@@ -247,15 +254,6 @@ def online_config(options: Mapping[str, Any]) -> OnlineConfig:
     mix = ours.pop("mix", {})
     config = from_options(OnlineConfig, ours, "online")
     return replace(config, options={**nested, **theirs}, mix=dict(mix))
-
-
-# Fields of the configuration that a run's record has beside it, by their names there.
-_STORED_NAMES: Final = {
-    "env_id": "env",
-    "policy_name": "policy",
-    "env_args": "env_args",
-    "address": "address",
-}
 
 
 @dataclass(frozen=True)

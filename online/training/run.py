@@ -69,6 +69,12 @@ from replaylake.online.training.trainer import OnlineTrainer
 
 # From one look to the next while a view catches up.
 _LOOK_S: Final = 0.25
+# What is committed at a time where steps can be sampled without: a crash loses no more.
+_LOCAL_INTERVAL_S: Final = 2.0
+# Where nothing is learned while it is committed.
+_TURN_INTERVAL_S: Final = 0.02
+# Episodes of an attempt that goes on with a run have numbers, and so seeds, of their own.
+_NUMBERS_PER_ATTEMPT: Final = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -239,14 +245,6 @@ def _find_damage(dataset: Dataset) -> str | None:
     except (NotFoundError, LogCorruptError) as error:
         return str(error).rstrip(".")
     return None
-
-
-# What is committed at a time where steps can be sampled without: a crash loses no more.
-_LOCAL_INTERVAL_S: Final = 2.0
-# Where nothing is learned while it is committed.
-_TURN_INTERVAL_S: Final = 0.02
-# Episodes of an attempt that goes on with a run have numbers, and so seeds, of their own.
-_NUMBERS_PER_ATTEMPT: Final = 1 << 22
 
 
 def open_view(job: OnlineJob, producer: str) -> LiveView | AgentViews:

@@ -48,6 +48,20 @@ from replaylake.serve.serving_state import ServingState
 
 # Reports under a feedback_id that a worker remembers, to tell a contradiction at once: about 12 MB.
 _MAX_REMEMBERED: Final = 65_536
+FEEDBACK_FIELDS: Final = (
+    "decision_id",
+    "request_id",
+    "episode_id",
+    "step",
+    "reward",
+    "mode",
+    "feedback_id",
+    "terminated",
+    "truncated",
+    "final_observation",
+)
+_NAMES: Final = ("decision_id", "request_id", "episode_id")
+_ID_BYTES: Final = 16
 
 
 class FeedbackEndpoint:
@@ -149,22 +163,6 @@ def _decision_of(
         message = f"decision is {age_s:.0f} s old, past its reward window of {log.window_s:.0f} s"
         raise RequestRefusedError(410, field, message)
     return decision
-
-
-FEEDBACK_FIELDS: Final = (
-    "decision_id",
-    "request_id",
-    "episode_id",
-    "step",
-    "reward",
-    "mode",
-    "feedback_id",
-    "terminated",
-    "truncated",
-    "final_observation",
-)
-_NAMES: Final = ("decision_id", "request_id", "episode_id")
-_ID_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,33 @@ _MEANINGS: Final[Mapping[int, str]] = {
 }
 _PROBED: Final = (408, 413, 500, 503, 504)
 _ALWAYS: Final = (400, 403, *_PROBED, 421)
+_NAME: Final[Schema] = {
+    "type": ["string", "null"],
+    "minLength": 1,
+    "maxLength": MAX_NAME_CHARS,
+}
+_STEP: Final[Schema] = {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_STEP}
+_REWARDS: Final[Schema] = {"minimum": -MAX_REWARD, "maximum": MAX_REWARD}
+_FLAG: Final[Schema] = {"type": ["boolean", "null"]}
+_TOKEN: Final[Schema] = {"type": ["string", "null"], "minLength": 1}
+_LOG_PROB: Final[Schema] = {
+    "type": ["number", "null"],
+    "description": "ln of the probability (density) of the action; null if there is none.",
+}
+_OPTIONS: Final[Mapping[str, Schema]] = {
+    "deterministic": {**_FLAG, "description": "The mode instead of a draw."},
+    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 1e6},
+    "epsilon": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+    "seed": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
+    "q_values": {**_FLAG, "description": "Answer the q-values as well."},
+}
+_IN_QUERY: Final[Mapping[str, Schema]] = {
+    **_OPTIONS,
+    "episode_id": _NAME,
+    "request_id": _NAME,
+    "step": _STEP,
+    "state": _TOKEN,
+}
 
 
 class Docs:
@@ -213,35 +240,6 @@ def _answer(description: str, schema: Schema, kinds: Sequence[str] = (JSON,)) ->
 
 def _refusals(statuses: Sequence[int]) -> dict[str, Any]:
     return {str(status): _answer(_MEANINGS[status], ref("Error")) for status in statuses}
-
-
-_NAME: Final[Schema] = {
-    "type": ["string", "null"],
-    "minLength": 1,
-    "maxLength": MAX_NAME_CHARS,
-}
-_STEP: Final[Schema] = {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_STEP}
-_REWARDS: Final[Schema] = {"minimum": -MAX_REWARD, "maximum": MAX_REWARD}
-_FLAG: Final[Schema] = {"type": ["boolean", "null"]}
-_TOKEN: Final[Schema] = {"type": ["string", "null"], "minLength": 1}
-_LOG_PROB: Final[Schema] = {
-    "type": ["number", "null"],
-    "description": "ln of the probability (density) of the action; null if there is none.",
-}
-_OPTIONS: Final[Mapping[str, Schema]] = {
-    "deterministic": {**_FLAG, "description": "The mode instead of a draw."},
-    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 1e6},
-    "epsilon": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
-    "seed": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
-    "q_values": {**_FLAG, "description": "Answer the q-values as well."},
-}
-_IN_QUERY: Final[Mapping[str, Schema]] = {
-    **_OPTIONS,
-    "episode_id": _NAME,
-    "request_id": _NAME,
-    "step": _STEP,
-    "state": _TOKEN,
-}
 
 
 def _schemas(spec: PolicySpec) -> dict[str, Schema]:

@@ -46,6 +46,21 @@ _OF_ANY_HOST: Final = ("/livez", "/readyz")
 _OF_OTHER_SITES: Final = frozenset(
     {(400, "host"), (421, "host"), (403, "origin"), (415, "content-type")}
 )
+# What write_response reads and sets, none of which uvicorn documents: a version that has another
+# cycle answers by ASGI's messages.
+_CYCLE_ATTRIBUTES: Final = frozenset(
+    {
+        "default_headers",
+        "disconnected",
+        "flow",
+        "keep_alive",
+        "message_event",
+        "on_response",
+        "response_complete",
+        "response_started",
+        "transport",
+    }
+)
 
 
 class HandlerState:
@@ -348,21 +363,6 @@ class _ResponseHead:
 
 
 _head = _ResponseHead()
-# What write_response reads and sets, none of which uvicorn documents: a version that has another
-# cycle answers by ASGI's messages.
-_CYCLE_ATTRIBUTES: Final = frozenset(
-    {
-        "default_headers",
-        "disconnected",
-        "flow",
-        "keep_alive",
-        "message_event",
-        "on_response",
-        "response_complete",
-        "response_started",
-        "transport",
-    }
-)
 
 
 def is_known_cycle(cycle_class: type) -> bool:

@@ -8,6 +8,7 @@ from typing import Final, Literal
 Kind = Literal["counter", "gauge", "histogram"]
 # How a gauge of several workers is one: those of workers that are gone do not count.
 MergeMode = Literal["sum", "mean", "max"]
+_VERSION: Final = ("policy", "version")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,6 @@ class MetricFamily:
     merge_mode: MergeMode = "sum"
 
 
-_VERSION: Final = ("policy", "version")
 REQUESTS: Final = MetricFamily(
     "replaylake_requests",
     "counter",

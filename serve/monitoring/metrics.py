@@ -74,6 +74,10 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _REFRESH_S: Final = 1.0
 _NUM_BUCKETS: Final = len(LATENCY.buckets) + 1
 _NO_COUNTERS: Final = memoryview(bytearray(8)).cast("d")
+# Each is a time series of every version.
+_MAX_SHIFTS: Final = 64
+# Means of fewer say nothing more.
+_MIN_DECISIONS: Final = 0.01
 
 
 class Metrics:
@@ -285,10 +289,6 @@ class Metrics:
         return self._cells
 
 
-# Each is a time series of every version.
-_MAX_SHIFTS: Final = 64
-# Means of fewer say nothing more.
-_MIN_DECISIONS: Final = 0.01
 _Labels = tuple[str, ...]
 
 

@@ -38,6 +38,9 @@ _START_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.02
 # The workers of a server that was killed hold its port for 0.1 s more, on a busy machine longer.
 _PORT_WAIT_S: Final = 2.0
+_PREFIX: Final = "replaylake-server-"
+# A younger one may not have its lock yet.
+_MIN_AGE_S: Final = 60.0
 
 
 def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = None) -> int:
@@ -236,11 +239,6 @@ def open_listener(address: str, port: int) -> socket.socket:
                 "Stop what listens there, or choose another with --port."
             ) from error
         return listener
-
-
-_PREFIX: Final = "replaylake-server-"
-# A younger one may not have its lock yet.
-_MIN_AGE_S: Final = 60.0
 
 
 @dataclass(frozen=True)

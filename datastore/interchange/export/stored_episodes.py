@@ -40,6 +40,7 @@ _NAMES: Final = (*_KEY, schema.POLICY, schema.SOURCE_EPISODE_ID)
 
 # Called with the rows read so far.
 OnRows = Callable[[int], None]
+_MAX_MEMORY_BYTES: Final = 128 << 20
 
 
 def iter_stored_episodes(
@@ -207,9 +208,6 @@ def _combine_chunks(table: pa.Table) -> pa.Table:
     if all(column.num_chunks == 1 for column in table.columns):
         return table
     return table.unify_dictionaries().combine_chunks()
-
-
-_MAX_MEMORY_BYTES: Final = 128 << 20
 
 
 @dataclass(frozen=True)

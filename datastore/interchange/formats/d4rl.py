@@ -40,6 +40,8 @@ from replaylake.datastore.interchange.formats.tabular.reader import Declaration,
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import format_names
 
+LOG_PROBS: Final = "infos/action_log_probs"
+
 
 class D4rlFormat:
     """What D4RL's datasets are distributed as."""
@@ -104,9 +106,6 @@ def _metadata_notes(opened: Hdf5File) -> list[str]:
     if others:
         told.append(f"{others} arrays, which are not read")
     return [f"metadata: {'; '.join(told[:20])}"]
-
-
-LOG_PROBS: Final = "infos/action_log_probs"
 
 
 def write_d4rl(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:

@@ -26,6 +26,20 @@ _KINDS: Final[dict[bytes, str]] = {
     b"\x80\x04": "a pickle",
     b"\x80\x05": "a pickle",
 }
+_PICKLE: Final = (
+    "Reading a pickle runs what is in it, so none is read: load it where you trust it, and save "
+    "its arrays as npz or HDF5, or its rows as Parquet or JSON lines."
+)
+_MAP: Final = (
+    "If it has a row a step, say which is which: `format` {}, `mapping` observation=NAME ..."
+)
+# By the first dataset's path.
+_LAYOUTS: Final = {
+    "data/demo_": "It is laid out as robomimic's and robosuite's files are, a group a "
+    "demonstration, which are not read: write each as an episode of D4RL's or Minari's layout.",
+    "observations/": "It is laid out as an episode of ACT (ALOHA), a file each, which are not "
+    "read: convert the dataset with LeRobot, whose format is.",
+}
 
 
 def find_format(name: str, files: Sequence[SourceFile]) -> Format:
@@ -77,22 +91,6 @@ def _unknown_format_error(file: SourceFile) -> SourceInvalidError:
         f"{file.name}: found {found} of no format that is known here (`replaylake formats` lists "
         "them). Convert it, or name the format with `format`."
     )
-
-
-_PICKLE: Final = (
-    "Reading a pickle runs what is in it, so none is read: load it where you trust it, and save "
-    "its arrays as npz or HDF5, or its rows as Parquet or JSON lines."
-)
-_MAP: Final = (
-    "If it has a row a step, say which is which: `format` {}, `mapping` observation=NAME ..."
-)
-# By the first dataset's path.
-_LAYOUTS: Final = {
-    "data/demo_": "It is laid out as robomimic's and robosuite's files are, a group a "
-    "demonstration, which are not read: write each as an episode of D4RL's or Minari's layout.",
-    "observations/": "It is laid out as an episode of ACT (ALOHA), a file each, which are not "
-    "read: convert the dataset with LeRobot, whose format is.",
-}
 
 
 def get_advice(file: SourceFile, kind: str) -> str | None:

@@ -38,6 +38,19 @@ _NO_PIXELS: Final = (
 )
 _MIN_CHUNK_ROWS: Final = 16
 _CHUNK_BYTES: Final = 16 << 20
+_INFO: Final = "meta/info.json"
+# Fields of a path template, as in videos/{video_key}/chunk-{chunk_index:03d}; no other is filled
+# in, as str.format would also follow attributes and pad to any width.
+_FIELD: Final = re.compile(r"\{([a-z_]+)(?::0(\d)d)?\}")
+_VIDEO: Final = "video"
+_MALFORMED_ERRORS: Final = (
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    pa.ArrowException,
+)
 
 
 class LeRobotTables(TableSource):
@@ -274,20 +287,7 @@ def _look_up(keys: Array, values: Mapping[int, Any], kind: pa.DataType) -> pa.Ar
     return found.take(pa.array(codes))
 
 
-_INFO: Final = "meta/info.json"
 _V2, _V3 = ("v2.0", "v2.1"), ("v3.0",)
-# Fields of a path template, as in videos/{video_key}/chunk-{chunk_index:03d}; no other is filled
-# in, as str.format would also follow attributes and pad to any width.
-_FIELD: Final = re.compile(r"\{([a-z_]+)(?::0(\d)d)?\}")
-_VIDEO: Final = "video"
-_MALFORMED_ERRORS: Final = (
-    AttributeError,
-    KeyError,
-    TypeError,
-    ValueError,
-    OverflowError,
-    pa.ArrowException,
-)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,12 @@ _KEEP_BYTES: Final = 128 << 20
 _REJECTED_BYTES: Final = 16 << 10
 # Steps that are checked at once: enough that numpy and not Python does the work on short episodes.
 _CHECK_STEPS: Final = 65_536
+# About 150 bytes each.
+_MAX_EPISODES: Final = 1_000_000
+_ADVICE: Final = (
+    "kept: equal episodes may be real where the environment is deterministic; leave one of them "
+    "out of the log if it was written twice"
+)
 
 
 @dataclass(frozen=True)
@@ -233,14 +239,6 @@ def _nbytes(values: Any) -> int:
         return int(len(values) * values.type.bit_width // 8)
     except ValueError:  # of several widths
         return int(values.nbytes)
-
-
-# About 150 bytes each.
-_MAX_EPISODES: Final = 1_000_000
-_ADVICE: Final = (
-    "kept: equal episodes may be real where the environment is deterministic; leave one of them "
-    "out of the log if it was written twice"
-)
 
 
 class Duplicates:

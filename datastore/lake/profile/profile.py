@@ -32,6 +32,9 @@ from replaylake.datastore.storage.arrow_values import numbers
 _NUM_PERIODS: Final = 40
 _MAX_POLICIES: Final = 12
 OnProgress = Callable[[int, int], None]
+# Cells a side of the map of observations, and bins of the range of one continuous action.
+_MAP_CELLS: Final = 48
+_RANGE_BINS: Final = 20
 
 
 @dataclass(frozen=True)
@@ -236,11 +239,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(sub) for sub in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# Cells a side of the map of observations, and bins of the range of one continuous action.
-_MAP_CELLS: Final = 48
-_RANGE_BINS: Final = 20
 
 
 @dataclass(frozen=True)

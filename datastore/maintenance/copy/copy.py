@@ -52,6 +52,11 @@ _ROWLESS: Final = (
 
 # Called with (bytes moved, bytes) after each shard.
 OnProgress = Callable[[int, int], None]
+_KEY: Final = (EPISODE_ID, AGENT_ID, STEP)
+# Changes of which every row was in a shard that they took out.
+_REWRITES: Final = frozenset(
+    ("ANNOTATE", "COMPACT", "DELETE", "LATE REWARDS", "PURGE", "REPAIR", "TRIM")
+)
 
 
 @dataclass(frozen=True)
@@ -306,9 +311,6 @@ def _base(newest: int, version: int) -> int | None:
     return newest if 0 <= newest <= version else None
 
 
-_KEY: Final = (EPISODE_ID, AGENT_ID, STEP)
-
-
 class PresentRows:
     """The keys of a target's rows, and of those that an earlier copy had. A context manager.
 
@@ -380,10 +382,6 @@ class PresentRows:
 
 
 _OLD, _MIXED, _FRESH = range(3)
-# Changes of which every row was in a shard that they took out.
-_REWRITES: Final = frozenset(
-    ("ANNOTATE", "COMPACT", "DELETE", "LATE REWARDS", "PURGE", "REPAIR", "TRIM")
-)
 
 
 @dataclass(frozen=True)

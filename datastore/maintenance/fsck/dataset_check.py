@@ -41,6 +41,25 @@ _THREADS: Final = 2
 
 # Called with (shards checked, shards, dataset) after each.
 OnProgress = Callable[[int, int, str], None]
+# DuckDB spills to disk above it. A run is a few dozen bytes; most episodes have one.
+_MEMORY: Final = "512MB"
+_FETCH_ROWS: Final = 4096
+# Rows of one episode and agent by step: `reached` is the highest step before a run, `ended_at` the
+# lowest step at which the episode ended before it.
+_PROBLEMS: Final = """
+SELECT episode, agent, first, last, shard, reached, ended_at
+FROM (
+    SELECT *,
+           max(last) OVER earlier AS reached,
+           min(CASE WHEN ended THEN last END) OVER earlier AS ended_at
+    FROM runs
+    WINDOW earlier AS (
+        PARTITION BY episode, agent ORDER BY first, shard, row
+        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    )
+)
+WHERE first <> coalesce(reached, -1) + 1 OR last > ended_at
+"""
 
 
 @dataclass(frozen=True)
@@ -303,28 +322,6 @@ def age_text(modified_ms: int) -> str:
     """Return how old a file is, as people say it."""
     days = (time.time_ns() // 1_000_000 - modified_ms) / 86_400_000
     return f"{days:.1f} days old" if days >= 1 else f"{days * 24:.1f} hours old"
-
-
-# DuckDB spills to disk above it. A run is a few dozen bytes; most episodes have one.
-_MEMORY: Final = "512MB"
-_FETCH_ROWS: Final = 4096
-
-# Rows of one episode and agent by step: `reached` is the highest step before a run, `ended_at` the
-# lowest step at which the episode ended before it.
-_PROBLEMS: Final = """
-SELECT episode, agent, first, last, shard, reached, ended_at
-FROM (
-    SELECT *,
-           max(last) OVER earlier AS reached,
-           min(CASE WHEN ended THEN last END) OVER earlier AS ended_at
-    FROM runs
-    WINDOW earlier AS (
-        PARTITION BY episode, agent ORDER BY first, shard, row
-        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
-    )
-)
-WHERE first <> coalesce(reached, -1) + 1 OR last > ended_at
-"""
 
 
 class RowCheck:

@@ -78,6 +78,22 @@ _COUNTS: Final = (
     "open_episodes",
     "shards",
 )
+_RESERVED: Final = (
+    *STANDARD_COLUMNS,
+    DECISION_ID,
+    REPORTED,
+    REQUEST_ID,
+    REWARDED_AT,
+    REWARD_LATE,
+)
+_HITS: Final = pa.schema(
+    [
+        ("file", pa.int64()),
+        ("row", pa.int64()),
+        ("label", pa.int64()),
+        ("is_target", pa.bool_()),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -332,16 +348,6 @@ def _plain(array: pa.Array) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-_RESERVED: Final = (
-    *STANDARD_COLUMNS,
-    DECISION_ID,
-    REPORTED,
-    REQUEST_ID,
-    REWARDED_AT,
-    REWARD_LATE,
-)
-
-
 def check_assigned(
     given: Mapping[str, str], added: Mapping[str, str], key: LabelKey, to: str
 ) -> None:
@@ -407,16 +413,6 @@ def _type_mismatch_error(name: str, found: str, kind: pa.DataType) -> SchemaMism
         f"column {name!r}: found {found}, expected {kind} as the dataset has it. Cast it, or add "
         f"it under another name, as in `add` {name}_2={name}."
     )
-
-
-_HITS: Final = pa.schema(
-    [
-        ("file", pa.int64()),
-        ("row", pa.int64()),
-        ("label", pa.int64()),
-        ("is_target", pa.bool_()),
-    ]
-)
 
 
 @dataclass(frozen=True)

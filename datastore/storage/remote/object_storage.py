@@ -54,6 +54,22 @@ ENDPOINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     "memory": (),
 }
+_MISSING_BUCKET_SIGNS: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
+# What is asked where the environment has no credentials.
+_MISSING_CREDENTIALS_SIGNS: Final = (
+    "/latest/api/token",
+    "/meta-data/iam",
+    "computeMetadata",
+    "metadata/identity",
+    "Account must be specified",
+    "MissingCredentials",
+)
+_CREDENTIALS: Final = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "memory": "none",
+}
 
 
 @dataclass(frozen=True)
@@ -339,24 +355,6 @@ def _key(path: str) -> str:
             "Something other than ReplayLake wrote it."
         )
     return path
-
-
-_MISSING_BUCKET_SIGNS: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
-# What is asked where the environment has no credentials.
-_MISSING_CREDENTIALS_SIGNS: Final = (
-    "/latest/api/token",
-    "/meta-data/iam",
-    "computeMetadata",
-    "metadata/identity",
-    "Account must be specified",
-    "MissingCredentials",
-)
-_CREDENTIALS: Final = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "memory": "none",
-}
 
 
 def is_missing_bucket(error: Exception) -> bool:

@@ -25,6 +25,8 @@ _EITHER: Final = (
     "behavior probabilities are right (then any model will do), or the model is; and above 0 "
     "wherever the policy's are"
 )
+_TRUNCATED = f"{_RATIOS}; weights above the clip (sqrt of the number of episodes) matter little"
+_SN = f"{_RATIOS}; episodes enough that a bias of about 1 / effective size does not matter"
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,6 @@ _OneStep = partial(Estimator, one_step=True)
 _Longer = partial(Estimator, one_step=False)
 _Both = partial(Estimator, one_step=None)
 
-_TRUNCATED = f"{_RATIOS}; weights above the clip (sqrt of the number of episodes) matter little"
-_SN = f"{_RATIOS}; episodes enough that a bias of about 1 / effective size does not matter"
 
 ESTIMATORS: Final[dict[str, Estimator]] = {
     estimator.name: estimator

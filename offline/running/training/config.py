@@ -14,6 +14,32 @@ from replaylake.offline.learning.normalization import REWARD_NORMALIZATIONS, Rew
 from replaylake.offline.learning.options import expect, from_options
 
 Select = Literal["auto", "environment", "fqe", "loss", "last"]
+_FROM_ONE: Final = (
+    "updates",
+    "threads",
+    "learners",
+    "frame_stack",
+    "batch_size",
+    "log_updates",
+    "checkpoint_updates",
+    "keep_checkpoints",
+    "evaluate_updates",
+    "selection_episodes",
+    "selection_fqe_updates",
+    "patience",
+    "evaluation_episodes",
+)
+_TEXTS: Final = ("policy", "where", "where_steps", "reward", "weight", "env")
+# Fields of the configuration that a run's record has beside it, by their names there.
+_STORED_NAMES: Final = {
+    "policy_name": "policy",
+    "where": "where",
+    "where_steps": "where_steps",
+    "reward": "reward",
+    "weight": "weight",
+    "env_id": "env",
+    "env_args": "env_args",
+}
 
 
 @dataclass(frozen=True)
@@ -139,22 +165,6 @@ class TrainConfig:
         return self.checkpoint_updates or self.measure_interval_updates
 
 
-_FROM_ONE: Final = (
-    "updates",
-    "threads",
-    "learners",
-    "frame_stack",
-    "batch_size",
-    "log_updates",
-    "checkpoint_updates",
-    "keep_checkpoints",
-    "evaluate_updates",
-    "selection_episodes",
-    "selection_fqe_updates",
-    "patience",
-    "evaluation_episodes",
-)
-_TEXTS: Final = ("policy", "where", "where_steps", "reward", "weight", "env")
 TRAIN_OPTIONS: Final = tuple(f.name for f in fields(TrainConfig) if f.name != "options")
 
 
@@ -177,18 +187,6 @@ def train_config(options: Mapping[str, Any]) -> TrainConfig:
         ours["holdout_after"] = ours["holdout_after"].isoformat()
     config = from_options(TrainConfig, ours, "training")
     return replace(config, options={**nested, **theirs})
-
-
-# Fields of the configuration that a run's record has beside it, by their names there.
-_STORED_NAMES: Final = {
-    "policy_name": "policy",
-    "where": "where",
-    "where_steps": "where_steps",
-    "reward": "reward",
-    "weight": "weight",
-    "env_id": "env",
-    "env_args": "env_args",
-}
 
 
 @dataclass(frozen=True)

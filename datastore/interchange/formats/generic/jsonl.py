@@ -42,6 +42,10 @@ _ENDLESS: Final = "endless"
 Misfits = dict[int, dict[str, Any]]
 # Where a part of a value is: the keys that lead to it, None for the elements of a list.
 _Path = tuple[str | None, ...]
+# Logs have two or three levels, frames of images four, messages with tool calls perhaps ten.
+MAX_DEPTH: Final = 64
+_SHORT_LINE: Final = 2000
+_LEVELS: Final = np.zeros(256, np.int8)
 
 
 class JsonTables(TableSource):
@@ -324,11 +328,7 @@ def _kinds_in(value: Any, path: _Path = ()) -> set[tuple[_Path, str]]:
     return found
 
 
-# Logs have two or three levels, frames of images four, messages with tool calls perhaps ten.
-MAX_DEPTH: Final = 64
-_SHORT_LINE: Final = 2000
 _NEWLINE, _QUOTE, _OPEN, _CLOSE, _RETURN = b'\n"{}\r'
-_LEVELS: Final = np.zeros(256, np.int8)
 _LEVELS[[*b"[{"]] = 1
 _LEVELS[[*b"]}"]] = -1
 

@@ -45,6 +45,9 @@ _READ_ERRORS: Final = (
 # Each value of variable length may be as long as the file: so many bytes of them at once.
 _VARIABLE_BYTES: Final = 256 << 20
 _VARIABLE_ROWS: Final = 4096
+_SIGNATURE: Final = b"GCOL\x01"
+_HEADER_BYTES: Final = 16
+_OBJECT: Final = struct.Struct("<HHIQ")
 
 
 def is_hdf5(file: SourceFile) -> bool:
@@ -303,11 +306,6 @@ def load_h5py() -> Any:
             "HDF5 files: found no h5py, expected it. Run: pip install 'replaylake[formats]'."
         ) from error
     return h5py
-
-
-_SIGNATURE: Final = b"GCOL\x01"
-_HEADER_BYTES: Final = 16
-_OBJECT: Final = struct.Struct("<HHIQ")
 
 
 def check_heaps(file: SourceFile) -> None:

@@ -30,6 +30,10 @@ from replaylake.datastore.interchange.sources.compression import refuse_bomb
 PACKED_MAGIC: Final = "BCJNGG"
 # LZ4 makes no more than 255 bytes of one; a frame that declares more is no frame.
 _LZ4_RATIO: Final = 256
+_MAX_DEPTH: Final = 8
+_MAX_PARTS: Final = 10_000
+# An array may be in a dict twice; without a bound one would be in it ten thousand times.
+_MAX_SHARING: Final = 4
 
 
 @dataclass(frozen=True)
@@ -149,12 +153,6 @@ def _msgpack() -> Any:
             "Run: pip install 'replaylake[formats]'"
         ) from error
     return msgpack
-
-
-_MAX_DEPTH: Final = 8
-_MAX_PARTS: Final = 10_000
-# An array may be in a dict twice; without a bound one would be in it ten thousand times.
-_MAX_SHARING: Final = 4
 
 
 class ArrayUnpickler:

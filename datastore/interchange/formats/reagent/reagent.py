@@ -40,6 +40,11 @@ from replaylake.datastore.interchange.sources.source import SourceFile
 
 ACTION: Final = "action"
 POSSIBLE, POSSIBLE_MASK = "possible_actions", "possible_actions_mask"
+_MASK: Final = "action_mask"
+# What says again what the following row says.
+_RESTATED: Final = ("next_action", "possible_next_actions", "possible_next_actions_mask")
+_PRESENCE: Final = "_presence"
+_PIECE_VALUES: Final = 2 << 20
 
 
 class SourceActions:
@@ -145,11 +150,6 @@ def _where(chunk: Chunk, name: str) -> str:
 
 _STATE, _NEXT = "state_features", "next_state_features"
 _NOT_TERMINAL, _TERMINATED, _SPAN = "not_terminal", "terminated", "step"
-_MASK: Final = "action_mask"
-# What says again what the following row says.
-_RESTATED: Final = ("next_action", "possible_next_actions", "possible_next_actions_mask")
-_PRESENCE: Final = "_presence"
-_PIECE_VALUES: Final = 2 << 20
 _KNOWN_COLUMNS: Final = {"mdp_id", "sequence_number", _STATE, ACTION}
 _FIELDS: Final = {
     "episode_id": "mdp_id",

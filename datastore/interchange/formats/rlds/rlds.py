@@ -62,6 +62,14 @@ _NOTES: Final = {
         "it is real, the rewards are aligned otherwise than in RLDS and the returns here are wrong"
     ),
 }
+FEATURES: Final = "features.json"
+_INFO: Final = "dataset_info.json"
+# NAME-SPLIT.tfrecord-00000-of-00002; other file formats of TFDS have another word in the middle.
+SHARD: Final = re.compile(
+    r"(?P<name>.+)-(?P<split>[^-/]+)\.(?P<kind>tfrecord|array_record|riegeli|parquet)"
+    r"-(?P<shard>\d+)-of-(?P<num>\d+)"
+)
+_MAX_JSON_BYTES: Final = 64 << 20
 
 
 class RldsTables(TableSource):
@@ -309,16 +317,6 @@ def _vector(space: Space | None) -> Space | None:
     if isinstance(space, Box) and not space.shape and space.dtype.startswith("float"):
         return Box((1,), space.dtype)
     return space
-
-
-FEATURES: Final = "features.json"
-_INFO: Final = "dataset_info.json"
-# NAME-SPLIT.tfrecord-00000-of-00002; other file formats of TFDS have another word in the middle.
-SHARD: Final = re.compile(
-    r"(?P<name>.+)-(?P<split>[^-/]+)\.(?P<kind>tfrecord|array_record|riegeli|parquet)"
-    r"-(?P<shard>\d+)-of-(?P<num>\d+)"
-)
-_MAX_JSON_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)

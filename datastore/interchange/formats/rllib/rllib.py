@@ -56,6 +56,8 @@ _MODULE: Final = "module_id"
 _TICK: Final = "t"
 # Columns that say nothing where all of their cells are null, or name nobody.
 _OPTIONAL: Final = ("agent_id", "module_id", "policy", "policy_version", "timestamp", "action_mask")
+VARIABLE: Final = "ray.data.arrow_variable_shaped_tensor"
+_TENSOR: Final = "ray.data.arrow_tensor"
 
 
 class RllibFormat:
@@ -206,9 +208,6 @@ def _is_empty_column(files: Sequence[SourceFile], name: str) -> bool:
                     return False
     return True
 
-
-VARIABLE: Final = "ray.data.arrow_variable_shaped_tensor"
-_TENSOR: Final = "ray.data.arrow_tensor"
 
 Shape = tuple[int, ...]
 

@@ -46,6 +46,49 @@ _FRAMEWORKS: Final = {
     "trajectory": "swe-agent",
 }
 _SPOKEN: Final = re.compile(r"^(system|user|assistant|tool): ?", re.MULTILINE)
+IDS: Final = (
+    "episode_id",
+    "conversation_id",
+    "dialogue_id",
+    "session_id",
+    "trajectory_id",
+    "id",
+    "uuid",
+)
+_GROUPS: Final = ("group_id", "prompt_id", "task_id")
+SAMPLES: Final = ("sample_id", "completion_id", "trial")
+_REWARDS: Final = ("reward", "score")
+_ENDED: Final = frozenset(
+    ("complete", "completed", "done", "end_turn", "eos", "finished", "stop", "success")
+)
+_CUT_OFF: Final = frozenset(
+    (
+        "aborted",
+        "cancelled",
+        "error",
+        "length",
+        "max_steps",
+        "max_tokens",
+        "max_turns",
+        "timeout",
+        "truncated",
+    )
+)
+# What becomes a column where it is of this type, as in what we export.
+_COLUMNS: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "reward": (int, float, type(None)),
+    "rewards": (list, type(None)),
+    "episode_id": (str, int),
+    "group_id": (str, int),
+    "group_id_source": str,
+    "sample_id": (str, int),
+    "source_framework": str,
+    "status": str,
+    "model": str,
+    "terminated": bool,
+    "truncated": bool,
+}
+_DIGITS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -279,50 +322,6 @@ def _unknown_record_error(record: Any) -> SourceInvalidError:
 
 
 GIVEN, DERIVED, NONE = "given", "derived", "none"
-
-IDS: Final = (
-    "episode_id",
-    "conversation_id",
-    "dialogue_id",
-    "session_id",
-    "trajectory_id",
-    "id",
-    "uuid",
-)
-_GROUPS: Final = ("group_id", "prompt_id", "task_id")
-SAMPLES: Final = ("sample_id", "completion_id", "trial")
-_REWARDS: Final = ("reward", "score")
-_ENDED: Final = frozenset(
-    ("complete", "completed", "done", "end_turn", "eos", "finished", "stop", "success")
-)
-_CUT_OFF: Final = frozenset(
-    (
-        "aborted",
-        "cancelled",
-        "error",
-        "length",
-        "max_steps",
-        "max_tokens",
-        "max_turns",
-        "timeout",
-        "truncated",
-    )
-)
-# What becomes a column where it is of this type, as in what we export.
-_COLUMNS: Final[Mapping[str, type | tuple[type, ...]]] = {
-    "reward": (int, float, type(None)),
-    "rewards": (list, type(None)),
-    "episode_id": (str, int),
-    "group_id": (str, int),
-    "group_id_source": str,
-    "sample_id": (str, int),
-    "source_framework": str,
-    "status": str,
-    "model": str,
-    "terminated": bool,
-    "truncated": bool,
-}
-_DIGITS: Final = 16
 
 
 def parse_task_end(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:

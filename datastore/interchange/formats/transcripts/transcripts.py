@@ -40,6 +40,47 @@ _CHUNK_CHARS: Final = 8 << 20
 # What a first look at a file reads at most, when its format is asked for.
 _LOOK_CHARS: Final = 8 << 20
 _NOTE_EXAMPLES: Final = 3
+PROMPT_MESSAGES: Final = "prompt_messages"
+COMPLETION_MESSAGES: Final = "completion_messages"
+FINAL_MESSAGES: Final = "final_messages"
+# The further columns of such datasets; messages, calls and metadata are JSON text.
+EXTRAS: Final = {
+    "role": pa.string(),
+    PROMPT_MESSAGES: pa.string(),
+    COMPLETION_MESSAGES: pa.string(),
+    FINAL_MESSAGES: pa.string(),
+    "tool_name": pa.string(),
+    "tool_calls": pa.string(),
+    "group_id": pa.string(),
+    "group_id_source": pa.string(),
+    "sample_id": pa.string(),
+    "source_framework": pa.string(),
+    "status": pa.string(),
+    "metadata": pa.string(),
+}
+ROW_SCHEMA: Final = pa.schema(
+    {
+        "episode_id": pa.string(),
+        "agent_id": pa.string(),
+        "step": pa.int64(),
+        "env_step": pa.int64(),
+        "prompt_text": pa.string(),
+        "final_text": pa.string(),
+        "completion_text": pa.string(),
+        "reward": pa.float64(),
+        "terminated": pa.bool_(),
+        "truncated": pa.bool_(),
+        "policy": pa.string(),
+        **EXTRAS,
+    }
+)
+# The texts for people are what a step saw and did.
+FIELDS: Final = {
+    "observation": "prompt_text",
+    "final_observation": "final_text",
+    "action": "completion_text",
+}
+_CONSTANT: Final = ("group_id", "group_id_source", "sample_id", "source_framework", "status")
 
 
 class TranscriptTables(TableSource):
@@ -217,50 +258,6 @@ def _lost_call_notes(num: int) -> list[str]:
     if not num:
         return []
     return [f"{num} turns are calls of tools that the log shows as None: name and arguments lost"]
-
-
-PROMPT_MESSAGES: Final = "prompt_messages"
-COMPLETION_MESSAGES: Final = "completion_messages"
-FINAL_MESSAGES: Final = "final_messages"
-
-# The further columns of such datasets; messages, calls and metadata are JSON text.
-EXTRAS: Final = {
-    "role": pa.string(),
-    PROMPT_MESSAGES: pa.string(),
-    COMPLETION_MESSAGES: pa.string(),
-    FINAL_MESSAGES: pa.string(),
-    "tool_name": pa.string(),
-    "tool_calls": pa.string(),
-    "group_id": pa.string(),
-    "group_id_source": pa.string(),
-    "sample_id": pa.string(),
-    "source_framework": pa.string(),
-    "status": pa.string(),
-    "metadata": pa.string(),
-}
-ROW_SCHEMA: Final = pa.schema(
-    {
-        "episode_id": pa.string(),
-        "agent_id": pa.string(),
-        "step": pa.int64(),
-        "env_step": pa.int64(),
-        "prompt_text": pa.string(),
-        "final_text": pa.string(),
-        "completion_text": pa.string(),
-        "reward": pa.float64(),
-        "terminated": pa.bool_(),
-        "truncated": pa.bool_(),
-        "policy": pa.string(),
-        **EXTRAS,
-    }
-)
-# The texts for people are what a step saw and did.
-FIELDS: Final = {
-    "observation": "prompt_text",
-    "final_observation": "final_text",
-    "action": "completion_text",
-}
-_CONSTANT: Final = ("group_id", "group_id_source", "sample_id", "source_framework", "status")
 
 
 def iter_rows(dialogue: Dialogue, episode_id: str) -> Iterator[dict[str, Any]]:

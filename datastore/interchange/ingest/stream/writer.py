@@ -43,6 +43,7 @@ from replaylake.datastore.names import new_ulid
 _WRITER: Final = "writer"
 _ATTEMPTS: Final = 4
 _FIRST_PAUSE_S: Final = 0.5
+_PLACE: Final = re.compile(r"^\S+ row \d+")
 
 
 class StreamWriter:
@@ -265,8 +266,6 @@ def _runs(window: Window, rows: Sequence[int]) -> list[list[int]]:
             runs.append([i])
     return runs
 
-
-_PLACE: Final = re.compile(r"^\S+ row \d+")
 
 # Rows, by their index in a window, and why each is refused.
 Rejections = list[tuple[int, Finding]]
