@@ -95,6 +95,13 @@ def test_discounted_returns(rows: str, gamma: float, expected: float) -> None:
     assert found == (pytest.approx(expected),)
 
 
+def test_what_duckdb_raises_for_ctrl_c_is_a_keyboard_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt), session():
+        raise RuntimeError("Query interrupted")
+    with pytest.raises(RuntimeError, match="another"), session():
+        raise RuntimeError("another")
+
+
 def test_ctrl_c_ends_a_query_again_and_again() -> None:
     # In a process of its own, whose main thread gets the signals.
     code = (
@@ -104,9 +111,9 @@ def test_ctrl_c_ends_a_query_again_and_again() -> None:
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "query = 'SELECT sum(hash(a.range, b.range)) FROM range(1000000) a, range(1000000) b'\n"
         "for _ in range(4):\n"
-        "    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "    try:\n"
         "        with session() as connection:\n"
+        "            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "            execute_interruptibly(connection, query)\n"
         "    except KeyboardInterrupt:\n"
         "        print('interrupted')\n"
