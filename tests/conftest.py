@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from replaylake.datastore.names import new_ulid
@@ -28,6 +29,10 @@ _WITHOUT_D3RLPY = "REPLAYLAKE_WITHOUT_D3RLPY"
 # The tests run in several processes on few cores: more threads a process only wait for each other.
 # Read by numpy and torch when they are first imported, which is after this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes tells what else runs on the machine.
+hypothesis.settings.register_profile("replaylake", deadline=None)
+hypothesis.settings.load_profile("replaylake")
 
 # A shell's background jobs ignore Ctrl-C, and so would whatever the tests start there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
