@@ -37,7 +37,7 @@ class SampleSource(ABC):
     def candidates(self, item: Item) -> Candidates:
         """Return the items that may be selected. Raises: EmptyReplayError if there can be none."""
 
-    def finished_candidates(self, item: Item) -> Candidates:
+    def find_finished_candidates(self, item: Item) -> Candidates:
         """Return the items to which no step is added any more: all, where none is."""
         return self.candidates(item)
 
@@ -92,7 +92,7 @@ class SampleSource(ABC):
         """
         _check_item(item)
         return InOrderSampler(
-            self.finished_candidates(item), self.assembler(item), batch_size, after
+            self.find_finished_candidates(item), self.assembler(item), batch_size, after
         )
 
     def prioritized(

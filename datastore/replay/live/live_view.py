@@ -217,13 +217,13 @@ class LiveView(SampleSource):
         with self._follower.lock:
             return self._contents.items.candidates(item, self._intake.refresh)
 
-    def finished_candidates(self, item: Item) -> LiveCandidates:
+    def find_finished_candidates(self, item: Item) -> LiveCandidates:
         """Return the items to which no step is added any more, in the order in which that is so.
 
         Of sequences those that have all their steps, or whose episode ended before.
         """
         with self._follower.lock:
-            return self._contents.items.finished_candidates(item, self._intake.refresh)
+            return self._contents.items.find_finished_candidates(item, self._intake.refresh)
 
     def assembler(self, item: Item) -> Assembler:
         """Return what copies selected items out of the ring."""

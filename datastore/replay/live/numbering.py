@@ -44,7 +44,7 @@ class ItemNumbering:
             self._candidates[item] = made
         return self._candidates[item]
 
-    def finished_candidates(self, item: Item, refresh: Refresh) -> LiveCandidates:
+    def find_finished_candidates(self, item: Item, refresh: Refresh) -> LiveCandidates:
         """Return the items to which no step is added any more, kept up to date from now on."""
         if not isinstance(item, Sequences):
             return self.candidates(item, refresh)

@@ -244,7 +244,7 @@ def test_once_all_has_ended_they_are_those_of_other_samplers(empty: Dataset) -> 
         )
         for item in (Sequences(5), Sequences(5, 3, 2), Sequences(2, 0, 9), Sequences(9, 8)):
             positions = []
-            for candidates in (view.finished_candidates(item), view.candidates(item)):
+            for candidates in (view.find_finished_candidates(item), view.candidates(item)):
                 found = candidates.positions(np.arange(*candidates.bounds()))
                 positions.append(sorted(found[found >= 0]))
             assert positions[0] == positions[1]
