@@ -256,6 +256,20 @@ class GoodClient(threading.Thread):
                     self.bad.append(answer.text)
 
 
+class Pause(threading.Thread):
+    """Sleeps for 10 ms again and again: how much longer that takes is the machine's own delay."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.is_over, self.longest_s = threading.Event(), 0.0
+
+    def run(self):
+        while not self.is_over.is_set():
+            began = time.perf_counter()
+            time.sleep(0.01)
+            self.longest_s = max(self.longest_s, time.perf_counter() - began - 0.01)
+
+
 def rss(pid):
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
@@ -284,8 +298,9 @@ def hostile(request, package, tmp_path, kit):
 def test_five_thousand_hostile_requests(hostile):
     port = int(hostile.url.rpartition(":")[2])
     worker = hostile.processes()[1]
-    good = GoodClient(hostile.url)
+    good, pause = GoodClient(hostile.url), Pause()
     good.start()
+    pause.start()
     attack = Attack(port)
 
     async def play():
@@ -300,19 +315,22 @@ def test_five_thousand_hostile_requests(hostile):
 
     before, borne = asyncio.run(play())
     good.is_over.set()
+    pause.is_over.set()
     good.join()
+    pause.join()
     growth = rss(worker) - before
     waits_s = sorted(good.waits_s)
     print(
-        f"statuses {attack.statuses}; longest wait {waits_s[-1]:.3f} s of {len(waits_s)}; "
+        f"statuses {attack.statuses}; longest wait {waits_s[-1]:.3f} s of {len(waits_s)}, "
+        f"longest delay of the machine {pause.longest_s:.3f} s; "
         f"growth {growth / 1e6:.0f} MB; slow clients borne {max(borne):.1f} s"
     )
     assert hostile.processes()[1] == worker, "it was started again"
     assert not good.bad, good.bad[:3]
     assert len(waits_s) > 100
-    # A machine that is busy delays one of thousands; a loop that is blocked delays all of 5 s.
+    # A busy machine delays who only sleeps, too; what the server adds to that is bounded.
     assert waits_s[-len(waits_s) // 100] < _MAX_WAIT_S
-    assert waits_s[-1] < 5
+    assert waits_s[-1] - pause.longest_s < _MAX_WAIT_S
     assert growth < _MAX_GROWTH_BYTES
     assert max(borne) < _BODY_TIMEOUT_S + 2
     assert sum("Traceback" in line for line in hostile.lines) == 0, "".join(hostile.lines)[-2000:]
