@@ -63,10 +63,10 @@ _INTERRUPTED: Final = 130
 
 # The headings of `replaylake --help`, each with its commands.
 GROUPS: Final = {
-    "Write": ("ingest", "rollout", "feedback", "annotate"),
-    "Read": ("datasets", "sql", "lineage"),
-    "Export": ("export", "formats"),
-    "Learn and evaluate": (
+    "Write data": ("ingest", "rollout", "feedback", "annotate"),
+    "Read data": ("datasets", "sql", "lineage"),
+    "Export data": ("export", "formats"),
+    "Train and evaluate": (
         "train",
         "tune",
         "algorithms",
@@ -75,8 +75,8 @@ GROUPS: Final = {
         "ope",
         "replay-decisions",
     ),
-    "Policies and serving": ("policies", "serve"),
-    "Maintenance": ("maintain", "fsck"),
+    "Manage and serve policies": ("policies", "serve"),
+    "Maintain a lake": ("maintain", "fsck"),
 }
 # By the name at the top level, the whole name of the command that it is short for.
 SHORT_FORMS: Final[dict[str, str]] = {}
@@ -121,10 +121,19 @@ class _Command(TyperCommand):
         sections[COMMON_OPTIONS] = sections.pop(COMMON_OPTIONS)
         for heading, parameters in sections.items():
             required_first = sorted(parameters, key=lambda one: not one.required)
-            records = [one.get_help_record(ctx) for one in required_first]
+            records = [_help_record(one, ctx) for one in required_first]
             if shown := [record for record in records if record is not None]:
                 with formatter.section(heading):
                     formatter.write_dl(shown)
+
+
+def _help_record(parameter: Any, ctx: Any) -> tuple[str, str] | None:
+    """Return a parameter's line; of an argument without the Python type that Typer appends."""
+    record: tuple[str, str] | None = parameter.get_help_record(ctx)
+    if record is None or parameter.param_type_name != "argument":
+        return record
+    name, text = record
+    return name.partition(" <")[0], text
 
 
 def _heading(parameter: Any) -> str:
@@ -138,8 +147,8 @@ def _heading(parameter: Any) -> str:
 # Plain help: rich's panels cost 0.1 s of start-up and say no more.
 _SETTINGS: Final[dict[str, Any]] = {"rich_markup_mode": None, "no_args_is_help": True}
 app = typer.Typer(
-    help="A lake of episodes: record, query, learn offline, serve, and learn from what was served.",
-    epilog="Each command has --help with an example. docs/CLI.md has them all.",
+    help="Record and query episodes, train policies on them, evaluate and serve the policies.",
+    epilog="Each command has --help with an example. docs/CLI.md describes all commands.",
     cls=_Commands,
     add_completion=False,
     pretty_exceptions_enable=False,

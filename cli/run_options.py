@@ -37,8 +37,8 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         metavar="RUN",
-        help="Resume a killed or interrupted run, by its id or a unique prefix; takes no other "
-        "options of the run.",
+        help="Resume a killed or interrupted run, by its id or a unique prefix. Its record has the "
+        "options, so others are refused.",
     ),
 ]
 

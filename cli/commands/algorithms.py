@@ -40,7 +40,7 @@ def list_algorithms(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List the learning algorithms, or show one's options.
+    """List the algorithms, or show the options of one.
 
     Without --for the list is the same for every lake.
 

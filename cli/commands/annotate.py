@@ -90,8 +90,8 @@ def annotate(
 ) -> None:
     """Write labels to steps or episodes.
 
-    All labels are written in one commit, and the same labels again change nothing. A NULL label
-    leaves the value unchanged.
+    All labels are written in one commit. Writing the same labels again changes nothing. A NULL
+    label leaves the value unchanged.
 
     Example:
       replaylake annotate live conversions.csv --on decision_id --set reward=value

@@ -41,8 +41,8 @@ def copy(
 ) -> None:
     """Copy a dataset into another lake.
 
-    Safe while others append. Repeated, it copies only what is new; copies from several lakes into
-    one are merged. No step is copied twice.
+    Safe while others append. A repeated copy transfers only new steps; copies from several lakes
+    into one are merged. No step is stored twice.
 
     Example:
       replaylake datasets copy cartpole /backup/lake

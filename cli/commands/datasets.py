@@ -65,17 +65,17 @@ def show(
         typer.Option(
             "--report",
             metavar="FILE",
-            help="File for an HTML page with plots of the contents; --json then has their numbers "
-            "too.",
+            help="File for an HTML page with plots of the contents; --json then includes the "
+            "plotted data.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show what a dataset holds.
+    """Show the contents of a dataset.
 
-    Prints its episodes, steps, returns, how episodes end, spaces and columns.
+    Prints the numbers of episodes and steps, returns, ends of episodes, spaces and columns.
 
     Example:
       replaylake show cartpole

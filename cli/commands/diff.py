@@ -51,7 +51,7 @@ def diff(
     """Compare two versions of a dataset.
 
     Prints the episodes and steps that were added, removed and changed. Rows that compaction moved
-    are no difference.
+    do not count as a difference.
 
     Example:
       replaylake diff cartpole@3 cartpole

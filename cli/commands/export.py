@@ -67,8 +67,8 @@ def export(
 ) -> None:
     """Write a dataset, or a part of it, in another format.
 
-    The file is written whole or not at all. Read again, its rows are equal, except for what the
-    format cannot hold, which is listed in notes.
+    The file is written whole or not at all. Ingesting it gives equal rows, except for values that
+    the format cannot store; notes list these.
 
     Example:
       replaylake export cartpole --to parquet cartpole.parquet

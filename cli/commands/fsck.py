@@ -28,7 +28,8 @@ def fsck(
     all_versions: Annotated[
         bool,
         typer.Option(
-            "--all-versions", help="Check the shards of every kept version, not only of the newest."
+            "--all-versions",
+            help="Check the shards of every retained version, not only of the newest one.",
         ),
     ] = False,
     repair: Annotated[

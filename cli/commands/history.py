@@ -36,8 +36,8 @@ def history(
 ) -> None:
     """List the versions of a dataset, newest first.
 
-    Prints who committed each, the episodes and steps it added, the shards added and removed, and
-    its tags.
+    Prints for each version its producer and tags, the episodes and steps that it added, and the
+    shards that it added and removed.
 
     Example:
       replaylake history cartpole

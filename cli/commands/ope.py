@@ -53,8 +53,8 @@ def ope(
         typer.Option(
             "--target-prob",
             metavar="SQL",
-            help="Instead of a policy, an expression over steps for its probability of the logged "
-            "action, or a list of those of all actions.",
+            help="Instead of a policy, an expression over the columns of steps: the probability of "
+            "the logged action, or a list with that of each action.",
         ),
     ] = None,
     explore: Annotated[
@@ -94,8 +94,8 @@ def ope(
         typer.Option(
             "--reward",
             metavar="SQL",
-            help="Expression over steps to use as the reward; by default the one that the policy "
-            "was trained with.",
+            help="Expression over the columns of steps for the reward; by default the one that the "
+            "policy was trained with.",
         ),
     ] = None,
     behavior_prob: Annotated[
@@ -103,8 +103,8 @@ def ope(
         typer.Option(
             "--behavior-prob",
             metavar="SQL",
-            help="Expression over steps for the behavior policy's probability, instead of the "
-            "logged one.",
+            help="Expression over the columns of steps for the behavior policy's probability, "
+            "instead of the logged one.",
         ),
     ] = None,
     holdout: Annotated[
@@ -112,8 +112,8 @@ def ope(
         typer.Option(
             "--holdout",
             metavar="SHARE",
-            help="Share of the episodes to evaluate on, the one that train holds out. By default "
-            "the episodes that the policy's training held out or did not use.",
+            help="Share of the episodes to evaluate on: those that train --holdout SHARE holds "
+            "out. By default those that the policy's training held out or did not use.",
         ),
     ] = None,
     holdout_after: Annotated[

@@ -55,9 +55,9 @@ def show_policy(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show where a policy comes from.
+    """Show the origin of a policy.
 
-    Prints its lineage, aliases and notes, and which version a name stands for.
+    Prints its lineage, aliases and notes, and the version to which a name refers.
 
     Example:
       replaylake policies show clone
@@ -95,8 +95,8 @@ def diff_policies(
 ) -> None:
     """Compare two versions of policies.
 
-    Prints the fields of `policies show` that differ: where each comes from, how it acts, its
-    aliases. `evaluate --compare` and `promote --gate` compare returns.
+    Prints the fields of `policies show` that differ, for example lineage, head and aliases.
+    `evaluate --compare` and `promote --gate` compare returns.
 
     Example:
       replaylake policies diff clone:1 clone:2
@@ -227,8 +227,8 @@ def delete_policy(
 ) -> None:
     """Delete a version of a policy.
 
-    Refused while it is protected or an alias points at it. Its lineage stays on record, and its
-    number is not given again. The next `maintain vacuum` deletes its files.
+    Refused while it is protected or an alias points at it. Its lineage is retained, and its number
+    is not reused. `maintain vacuum` deletes its files once they are older than the retention limit.
 
     Example:
       replaylake policies delete clone:2

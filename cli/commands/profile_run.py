@@ -35,10 +35,9 @@ def profile(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show where an online run's time and bytes go.
+    """Show the time and bytes of each link of an online run.
 
-    Prints the seconds, rate and bytes of each link, and the bottleneck. Works while the run goes
-    on.
+    Prints the seconds, rate and bytes of each link, and the bottleneck. Works during the run.
 
     Example:
       replaylake runs profile 01m7xx

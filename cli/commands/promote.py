@@ -99,8 +99,8 @@ def promote(
             "--reward",
             metavar="SQL",
             rich_help_panel=_GATE,
-            help="Expression over steps to use as the reward; by default the one that both were "
-            "trained with.",
+            help="Expression over the columns of steps for the reward; by default the one that "
+            "both were trained with.",
         ),
     ] = None,
     gamma: Annotated[
@@ -185,7 +185,7 @@ def promote(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Point an alias at a version, if a gate lets it pass.
+    """Set an alias to a version, optionally after a gate.
 
     With --gate, the version is compared with the champion on the same held-out episodes, by
     off-policy evaluation. Exit code 3 if it is not better, or if the log does not support the
@@ -291,9 +291,9 @@ def rollback(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Point an alias back at its previous version.
+    """Set an alias back to its previous version.
 
-    Repeated, it goes back by one more version. No gate is evaluated.
+    A repeated rollback goes back by one more version. No gate is evaluated.
 
     Example:
       replaylake rollback clone --note 'returns fell since noon'

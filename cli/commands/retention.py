@@ -74,9 +74,10 @@ def retention(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show or set what `maintain run` applies to a dataset.
+    """Show or set the retention limits of a dataset.
 
-    The value `none` restores the default. The setting is stored with the dataset.
+    `maintain run` applies them. The value `none` restores a default. The limits are stored with
+    the dataset.
 
     Example:
       replaylake maintain retention play --max-steps 1000000 --keep-versions 2d

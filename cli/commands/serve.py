@@ -208,8 +208,8 @@ def serve(
 ) -> None:
     """Serve a policy over HTTP.
 
-    Runs until interrupted. With --log-to, decisions and the rewards reported for them are logged. A
-    policy that is named by an alias is replaced when the alias moves.
+    Runs until interrupted. With --log-to, decisions and the rewards reported for them are logged.
+    If the policy is named by an alias, the server switches version when the alias moves.
 
     Example:
       replaylake serve clone --port 3000 --log-to live --explore epsilon=0.05

@@ -42,8 +42,8 @@ def tag(
 ) -> None:
     """Tag a version of a dataset, or list or remove tags.
 
-    NAME@TAG then stands for that version, and its files are kept. After the tag is removed, they
-    are kept until `maintain vacuum` finds that nothing else needs them.
+    NAME@TAG then refers to that version, and its files are retained. After the tag is removed,
+    they remain until `maintain vacuum` finds that nothing else needs them.
 
     Example:
       replaylake datasets tag cartpole@12 golden

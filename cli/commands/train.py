@@ -69,8 +69,8 @@ def offline(
         typer.Option(
             "--algorithm",
             metavar="NAME",
-            help="Algorithm: bc, cql, iql, ...; d3rlpy:bc for d3rlpy's where ReplayLake has its "
-            "own; module:function for yours. Required here or in --config.",
+            help="Algorithm: bc, cql, iql, ...; d3rlpy:bc for that of d3rlpy if ReplayLake has one "
+            "of this name; module:function for your own. Required here or in --config.",
         ),
     ] = None,
     where: Annotated[
@@ -94,7 +94,7 @@ def offline(
         typer.Option(
             "--reward",
             metavar="SQL",
-            help="Expression over steps to use as the reward, instead of the logged one.",
+            help="Expression over the columns of steps that replaces the logged reward.",
         ),
     ] = None,
     weight: Annotated[
@@ -102,7 +102,8 @@ def offline(
         typer.Option(
             "--weight",
             metavar="SQL",
-            help="Expression over a step and its episode; steps are sampled in proportion to it.",
+            help="Expression over the columns of a step and its episode; steps are sampled in "
+            "proportion to it.",
         ),
     ] = None,
     holdout: Annotated[
@@ -157,11 +158,11 @@ def offline(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Learn a policy from recorded datasets.
+    """Train a policy on stored datasets.
 
-    Registers the run's best policy by its measure, else its last, as a new version. Options in
-    --config and --set are those of training (batch_size, discount, patience, ...) or of the
-    algorithm.
+    Registers the best policy of the run as a new version, or the last one if there is neither an
+    environment nor a holdout to select by (docs/TRAINING.md). --config and --set take options of
+    training (batch_size, discount, patience, ...) and of the algorithm.
 
     Example:
       replaylake train offline cartpole --algorithm bc --policy clone --env CartPole-v1

@@ -71,7 +71,7 @@ def online(
         typer.Option(
             "--algorithm",
             metavar="NAME",
-            help="Algorithm: dqn, sac, td3, impala, ppo, ..., or module:function for yours. "
+            help="Algorithm: dqn, sac, td3, impala, ppo, ..., or module:function for your own. "
             "Required here or in --config, unless --start-from is given.",
         ),
     ] = None,
@@ -254,11 +254,11 @@ def online(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Learn a policy while collecting.
+    """Train a policy while it collects steps.
 
     Workers append every step to the dataset, the learner samples from it, and the best policy is
-    registered. Options in --config and --set are those of the run (batch_size, min_size, patience,
-    ...) or of the algorithm. Creates the lake if there is none.
+    registered. --config and --set take options of the run (batch_size, min_size, patience, ...) and
+    of the algorithm. Creates the lake if there is none.
 
     Example:
       replaylake train online --env CartPole-v1 --algorithm dqn --dataset cartpole --policy dqn

@@ -53,7 +53,8 @@ def trim(
 ) -> None:
     """Remove the oldest whole episodes.
 
-    Open episodes are kept. Earlier versions keep the removed episodes until `maintain vacuum`.
+    Open episodes are not removed. Earlier versions retain the removed episodes until
+    `maintain vacuum`.
 
     Example:
       replaylake maintain trim play --max-steps 1000000

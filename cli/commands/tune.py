@@ -48,7 +48,7 @@ def tune(
 ) -> None:
     """Train under several seeds and options, and compare.
 
-    Each trial is a run in a process of its own (see `runs list`) and registers a policy version.
+    Each trial is a run in a separate process (see `runs list`) and registers a policy version.
     The table has a row for each combination of options: the mean over the seeds with its 95%
     interval. docs/TUNING.md describes the file.
 

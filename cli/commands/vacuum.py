@@ -52,7 +52,7 @@ def vacuum(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List or delete files that no kept version needs.
+    """List or delete files that no retained version needs.
 
     Kept are the newest version, tagged versions, versions that policies were trained on, and
     versions replaced more recently than the age.

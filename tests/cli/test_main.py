@@ -193,6 +193,7 @@ def test_help_begins_with_its_own_options_and_ends_with_the_common_ones(
         assert option.opts[0] in shown[option.rich_help_panel or "Options"]
     if options:
         assert headings[0] == "Options"
+    assert "<" not in sections.get("Arguments", ""), "a Python type"
     required = [option.opts[0] for option in options if option.required]
     assert sorted(shown.get("Options", [])[: len(required)]) == sorted(required)
 
