@@ -299,8 +299,9 @@ def _fail(error: Exception, invocation: Invocation) -> int:
         )
     print(f"error: {escape_controls(message)}", file=sys.stderr)
     if invocation.as_json:
-        details = getattr(error, "details", {})
-        print_json({"error": {"kind": type(error).__name__, "message": message, **details}})
+        parameter = error.parameter if isinstance(error, ReplayLakeError) else None
+        said = {"kind": type(error).__name__, "message": message, "parameter": parameter}
+        print_json({"error": said | getattr(error, "details", {})})
     return 1
 
 

@@ -365,8 +365,8 @@ def test_only_ingest_makes_a_lake(run: Any, lake: Path, arguments: tuple[str, ..
 def test_json_says_an_error_on_stdout_too(run: Any, lake: Path) -> None:
     ran = run("list", "--json")
     ran.failed("found none there")
-    assert ran.json["error"]["kind"] == "NotFoundError"
-    assert ran.err == f"error: {ran.json['error']['message']}\n"
+    message = ran.err.removeprefix("error: ").removesuffix("\n")
+    assert ran.json["error"] == {"kind": "NotFoundError", "message": message, "parameter": None}
 
 
 def test_what_a_library_prints_is_talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,6 +421,7 @@ def test_what_nobody_foresaw_is_one_line_too(run: Any, monkeypatch: pytest.Monke
     assert line.startswith("error: ZeroDivisionError: division by zero.")
     assert "--debug" in line
     assert ran.json["error"]["kind"] == "ZeroDivisionError"
+    assert ran.json["error"]["parameter"] is None
 
 
 def test_interrupting_is_exit_code_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

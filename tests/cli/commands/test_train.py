@@ -114,6 +114,13 @@ def test_what_is_not_finite_names_the_rows_in_json(run: Any) -> None:
     assert (error["metric"], len(error["row_keys"])) == ("policy_loss", 256)
 
 
+def test_the_refused_parameter_is_in_json(run: Any) -> None:
+    ran = run(*BC, "--set", "learning_rate='fast'", "--json")
+    assert ran.code == 1
+    assert ran.json["error"]["kind"] == "ConfigInvalidError"
+    assert ran.json["error"]["parameter"] == "learning_rate"
+
+
 @pytest.mark.parametrize(
     "beside",
     [
