@@ -80,36 +80,48 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.lake is None and (self.log_to is not None or self.canary):
             raise ConfigInvalidError(
-                f"serve: found log_to {self.log_to}, canary {list(self.canary)} and no lake, "
-                "expected the lake that they are in."
+                f"serve: lake: found none beside log_to {self.log_to} and canary "
+                f"{list(self.canary)}, expected the lake that holds them.",
+                parameter="lake",
             )
         if not 0 <= self.follow_s < float("inf"):
             raise ConfigInvalidError(
-                f"serve: found follow_s {self.follow_s}, expected seconds, or 0 not to follow."
+                f"serve: follow_s: found {self.follow_s}, expected a number of seconds, or 0 not "
+                "to follow aliases.",
+                parameter="follow_s",
             )
         parse_canaries(self.canary)
-        if self.workers < 1 or not 0 <= self.port <= 65535:
+        if self.workers < 1:
             raise ConfigInvalidError(
-                f"serve: found {self.workers} workers and port {self.port}, expected at least 1 "
-                "worker and a port of 0 (any free one) to 65535."
+                f"serve: workers: found {self.workers}, expected at least 1.", parameter="workers"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigInvalidError(
+                f"serve: port: found {self.port}, expected 1 to 65535, or 0 for any free port.",
+                parameter="port",
             )
         if self.on_log_failure not in ON_LOG_FAILURE:
             raise ConfigInvalidError(
-                f"serve: found on_log_failure {self.on_log_failure!r}, expected one of "
-                f"{', '.join(ON_LOG_FAILURE)}."
+                f"serve: on_log_failure: found {self.on_log_failure!r}, expected one of "
+                f"{', '.join(ON_LOG_FAILURE)}.",
+                parameter="on_log_failure",
             )
         if not 0 <= self.join_every_s < float("inf"):
             raise ConfigInvalidError(
-                f"serve: found join_every_s {self.join_every_s}, expected seconds, or 0 not to."
+                f"serve: join_every_s: found {self.join_every_s}, expected a number of seconds, or "
+                "0 to run no join.",
+                parameter="join_every_s",
             )
         if self.join_every_s and self.log_to is None:
             raise ConfigInvalidError(
-                f"serve: found join_every_s {self.join_every_s:g} and no log_to, "
-                "expected a dataset whose decisions are joined. Name it with --log-to."
+                f"serve: join_every_s: found {self.join_every_s:g} s but no dataset to log to, "
+                "expected decisions to join. Name the dataset with `log_to`.",
+                parameter="join_every_s",
             )
         if self.server not in SERVERS:
             raise ConfigInvalidError(
-                f"serve: found server {self.server!r}, expected one of {', '.join(SERVERS)}."
+                f"serve: server: found {self.server!r}, expected one of {', '.join(SERVERS)}.",
+                parameter="server",
             )
         parse_exploration(self.explore)
 
@@ -165,8 +177,9 @@ class ServeConfig:
         package, policy = read("PACKAGE"), read("POLICY")
         if package is None or policy is None:
             raise ConfigInvalidError(
-                "serve: found no REPLAYLAKE_SERVE_PACKAGE or REPLAYLAKE_SERVE_POLICY, expected the "
-                "policy package's folder and its name. `replaylake serve` sets both."
+                "serve: the variable REPLAYLAKE_SERVE_PACKAGE or REPLAYLAKE_SERVE_POLICY is not "
+                "set, expected the directory of the policy package and the policy's name. "
+                "`replaylake serve` sets both."
             )
         try:
             return cls(

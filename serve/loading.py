@@ -29,7 +29,7 @@ from replaylake.serve.versions.router import Router, ServedPolicy, parse_canarie
 from replaylake.serve.versions.smoke_test import check_same_spaces, smoke_test
 from replaylake.serve.versions.state_tokens import StateSigner
 
-# Without --log-to nobody may feed back, so the key that signs ids need not outlive the process.
+# Without `log_to` nobody may feed back, so the key that signs ids need not outlive the process.
 _UNLOGGED: Final = b"nothing is logged"
 # A look at an object store costs two requests.
 _METERED_FACTOR: Final = 10
@@ -42,14 +42,16 @@ def check_exploration(exploration: Exploration, spec: PolicySpec) -> None:
     """
     if exploration.epsilon and isinstance(spec.action_space, Box):
         raise SpaceUnsupportedError(
-            f"--explore epsilon: found actions {describe(spec.action_space)}, expected countable "
-            "ones: Discrete, MultiDiscrete or MultiBinary. Explore with a temperature, or serve "
-            "without."
+            f"`explore`: found epsilon with actions {describe(spec.action_space)}, expected "
+            "Discrete, MultiDiscrete or MultiBinary actions. Explore with a temperature, or serve "
+            "without `explore`.",
+            parameter="explore",
         )
     if exploration.temperature and spec.head in ("deterministic", "sampled"):
         raise SpaceUnsupportedError(
-            f"--explore temperature: found head {spec.head}, expected one with a density. "
-            "Serve without --explore, or train an algorithm whose policy is stochastic."
+            f"`explore`: found temperature with a policy of head {spec.head}, expected a head with "
+            "a density. Serve without `explore`, or train an algorithm whose policy is stochastic.",
+            parameter="explore",
         )
 
 
@@ -132,7 +134,7 @@ def _check_identity(about: Mapping[str, Any], name: str, version: int, what: str
     found = about.get("version")
     if found is not None and (about.get("name"), found) != (name, version):
         raise PackageInvalidError(
-            f"{what}: found a package that says it is {about.get('name')}:{found}, expected "
+            f"{what}: the manifest of its package names {about.get('name')}:{found}, expected "
             f"{name}:{version}. Register the policy again."
         )
 
@@ -199,7 +201,7 @@ def check_servable(config: ServeConfig) -> None:
         ref = open_lake(config.lake).registry.resolve(canary.reference)
         theirs = check_package(ref.path, ref.manifest_sha256).spec
         check_exploration(exploration, theirs)
-        check_same_spaces(theirs, spec, f"--canary {ref}")
+        check_same_spaces(theirs, spec, f"canary {ref}")
     if config.log_to is not None:
         dataset = open_lake(config.lake).dataset(config.log_to)
         ensure_feedback_tables(dataset, spec.observation_space, spec.action_space, spec.encoding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -13,6 +14,7 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     PolicyArgument,
+    name_options,
     parse_duration,
 )
 from replaylake.cli.output.command_output import CommandOutput, result_stream
@@ -303,7 +305,7 @@ def _check(config: ServeConfig, report: CommandOutput) -> None:
     """Print what would keep it from being served. Raises: typer.Exit with 1 if anything would."""
     from replaylake.serve.processes.check import check_server
 
-    checks = check_server(config)
+    checks = [replace(one, found=name_options(one.found)) for one in check_server(config)]
     width = max(len(one.what) for one in checks)
     lines = (
         f"{one.what:{width}}  {'ok' if one.is_ok else 'failed':6}  {one.found}" for one in checks

@@ -77,7 +77,7 @@ class EpisodesEndpoint:
 
     def _answer(self, serving: ServingState, request: Request) -> Response:
         if serving.log is None:
-            message = "this server logs nothing; start it with --log-to"
+            message = "this server logs no decisions; start it with `log_to`, a dataset to log to"
             raise RequestRefusedError(404, "path", message)
         fields = read_fields(request)
         check_fields(fields, ("episodes",))

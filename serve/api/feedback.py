@@ -97,7 +97,7 @@ class FeedbackEndpoint:
         reports = parse_feedback(fields, spec, serving.limits.batch)
         log = serving.log
         if log is None:
-            message = "this server logs nothing; start it with --log-to"
+            message = "this server logs no decisions; start it with `log_to`, a dataset to log to"
             raise RequestRefusedError(404, "decision_id", message)
         with self._lock:
             # One at a time: what a repeat is compared with has been written.

@@ -30,7 +30,7 @@ _MEANINGS: Final[Mapping[int, str]] = {
     410: "Expired: the reward window has passed, or the version is no longer served.",
     413: "The body, or a list in it, is too large.",
     415: "Content type not supported.",
-    421: "Unknown host; --allowed-host adds one.",
+    421: "Unknown host; the server's `allowed_hosts` adds one.",
     422: "A field is unknown, missing, or of the wrong shape, type or range.",
     500: "Internal error; the server's log has it.",
     503: "Starting or stopping, overloaded, or the log cannot be written; retry after Retry-After.",

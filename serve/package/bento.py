@@ -152,12 +152,15 @@ def package_bento(policy: PolicyRef, output: Path) -> BentoReceipt:
 def _check_output_absent(output: Path) -> None:
     if output.exists():
         raise AlreadyExistsError(
-            f"{output}: found a file or folder of that name, expected a free one for the Bento. "
-            "Remove it, or choose another --output."
+            f"{output}: found a file or directory of that name, expected none: the Bento is "
+            "written there. Remove it, or choose another `output`.",
+            parameter="output",
         )
     if not output.parent.is_dir():
         raise NotFoundError(
-            f"{output.parent}: found no such folder, expected one to build the Bento in."
+            f"{output.parent}: found no such directory, expected one to write the Bento to. Create "
+            "it, or choose another `output`.",
+            parameter="output",
         )
 
 

@@ -211,8 +211,9 @@ def resolve_host(host: str) -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         raise ServeError(
-            f"serve: host {host!r} has no address ({error}), expected one of this machine. "
-            "Try --host 127.0.0.1."
+            f"serve: `host`: found no address of {host!r} ({error}), expected a name or address "
+            "of this machine. To accept connections from this machine only, use 127.0.0.1.",
+            parameter="host",
         ) from error
 
 
@@ -235,8 +236,9 @@ def open_listener(address: str, port: int) -> socket.socket:
                 continue
             found = "in use" if is_in_use else error.strerror
             raise ServeError(
-                f"serve: port {port} on {address}: found it {found}, expected a free one. "
-                "Stop what listens there, or choose another with --port."
+                f"serve: port {port} on {address}: {found}, expected a free port. Stop the "
+                "process that listens on it, or choose another `port`.",
+                parameter="port",
             ) from error
         return listener
 

@@ -80,8 +80,9 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
     except OSError as error:
         raise ConfigInvalidError(
-            f"serve: --access-log {path}: {error.strerror}, expected a file that can be appended "
-            "to, or - for stdout."
+            f"serve: access_log: {path}: {error.strerror}, expected a file that can be appended "
+            "to, or - for stdout.",
+            parameter="access_log",
         ) from error
 
 

@@ -50,7 +50,10 @@ class AllowedHosts:
             _, scheme, authority = origin.partition(b"://")
             is_known = scheme and len(authority) <= _MAX_BYTES
             if ANY not in self._hosts and not (is_known and self._is_allowed(authority, address)):
-                message = f"origin {_shown(origin)} is not allowed; allow its host, --allowed-host"
+                message = (
+                    f"origin {_shown(origin)} is not allowed; add its host to the server's "
+                    "`allowed_hosts`"
+                )
                 raise RequestRefusedError(403, "origin", message)
 
     def _look_up(self, authority: bytes, address: str | None) -> bool:
@@ -79,8 +82,8 @@ def _parse_host(host: str) -> str:
     name = None if bare.rpartition(b"]")[2].count(b":") else _name_in(bare)
     if name is None:
         raise ConfigInvalidError(
-            f"serve: found allowed_hosts {host!r}, expected a name or an address without scheme "
-            "and port, such as policy.example.com, or * for any.",
+            f"serve: allowed_hosts: found {host!r}, expected a host name or an address without "
+            "scheme and port, such as policy.example.com, or * for any host.",
             parameter="allowed_hosts",
         )
     return name
@@ -116,14 +119,14 @@ def _plain(name: str) -> str:
 
 def _refuse_host(host: bytes | None) -> RequestRefusedError:
     if not host:
-        message = "Host header is missing; send one, with the server's name or address"
+        message = "the header Host is missing; send the name or address of the server in it"
         return RequestRefusedError(400, "host", message)
     if _name_in(host) is None:
-        expected = "one Host header with a name or an address, and a port if need be"
+        expected = "one header Host with a host name or an address, optionally with a port"
         return RequestRefusedError(400, "host", found=_shown(host), expected=expected)
     message = (
-        f"unknown host {_shown(host)}; use localhost or the server's address, "
-        "or allow this host, --allowed-host"
+        f"unknown host {_shown(host)}; use localhost or the server's address, or add this host "
+        "to the server's `allowed_hosts`"
     )
     return RequestRefusedError(421, "host", message)
 

@@ -86,11 +86,12 @@ class Safety:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ConfigInvalidError(
-                    f"serve: found {name} {value}, expected a number above 0.", parameter=name
+                    f"serve: {name}: found {value}, expected a number above 0.", parameter=name
                 )
         if not 1 <= self.idle_timeout_s < math.inf:
             raise ConfigInvalidError(
-                f"serve: found idle_timeout_s {self.idle_timeout_s}, expected 1 second or more."
+                f"serve: idle_timeout_s: found {self.idle_timeout_s}, expected 1 second or more.",
+                parameter="idle_timeout_s",
             )
 
     @property
@@ -169,8 +170,9 @@ def check_exposure(address: str, safety: Safety) -> Tokens:
     is_loopback = ipaddress.ip_address(address).is_loopback
     if tokens.is_empty and not is_loopback and not safety.insecure:
         raise ConfigInvalidError(
-            f"serve: found host {address}, which other machines reach, and no tokens, expected "
-            f"tokens for it. Set {variable_of('act')} or --act-token-file (and the same for "
-            "feedback and admin), listen on 127.0.0.1, or say --insecure."
+            f"serve: host: found {address}, which other machines can reach, but no tokens. Set "
+            f"{variable_of('act')} or `act_token_file` (and those of the roles feedback and "
+            "admin), listen on 127.0.0.1, or allow requests without tokens with `insecure`.",
+            parameter="host",
         )
     return tokens

@@ -99,40 +99,47 @@ def read_tokens(
     for role in ROLES:
         path = files.get(role)
         if path is not None:
-            pairs += ((token, role) for token in _parse(_read(path), str(path)))
+            name = f"{role}_token_file"
+            text = _read(path, name)
+            pairs += ((token, role) for token in _parse(text, f"{name}: {path}", name))
         variable = variable_of(role)
         if variable in environment:
-            pairs += ((token, role) for token in _parse(environment[variable], variable))
+            pairs += ((token, role) for token in _parse(environment[variable], variable, None))
     return Tokens(tuple(dict.fromkeys(pairs)))
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, name: str) -> str:
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigInvalidError(
-            f"serve: token file {path}: {error.strerror}, expected a file that can be read, one "
-            "token a line."
+            f"serve: {name}: {path}: {error.strerror}, expected a readable file with one token "
+            "per line.",
+            parameter=name,
         ) from error
     if len(content) > _MAX_FILE_BYTES:
         raise ConfigInvalidError(
-            f"serve: token file {path}: found more than {_MAX_FILE_BYTES} bytes, expected a few "
-            "tokens, one a line."
+            f"serve: {name}: {path}: found more than {_MAX_FILE_BYTES} bytes, expected a few "
+            "tokens, one per line.",
+            parameter=name,
         )
     return content.decode("latin-1")
 
 
-def _parse(text: str, source: str) -> list[bytes]:
+def _parse(text: str, source: str, name: str | None) -> list[bytes]:
     lines = [line.strip() for line in text.splitlines()]
     tokens = [line for line in lines if line and not line.startswith("#")]
     if not tokens:
-        raise ConfigInvalidError(f"serve: {source}: found no token, expected one a line.")
+        raise ConfigInvalidError(
+            f"serve: {source}: found no token, expected one per line.", parameter=name
+        )
     for number, token in enumerate(tokens, 1):
         if len(token) < _MIN_CHARS or _TOKEN.fullmatch(token) is None:
             raise ConfigInvalidError(
                 f"serve: {source}: token {number} has {len(token)} characters, expected at least "
                 f"{_MIN_CHARS} of A-Z a-z 0-9 . _ ~ + / - (then =). "
-                "`python -c 'import secrets; print(secrets.token_urlsafe(32))'` makes one."
+                "`python -c 'import secrets; print(secrets.token_urlsafe(32))'` prints one.",
+                parameter=name,
             )
     return [token.encode() for token in tokens]

@@ -72,23 +72,26 @@ def target_probabilities(asked: EvaluatedPolicy, steps: LoggedSteps) -> Probabil
 
 def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:
     """Return what an expression gave: a probability a step, or a list of all actions'."""
-    values = steps.columns[name]
+    values, parameter = steps.columns[name], name.replace("-", "_")
     space = steps.spec.action_space
     most = np.inf if isinstance(space, Box) else 1 + _SLACK
     wrong = values[(values < 0) | (values > most) | np.isinf(values)]
     if len(wrong):
         kind = "densities of 0 or more" if isinstance(space, Box) else "probabilities from 0 to 1"
         raise QueryRefusedError(
-            f"--{name}: found {wrong[0]:g} among {values.size} values, expected {kind}. Mend the "
-            "expression; NULL says that one is not known."
+            f"`{parameter}`: found {wrong[0]:g} among {values.size} values, expected {kind}. "
+            "Correct the expression; it gives NULL where a probability is unknown.",
+            parameter=parameter,
         )
     if values.ndim == 1:
         return Probabilities(values)
     if not isinstance(space, Discrete) or values.shape[1] != space.n:
         found = f"{space.n} actions" if isinstance(space, Discrete) else "other actions"
         raise QueryRefusedError(
-            f"--{name}: found lists of {values.shape[1]} numbers, but the dataset has {found}, "
-            "expected a probability for each. Give that of the logged action alone."
+            f"`{parameter}`: found lists of {values.shape[1]} numbers, but the dataset has "
+            f"{found}, expected a probability for each. Give only the probability of the logged "
+            "action.",
+            parameter=parameter,
         )
     return Probabilities(_pick_logged(steps, values), values)
 

@@ -77,5 +77,5 @@ def test_an_absent_policy_and_a_folder_that_is_not_there(run: Any, tmp_path: Pat
     ran = run("policies", "package", "pick", "--output", tmp_path / "nowhere" / "bento")
     assert ran.code == 1
     assert ran.err.splitlines()[-1].startswith(
-        f"error: {tmp_path / 'nowhere'}: found no such folder"
+        f"error: {tmp_path / 'nowhere'}: found no such directory"
     )

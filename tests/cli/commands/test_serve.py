@@ -68,7 +68,6 @@ def test_a_port_in_use(run: Any, tree: Tree, log_to: tuple[str, ...]) -> None:
         (("none",), "none"),
         (("clone", "--log-to", "Live"), "Live"),
         (("clone", "--host", "no.such.host.invalid"), "no.such.host.invalid"),
-        (("clone", "--join-every", "60s"), "--log-to"),
     ],
 )
 def test_what_is_refused_before_anything_starts(
@@ -80,6 +79,23 @@ def test_what_is_refused_before_anything_starts(
     (line,) = [line for line in ran.err.splitlines() if line.startswith("error: ")]
     assert said in line
     assert tree() == before
+
+
+def test_a_value_that_the_config_refuses_is_wrong_usage(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role in ("ACT", "FEEDBACK", "ADMIN"):
+        monkeypatch.delenv(f"REPLAYLAKE_{role}_TOKEN", raising=False)
+    for arguments, option, said in (
+        (("--join-every", "60s"), "--join-every", "Name the dataset with --log-to."),
+        (("--host", "0.0.0.0"), "--host", "or --act-token-file (and"),
+        (("--act-token-file", tmp_path / "none"), "--act-token-file", "No such file"),
+        (("--allowed-host", "http://x"), "--allowed-host", "found 'http://x'"),
+    ):
+        ran = run("serve", "clone", "--port", "0", *arguments)
+        assert ran.code == 2, arguments
+        assert f"Invalid value for {option}: " in ran.err
+        assert said in ran.err
 
 
 @pytest.mark.parametrize("explore", ["epsilon=2", "luck", "temperature=-1"])

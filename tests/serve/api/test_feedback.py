@@ -149,7 +149,7 @@ def test_feedback_without_a_log_is_404(client, refused):
     error = refused(
         client.post("/feedback", json={"decision_id": key, "reward": 1}), 404, "decision_id"
     )
-    assert "--log-to" in error["message"]
+    assert "`log_to`" in error["message"]
 
 
 def test_one_episode_and_request_of_a_batch_name_each_row(logged):

@@ -278,7 +278,7 @@ def test_as_in_the_container_it_wants_a_token(deployment, kit, tmp_path):
         timeout=60,
     )
     assert refused.returncode != 0
-    assert "found host 0.0.0.0" in refused.stderr + refused.stdout
+    assert "host: found 0.0.0.0" in refused.stderr + refused.stdout
     assert "REPLAYLAKE_ACT_TOKEN" in refused.stderr + refused.stdout
     token = "a-token-of-some-length"
     variables["REPLAYLAKE_ACT_TOKEN"] = token

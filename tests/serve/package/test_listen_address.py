@@ -32,7 +32,7 @@ def test_what_the_command_is_told_goes_before_what_the_bento_is_told(monkeypatch
         lambda: checked({}, host="0.0.0.0"),
         lambda: checked({}, host="::"),
     ):
-        with pytest.raises(ConfigInvalidError, match="which other machines reach"):
+        with pytest.raises(ConfigInvalidError, match="which other machines can reach"):
             refused()
     assert checked({"REPLAYLAKE_SERVE_INSECURE": "1"}, host="0.0.0.0") == "127.0.0.1"
     assert checked({"REPLAYLAKE_SERVE_HOST": "0.0.0.0"}, host="127.0.0.1") == "0.0.0.0"
@@ -47,7 +47,7 @@ def test_a_worker_goes_by_its_socket(bound, refused):
     with socket.socket() as listener:
         listener.bind((bound, 0))
         if refused:
-            with pytest.raises(ConfigInvalidError, match=r"found host 0\.0\.0\.0"):
+            with pytest.raises(ConfigInvalidError, match=r"host: found 0\.0\.0\.0"):
                 checked({}, fd=listener.fileno())
         else:
             # As where BentoML was told of a narrower address than the Bento.
@@ -87,4 +87,4 @@ def test_bentoml_does_not_start_where_others_reach_it(package, tmp_path, kit):
                 process.send_signal(signal.SIGTERM)
                 process.wait(30)
         assert process.returncode != 0, arguments
-        assert "found host 0.0.0.0, which other machines reach" in said, (arguments, variables)
+        assert "found 0.0.0.0, which other machines can reach" in said, (arguments, variables)

@@ -60,14 +60,14 @@ def test_each_failure_is_a_line_of_its_own(kit, lake, tmp_path, monkeypatch):
         port = taken.getsockname()[1]
         cases = {
             "log": ({"log_to": "other"}, "Box float32[7]"),
-            "exploration": ({"package": continuous, "explore": "epsilon=0.1"}, "--explore epsilon"),
+            "exploration": ({"package": continuous, "explore": "epsilon=0.1"}, "found epsilon"),
             "port": ({"port": port}, "in use"),
             "canary clone:9=0.1": ({"canary": ("clone:9=0.1",)}, "version 9 is not there"),
             "canary clone:2=0.1": (
                 {"package": continuous, "canary": ("clone:2=0.1",)}, "action space",
             ),
             "package": ({"package": tmp_path / "none"}, "found no manifest.json"),
-            "tokens": ({"safety": Safety(act_token_file=tmp_path / "no")}, "token file"),
+            "tokens": ({"safety": Safety(act_token_file=tmp_path / "no")}, "act_token_file: "),
         }  # fmt: skip
         for what, (fields, text) in cases.items():
             checks = found(check_server(config(lake, **fields)))

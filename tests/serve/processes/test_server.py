@@ -106,7 +106,7 @@ def _count(lake, where):
 
 def test_a_port_in_use_is_one_clear_line(server, package):
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(ServeError, match=rf"port {port} on 127.0.0.1: found it in use"):
+    with pytest.raises(ServeError, match=rf"port {port} on 127.0.0.1: in use"):
         serve(ServeConfig(package=package, policy="p", version=1, port=port))
 
 
@@ -125,15 +125,15 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(kit, package, t
     ):
         with pytest.raises(ConfigInvalidError, match="explore: found"):
             ServeConfig(**known, explore=explore)
-    with pytest.raises(ConfigInvalidError, match=r"log_to d, .*no lake"):
+    with pytest.raises(ConfigInvalidError, match=r"lake: found none beside log_to d"):
         ServeConfig(**known, log_to="d")
     spec = kit.PolicySpec(Box((4,)), Box((1,), low=-1, high=1), "deterministic")
     graph = kit.linear_graph(np.ones((4, 1), np.float32), "actions", 4)
     continuous = {**known, "package": kit.save_policy(tmp_path / "c", spec, graph)}
     for explore in ("epsilon=0.1", "temperature=1"):
-        with pytest.raises(SpaceUnsupportedError, match="--explore"):
+        with pytest.raises(SpaceUnsupportedError, match="`explore`: found"):
             serve(ServeConfig(**continuous, explore=explore))
-    with pytest.raises(ServeError, match="no address"):
+    with pytest.raises(ServeError, match="`host`: found no address"):
         serve(ServeConfig(**known, host="no-such-host.invalid"))
 
 
@@ -241,7 +241,7 @@ def test_other_machines_are_not_served_without_tokens(package, monkeypatch):
     for role in ("ACT", "FEEDBACK", "ADMIN"):
         monkeypatch.delenv(f"REPLAYLAKE_{role}_TOKEN", raising=False)
     config = ServeConfig(package=package, policy="p", version=1, host="0.0.0.0", port=0)
-    with pytest.raises(ConfigInvalidError, match="--insecure"):
+    with pytest.raises(ConfigInvalidError, match="`insecure`"):
         serve(config)
     with pytest.raises(ConfigInvalidError, match="expected one of bentoml, uvicorn"):
         ServeConfig(package=package, policy="p", version=1, server="gunicorn")

@@ -87,7 +87,7 @@ def test_hosts_that_are_named_are_allowed():
     "host", ["http://policy", "policy:80", "", "a b", "*.example.com", "[::1]:80", "a,b", "pol/icy"]
 )
 def test_what_is_no_host_cannot_be_allowed(host):
-    with pytest.raises(ConfigInvalidError, match="found allowed_hosts"):
+    with pytest.raises(ConfigInvalidError, match="allowed_hosts: found"):
         Safety(allowed_hosts=(host,))
 
 

@@ -88,7 +88,7 @@ def test_other_machines_are_served_with_tokens_or_insecurely(tmp_path, monkeypat
     for role in ("ACT", "FEEDBACK", "ADMIN"):
         monkeypatch.delenv(f"REPLAYLAKE_{role}_TOKEN", raising=False)
     for address in ("0.0.0.0", "::", "10.1.2.3"):
-        with pytest.raises(ConfigInvalidError, match="--insecure"):
+        with pytest.raises(ConfigInvalidError, match="`insecure`"):
             check_exposure(address, Safety())
         check_exposure(address, Safety(insecure=True))
     for address in ("127.0.0.1", "::1", "127.8.8.8"):

@@ -157,7 +157,7 @@ def test_an_altered_package_and_a_foreign_one_are_refused(kit, lake, register, t
     assert serving.router.one.version == 1
     serving.close()
     # From outside of a lake nothing vouches for the manifest but what it says.
-    with pytest.raises(PackageInvalidError, match=r"says it is clone:1, expected clone:3"):
+    with pytest.raises(PackageInvalidError, match=r"names clone:1, expected clone:3"):
         load_serving(ServeConfig(first.path, "clone", 3))
 
 
@@ -213,7 +213,7 @@ def test_what_the_head_cannot_explore_is_refused(kit, lake, tmp_path):
     serving = load_serving(config(lake, first, explore="temperature=1"))
     lake.registry.set_alias("clone", "champion", ref.version)
     serving.follower.poll()
-    assert "--explore temperature" in serving.follower.followed[0].last_refusal.reason
+    assert "found temperature with a policy" in serving.follower.followed[0].last_refusal.reason
     assert serving.router.one.version == 1
     serving.close()
 
