@@ -113,7 +113,7 @@ class Journal:
             if self.config.sync_every:
                 self._sync(segment)
                 if self._failure:
-                    raise StorageError(f"{self._failure}. Mend the disk and start again.")
+                    raise StorageError(f"{self._failure}. Repair the disk, then restart.")
         self._written.set()
         if segment.num_bytes >= self.config.segment_bytes:
             self._full.set()

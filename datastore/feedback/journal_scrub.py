@@ -56,6 +56,6 @@ def _read(path: Path) -> bytes:
 
 def _unreadable_journal_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"{path}: {error.strerror or error}, expected to look for ids in it. Mend the disk or the "
-        "permission and run it again."
+        f"{path}: {error.strerror or error} while the journal was searched for ids. Repair the "
+        "disk or correct the permission, then run it again."
     )

@@ -267,6 +267,6 @@ def take_lock(folder: Path, worker: str, *, wait: bool) -> tuple[Path, int]:
 
 def _commit_failed_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
-        f"{path}: {error.strerror or error}, expected to commit the records in it. Mend the disk "
-        "or the permission and run it again; the records stay where they are."
+        f"{path}: {error.strerror or error} while its records were committed. Repair the disk or "
+        "correct the permission, then run it again; the records remain in the file."
     )

@@ -87,10 +87,10 @@ def main() -> None:
     except ReplayLakeError as error:
         _send(sink, {"error": type(error).__name__, "message": str(error)})
     except MemoryError:
-        _send(sink, {"error": "QueryFailed", "message": "query: out of memory"})
+        _send(sink, {"error": "QueryError", "message": "query: out of memory"})
     except Exception as error:  # said, since nobody reads this process's stderr
         message = f"query: {type(error).__name__}: {error}"
-        _send(sink, {"error": "QueryFailed", "message": message})
+        _send(sink, {"error": "QueryError", "message": message})
 
 
 def _answer(source: BinaryIO, sink: BinaryIO) -> None:

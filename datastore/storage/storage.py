@@ -326,7 +326,7 @@ def _translate_os_errors(target: Path) -> Iterator[None]:
                 f"{said} Make room; what was committed before stays, and is recognised."
             ) from error
         raise StorageError(
-            f"{said} Make room or mend the permission, then run it again: what was committed "
+            f"{said} Free space or correct the permission, then run it again: what was committed "
             "before is recognised."
         ) from error
 

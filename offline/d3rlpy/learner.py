@@ -217,7 +217,7 @@ class D3rlpyLearner:
             algorithm = config.create(device=self._batches.device_name)
             algorithm.create_impl(shape, size)
         except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            advice = "Mend or leave them out."
+            advice = "Correct them, or leave them out."
             if len(shape) > 1:
                 advice = (
                     "Give encoder factories of type pixel whose filters fit such frames, or use an "

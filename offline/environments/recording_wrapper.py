@@ -172,7 +172,7 @@ def _stack_leaf(values: tuple[Any, ...], what: str) -> Array:
     except ValueError as error:
         shapes = sorted({np.shape(value) for value in values})
         raise EpisodeInvalidError(
-            f"{what}: found the shapes {shapes} in one episode, expected one. Mend the environment."
+            f"{what}: found the shapes {shapes} in one episode, expected one. Fix the environment."
         ) from error
 
 

@@ -53,7 +53,7 @@ def render_frame(env: Environment) -> Array:
     if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
         raise ConfigInvalidError(
             f"environment {env.spec.id if env.spec else env}: its picture is {frame.dtype} "
-            f"{list(frame.shape)}, expected uint8 [height, width, 3]. Mend its render(), or leave "
-            "the video out."
+            f"{list(frame.shape)}, expected uint8 [height, width, 3]. Correct its render(), or "
+            "leave the video out."
         )
     return frame

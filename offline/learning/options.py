@@ -51,7 +51,7 @@ def check_keys(
             raise ConfigInvalidError(
                 f"{what}: found option {key!r}, expected "
                 f"{' or '.join(near) if near else 'one of ' + ', '.join(known)}. "
-                "Mend the spelling or leave it out."
+                "Correct the spelling or leave it out."
             )
 
 

@@ -268,7 +268,7 @@ class MultiAgentWorker:
         if not table.to_act:
             raise RolloutError(
                 f"rollout worker {self._worker}: {self._config.env}: found nobody to act after "
-                f"a reset with seed {table.seed}, expected at least one agent. Mend its reset()."
+                f"a reset with seed {table.seed}, expected at least one agent. Fix its reset()."
             )
         return table
 
@@ -289,8 +289,8 @@ class MultiAgentWorker:
         return RolloutError(
             f"rollout worker {self._worker}: {call} of {self._config.env} raised "
             f"{type(error).__name__}: {error}, at tick {table.tick} of the game reset with seed "
-            f"{table.seed}; expected observations. Mend the environment; the same seed and "
-            "policies get there again."
+            f"{table.seed}; expected observations. Fix the environment; the same seed and "
+            "policies reproduce the error."
         )
 
 

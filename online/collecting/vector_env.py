@@ -282,8 +282,8 @@ class VectorEnv:
         return RolloutError(
             f"{self._name}: {call} of {self._env_id} raised {type(error).__name__}: {error}, at "
             f"step {episode.num_steps + row - lane.first_row} of the episode reset with seed "
-            f"{episode.seed}; expected an observation. Mend the environment; the same seed and "
-            "policy get there again."
+            f"{episode.seed}; expected an observation. Fix the environment; the same seed and "
+            "policy reproduce the error."
         )
 
 

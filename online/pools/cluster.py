@@ -223,7 +223,7 @@ def _translate_os_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror or error} ({error.filename}), expected to send its code to "
-            f"the nodes. Mend the permission, or name it in {IGNORE_FILE}."
+            f"the nodes. Correct the permission, or name it in {IGNORE_FILE}."
         ) from error
 
 

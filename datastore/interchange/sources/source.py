@@ -208,8 +208,8 @@ class FileSearch:
         except OSError as error:
             where = error.filename or path
             raise SourceInvalidError(
-                f"{where}: could not be looked into ({error.strerror}), expected files that can be "
-                "read. Mend the permission, or leave it out."
+                f"{where}: cannot be read ({error.strerror}). Correct the permission, or leave it "
+                "out."
             ) from error
 
     def _add(self, path: Path, given: str) -> None:

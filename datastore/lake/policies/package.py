@@ -143,8 +143,9 @@ def save_package(
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(
-            f"{directory}: {error.strerror or error} while the policy package was written. Nothing "
-            "of it was kept; make room or mend the permission and run it again."
+            f"{directory}: {error.strerror or error} while the policy package was written. The "
+            "incomplete package was removed; free space or correct the permission, then run it "
+            "again."
         ) from error
 
 

@@ -191,7 +191,7 @@ def _try_lock(path: Path) -> int | None:
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StorageError(
-            f"{path}: {error.strerror or error}, expected to lock it. Mend the permission."
+            f"{path}: {error.strerror or error} while locking it. Correct the permission."
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

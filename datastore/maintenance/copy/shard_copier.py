@@ -51,7 +51,7 @@ class ShardCopier:
             if hashlib.sha256(data).hexdigest() != entry.sha256:
                 raise ShardCorruptError(
                     f"{where}: found another sha256 than the log has. Nothing was added to the "
-                    "target. `replaylake fsck --repair` takes the shard out."
+                    "target. `replaylake fsck --repair` removes the shard."
                 )
             self._target.storage.put(f"{self._target.root}/{path}", data)
             modified_ms = time.time_ns() // 1_000_000

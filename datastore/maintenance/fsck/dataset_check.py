@@ -144,7 +144,7 @@ class DatasetCheck:
         )
 
     def check_lake_log(self, root: str) -> CheckedLog:
-        """Check the log of the lake itself; with repair, mend it."""
+        """Check the log of the lake itself; with repair, repair it."""
         self._name = ""
         log = check_log(self._lake.storage, root)
         self._note_log(log)
@@ -418,6 +418,6 @@ def iter_faults(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         twice = f"found steps {first}..{min(last, reached)} a second time, expected each once"
         yield ERROR, "duplicate", f"{twice}. `repair` keeps those that came first."
     if ended_at is not None and last > ended_at:
-        after = f"found steps {max(first, ended_at + 1)}..{last} after step {ended_at} ended it"
-        advice = "`replaylake datasets delete` the episode, or restore it from where it came"
+        after = f"found steps {max(first, ended_at + 1)}..{last} after step {ended_at}, the end"
+        advice = "Delete the episode with `replaylake datasets delete`, or restore it from a copy"
         yield ERROR, "after_end", f"{after}, expected none. {advice}."

@@ -50,20 +50,20 @@ def check_log(storage: Storage, root: str) -> CheckedLog:
 def repair_log(storage: Storage, root: str, checked: CheckedLog) -> list[str]:
     """Write damaged checkpoints again from the commits; return the paths. Raises: StorageError.
 
-    Nothing else of a log can be mended without guessing.
+    Nothing else of a log can be repaired without guessing.
     """
     folder = LogFolder(storage, root)
-    mended = []
+    repaired = []
     for version, state in checked.repairs.items():
         storage.put(folder.checkpoint_path(version), write_checkpoint(state))
-        mended.append(folder.checkpoint_path(version))
+        repaired.append(folder.checkpoint_path(version))
     if checked.points_wrong:
         versions = folder.listing().checkpoints
         whole = [version for version in versions if folder.read_checkpoint(version) is not None]
         if whole and (newest := folder.read_checkpoint(whole[-1])) is not None:
             folder.write_pointer(newest.version, newest.num_actions)
-            mended.append(folder.pointer_path)
-    return mended
+            repaired.append(folder.pointer_path)
+    return repaired
 
 
 class _LogCheck:
@@ -168,8 +168,8 @@ class _LogCheck:
             self._fault(
                 path,
                 version,
-                f"{message}; the commits below it say the same and are whole. `repair` writes it "
-                "again from them.",
+                f"{message}; the commits that it summarizes are intact. `repair` rewrites it from "
+                "them.",
                 is_derived=True,
             )
             self._found.repairs[version] = state

@@ -18,7 +18,7 @@ from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.delta_schema import FIELD_ID, field_id
 from replaylake.datastore.storage.table.table_schema import conform
 
-_RESTORE: Final = "Restore it from a copy of the lake, or let `repair` take it out"
+_RESTORE: Final = "Restore it from a copy of the lake, or remove it from the dataset with `repair`"
 # What Arrow raises on bytes that are no Parquet, or another than it should be.
 _UNREADABLE: Final = (pa.ArrowException, OSError, ValueError, KeyError, MemoryError)
 _RUNS: Final = pa.schema(

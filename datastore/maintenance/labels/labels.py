@@ -147,7 +147,7 @@ def read_labels(lake: Lake, source: str | Path, key: LabelKey) -> pa.Table:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowException, ValueError) as error:
         raise SourceInvalidError(
-            f"{path}: {error}, expected each column to have one type. Mend the file."
+            f"{path}: {error}, expected one type per column. Correct the file."
         ) from error
 
 
@@ -161,15 +161,15 @@ def _read_json(path: Path) -> pa.Table:
         raise unreadable_error(str(path), error) from error
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
         raise SourceInvalidError(
-            f"{path}: expected a JSON array of objects, one a label. JSON lines are read from a "
-            "file whose name ends in .jsonl."
+            f"{path}: expected a JSON array with one object per label. For JSON lines, name the "
+            "file *.jsonl."
         )
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
         return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
     except (pa.ArrowException, TypeError, OverflowError) as error:
         raise SourceInvalidError(
-            f"{path}: {error}, expected one type a column. Mend it."
+            f"{path}: {error}, expected one type per column. Correct the file."
         ) from error
 
 

@@ -114,7 +114,7 @@ def test_an_unknown_option(
     write("d")
     name = option.partition("=")[0]
     check_one_line(
-        train(run, algorithm, "--set", option), f"option '{name}'", f"expected {near}", "Mend"
+        train(run, algorithm, "--set", option), f"option '{name}'", f"expected {near}", "Correct"
     )
     check_nothing_registered(opened)
 

@@ -273,7 +273,7 @@ def test_steps_after_the_end(lake: Lake, dataset: Dataset, make_episode: Make) -
     dataset.append([make_episode("a", first_step=3)])
     report = fsck(lake)
     assert said(report) == [("error", "after_end")]
-    assert "episode a: found steps 3..5 after step 2 ended it" in report.findings[0].message
+    assert "episode a: found steps 3..5 after step 2, the end" in report.findings[0].message
     add_rows(dataset, [{"episode_id": "w", "step": 0, "truncated": True}])
     add_rows(dataset, [{"episode_id": "w", "step": 1}])
     assert fsck(lake).counts == {"after_end": 2}

@@ -43,7 +43,7 @@ def parse_space(text: Any, where: str) -> Space:
         reason = " ".join(str(error).split())[:300]
         raise SourceInvalidError(
             f"{where}: found {str(text)[:200]!r} ({type(error).__name__}: {reason}), expected a "
-            f"space as Minari writes it: {_KINDS}. Mend it, or ingest main_data.hdf5 alone."
+            f"space as Minari writes it: {_KINDS}. Correct it, or ingest main_data.hdf5 alone."
         ) from error
 
 

@@ -417,8 +417,9 @@ class PieceAssembler:
         if self._spaces is None:
             observation, action = describe(spec.observation_space), describe(spec.action_space)
             self.notes.append(
-                f"the dataset was made from the first lines: observations {observation}, actions "
-                f"{action}. Steps that do not fit are rejected; `env` states the spaces beforehand"
+                f"the spaces of the new dataset come from the first lines: observations "
+                f"{observation}, actions {action}. Steps outside them are rejected; to set the "
+                "spaces in advance, use `env`"
             )
         encoding = grammar.options.encoding
         return spec if encoding in (None, NO_ENCODING) else replace(spec, encoding=encoding)

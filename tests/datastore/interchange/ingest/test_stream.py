@@ -292,7 +292,7 @@ def test_columns_are_mapped_and_new_ones_kept(lake: Lake) -> None:
 
 def test_spaces_come_from_the_first_lines_where_nobody_says(lake: Lake) -> None:
     receipt = _follow(lake, _log({"a": 2}), [_step("b", 0), _step("b", 1, action=4)], spaces=None)
-    assert "made from the first lines" in receipt.notes[0]
+    assert "come from the first lines" in receipt.notes[0]
     assert [r.check for r in receipt.reasons] == ["space"]
     assert receipt.lines.committed == 3
 

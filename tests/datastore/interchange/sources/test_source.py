@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_folder(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    with pytest.raises(SourceInvalidError, match=r"logs/closed: .*Permission denied.*Mend"):
+    with pytest.raises(SourceInvalidError, match=r"logs/closed: .*Permission denied.*Correct"):
         find_source([tmp_path / "logs"])
 
 
