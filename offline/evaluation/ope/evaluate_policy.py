@@ -60,16 +60,16 @@ _FITTED_WITHOUT_MEMORY: Final = (
     "wrote it remembered too, they are wrong. Log the probabilities of actions."
 )
 _NO_BOUND: Final = (
-    "with gamma 1 and episodes that were cut off (truncated), values have no bound; give "
-    "`discount` 0.99 or so"
+    "with gamma 1, values of truncated episodes are unbounded; set `discount` below 1, for example "
+    "to 0.99"
 )
 # Below this share of a first reward, what comes behind a cut changes no value by much.
 _SMALL_SHARE: Final = 0.01
 _LIMIT_IGNORED: Final = (
-    "dr, wdr: their model values what would have come after the cut, too, and cannot stand in for "
-    "wrong propensities; where those are right, dr and wdr value what was logged"
+    "dr, wdr: their model also values rewards after the truncation, so it cannot compensate for "
+    "wrong propensities; with correct propensities, dr and wdr estimate the logged return"
 )
-_MODEL_GOES_ON: Final = "of episodes that were cut off the model is not right, however well fitted"
+_MODEL_GOES_ON: Final = "for truncated episodes the model is wrong, however well it is fitted"
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,9 +271,9 @@ class _CutOff:
 
     def why_no_fqe(self) -> str:
         return (
-            f"{self._number} and with gamma 1 fitted Q evaluation estimates the return "
-            "without that limit, not the logged one; dr and wpdis estimate the latter, and "
-            "`discount` 0.99 or so bounds the rewards after the cut"
+            f"{self._number}; with gamma 1 fitted Q evaluation estimates the return without that "
+            "limit, not the logged return. dr and wpdis estimate the logged return; a `discount` "
+            "below 1, such as 0.99, bounds the rewards after the truncation"
         )
 
     def notes(self, names: set[str]) -> Iterator[str]:
@@ -282,9 +282,9 @@ class _CutOff:
             return
         if "fqe" in names:
             yield (
-                f"fqe: {self._number} and rewards after the cut would count {self._share:.2g} of a "
-                "first one, averaged over all episodes: this is the value without the limit, where "
-                "importance sampling values what was logged"
+                f"fqe: {self._number}; averaged over all episodes, a reward after the truncation "
+                f"has {self._share:.2g} of the weight of a first reward. fqe estimates the value "
+                "without the limit, importance sampling the logged return"
             )
         if {"dr", "wdr"} & names:
             yield _LIMIT_IGNORED
@@ -297,7 +297,7 @@ class _CutOff:
 
     @property
     def _number(self) -> str:
-        return f"{self._num:,} of {self._num_episodes:,} episodes were cut off (truncated),"
+        return f"{self._num:,} of {self._num_episodes:,} episodes were truncated"
 
 
 def _make_logged_episodes(

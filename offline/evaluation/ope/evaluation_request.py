@@ -69,15 +69,15 @@ class EvaluationRequest:
 
     def __post_init__(self) -> None:
         if (self.policy is None) == (self.target_prob is None):
-            both = "both" if self.policy is not None else "neither"
+            found = "a policy and also" if self.policy is not None else "neither a policy nor"
             raise ConfigInvalidError(
-                f"off-policy evaluation: found {both} of a policy and an SQL expression of its "
-                "probabilities, expected one of them. Name the policy, or give `target_prob`."
+                f"off-policy evaluation: found {found} `target_prob`, the SQL expression of its "
+                "probabilities, expected exactly one of the two."
             )
         if self.target_prob is not None and self.exploration.is_on:
             raise ConfigInvalidError(
-                "off-policy evaluation: found exploration beside an SQL expression of the policy's "
-                "probabilities, expected it in that expression. Leave it out."
+                "off-policy evaluation: found exploration together with `target_prob`, whose "
+                "probabilities already have to include it. Leave out `explore`."
             )
         if not 0 < self.discount <= 1:
             raise ConfigInvalidError(
@@ -129,8 +129,8 @@ class PolicyReport:
     policy: name, version, what chose it and how it acts; or the SQL of its probabilities. reward:
     what its returns are of. training_discount: gamma of its training, None if unknown. It was
     evaluated on num_episodes episodes and num_steps steps; left_out: how many more were selected,
-    by the reason why they do not count. find_trained_policies: how many of those evaluated were in
-    its training set.
+    by the reason why they do not count. trained_on: how many of those evaluated were in its
+    training set.
     propensities: where behavior probabilities are from, and of fitted ones how well they fit.
     model: what predicted values, or why nothing did. weights float64 [num_episodes], or None.
     """

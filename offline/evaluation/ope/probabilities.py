@@ -116,9 +116,9 @@ def drop_unknown_target(
         return steps, target
     if unknown.all() and TARGET in steps.columns:
         raise EmptyReplayError(
-            f"off-policy evaluation: each of {steps.num_episodes:,} episodes has an action of "
-            "which the policy's probability is not known: SQL gave NULL, expected a value in each "
-            "row. Mend `target_prob`."
+            f"off-policy evaluation: in each of {steps.num_episodes:,} episodes, `target_prob` is "
+            "NULL for at least one action, expected a probability in every row. Correct "
+            "`target_prob`."
         )
     if unknown.all():
         why = "each episode has an action on a bound, where a clipped gaussian has no density"

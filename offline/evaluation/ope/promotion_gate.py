@@ -237,8 +237,8 @@ def _evaluate_both(
     if reward.expression != against.expression:
         raise _DifferentRewards(
             f"{question.policy} {_judged_by(reward)}, {_CHAMPION} {champion} "
-            f"{_judged_by(against)}: returns of different rewards have no difference. Name the "
-            f"reward that counts with `reward`; `reward` {REWARD} is the stored one."
+            f"{_judged_by(against)}: returns of different rewards cannot be compared. Select one "
+            f"reward with `reward`; `reward` {REWARD} is the stored one."
         )
     chosen = select_episodes(snapshot, question, reward, holdout, listener)
     both = [one for one in (asked, other) if one is not None]
@@ -264,7 +264,7 @@ def _evaluate_both(
 
 def _judged_by(reward: EvaluatedReward) -> str:
     if reward.training is None:
-        return "would be judged by the stored reward, as its lineage names none"
+        return "would be evaluated by the stored reward, as its lineage names none"
     return f"was trained with the reward {reward.training}"
 
 
@@ -336,7 +336,7 @@ def _iter_not_better(
         if one.low is None:
             yield (
                 f"{one.estimator} puts the difference from {against} at {one.difference:.4g}, with "
-                f"{one.no_interval}. Ask estimators that have one."
+                f"{one.no_interval}. Use estimators that have an interval."
             )
     # Written so that an interval that is not a number does not pass.
     failing = [

@@ -66,10 +66,10 @@ def drop_without_first_step(chosen: SelectedEpisodes) -> SelectedEpisodes:
         raise EmptyReplayError(
             f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found "
             f"{steps.num_episodes:,} episodes that begin at step {begins.min()} or later, expected "
-            "some from their first step, from which a policy that remembers is followed. Widen "
-            "`where`, or ingest the steps before."
+            "some with their first step: a stateful policy is evaluated from there. Widen `where`, "
+            "or ingest the earlier steps."
         )
-    reason = "without the first step, of a policy that remembers"
+    reason = "without the first step, for a stateful policy"
     left_out = {**chosen.left_out, reason: int(late.sum())}
     return replace(chosen, steps=steps.select(~late), left_out=left_out)
 
@@ -118,7 +118,7 @@ def _drop_unusable(
         said = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
         raise EmptyReplayError(
             f"off-policy evaluation: found {steps.num_episodes:,} episodes, none usable ({said}), "
-            "expected at least two with an end and all rewards. `incomplete` takes those that were "
-            "not seen to end as they are; `reward` 'coalesce(reward, 0)' gives rewards."
+            "expected at least two with an end and all rewards. `incomplete` includes episodes "
+            "without an end; `reward` 'coalesce(reward, 0)' counts unknown rewards as 0."
         )
     return steps.select(keep), left_out

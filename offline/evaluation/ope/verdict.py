@@ -49,14 +49,14 @@ class Verdict:
 def verdict(estimates: Estimates, diagnostics: Diagnostics, *, trained_on: int = 0) -> Verdict:
     """Judge what a log says of a policy.
 
-    find_trained_policies: how many of the evaluated episodes were in the policy's training set. The
-    first reason that applies is given, the gravest first.
+    trained_on: how many of the evaluated episodes were in the policy's training set. Reasons are
+    checked from the most severe down; the first that applies is given.
     """
     if trained_on > 0:
         return Verdict(
             NOT_SUPPORTED,
             f"{trained_on:,} of the {diagnostics.num_episodes:,} evaluated episodes were in the "
-            "policy's training set: it may know them by heart.",
+            "policy's training set: the estimate may be overfitted.",
         )
     for check in _NOT_SUPPORTED_CHECKS:
         reason = check(estimates, diagnostics)
@@ -73,7 +73,7 @@ def _explain_no_estimates(estimates: Estimates, diagnostics: Diagnostics) -> str
     if estimates.estimates:
         return ""
     reasons = "; ".join(dict.fromkeys(why.rstrip(".") for why in estimates.refused.values()))
-    return f"No estimator has anything to say: {reasons}."
+    return f"No estimator applies: {reasons}."
 
 
 def _explain_no_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
@@ -83,8 +83,8 @@ def _explain_no_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
 
 def _format_unsupported(mass: float) -> str:
     return (
-        f"The policy puts {mass:.1%} of its probability on actions that the log never shows where "
-        "it would take them."
+        f"{mass:.1%} of the policy's probability is on actions that the log never contains in "
+        "those situations."
     )
 
 
@@ -111,7 +111,7 @@ def _explain_unchecked_model(estimates: Estimates, diagnostics: Diagnostics) -> 
         return ""
     why = diagnostics.no_weights or "no estimator with importance weights was asked for"
     why = why.rstrip(".")
-    return f"Only a model of values speaks for the policy, and nothing in the log checks it: {why}."
+    return f"The estimate comes only from a model of values, and no log data checks it: {why}."
 
 
 def _explain_few_effective(estimates: Estimates, diagnostics: Diagnostics) -> str:
@@ -144,7 +144,7 @@ def _explain_mean_weight(estimates: Estimates, diagnostics: Diagnostics) -> str:
     return (
         f"The mean importance weight is {weights.mean_weight:.6g}, "
         f"{abs(weights.mean_weight_z):.1f} standard errors from 1: propensities are wrong, or the "
-        "policy does what the log lacks."
+        "policy takes actions that the log lacks."
     )
 
 
@@ -176,7 +176,7 @@ def _explain_disagreement(estimates: Estimates, diagnostics: Diagnostics) -> str
         # Intervals are as wide as float32 log-probs make them; sums of float64 are off by less.
         if gap > 1e-12 * max(abs(first.value), abs(second.value)):
             return (
-                f"Estimators disagree: {first.estimator} says {_range(first, one)}, "
+                f"Estimators disagree: {first.estimator} gives {_range(first, one)}, "
                 f"{second.estimator} {_range(second, other)}."
             )
     return ""

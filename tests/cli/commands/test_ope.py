@@ -101,7 +101,7 @@ def test_exit_codes(run: Any, lake: Path) -> None:
     [
         (("absent", "--policy", "random"), "absent"),
         (("log",), "neither"),
-        (("log", "--policy", "random", "--target-prob", "1"), "both"),
+        (("log", "--policy", "random", "--target-prob", "1"), "found a policy and also"),
         (("log", "--policy", "nobody"), "nobody"),
         (("log", "--policy", "random", "--estimator", "snip"), "snips"),
         (("log", "--policy", "random", "--where", "episode_id = 'x'"), "no episode"),

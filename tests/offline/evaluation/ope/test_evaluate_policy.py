@@ -500,17 +500,17 @@ def test_with_gamma_1_a_time_limit_leaves_fqe_out(lake):
     found = {one.estimator: one for one in report.estimates.estimates}
     assert set(found) == {"is", "wis", "clipped_is", "pdis", "wpdis", "dr", "wdr"}
     assert report.estimates.refused["fqe"].startswith(
-        "270 of 300 episodes were cut off (truncated), and with gamma 1 fitted Q evaluation "
+        "270 of 300 episodes were truncated; with gamma 1 fitted Q evaluation "
     )
     assert "solved exactly" in report.model
     for one in found.values():
         assert one.ci_low < 5 < one.ci_high, one
     for name in ("dr", "wdr"):
-        assert found[name].assumptions.endswith("the model is not right, however well fitted")
-    assert any(note.startswith("dr, wdr: their model values") for note in report.notes)
+        assert found[name].assumptions.endswith("the model is wrong, however well it is fitted")
+    assert any(note.startswith("dr, wdr: their model also values") for note in report.notes)
     alone = evaluate_policy(lake, EvaluationRequest("cut", "random", estimators=("fqe",)))
     assert (alone.verdict, alone.estimates.estimates) == ("not supported", ())
-    assert "270 of 300 episodes were cut off" in alone.assessment.reason
+    assert "270 of 300 episodes were truncated" in alone.assessment.reason
 
 
 def test_with_a_discount_a_time_limit_is_noted_where_it_matters(lake):
@@ -522,8 +522,8 @@ def test_with_a_discount_a_time_limit_is_noted_where_it_matters(lake):
         notes[gamma] = [note for note in report.notes if "270 of 300" in note]
     # 0.9 of the episodes, at 0.9^10; at 0.5^10 it is 0.0009.
     (note,) = notes[0.9]
-    assert note.startswith("fqe: 270 of 300 episodes were cut off (truncated), and rewards after ")
-    assert "would count 0.31 of a first one" in note
+    assert note.startswith("fqe: 270 of 300 episodes were truncated; averaged over all episodes, ")
+    assert "a reward after the truncation has 0.31 of the weight of a first reward" in note
     assert notes[0.5] == []
 
 

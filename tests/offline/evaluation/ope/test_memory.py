@@ -181,7 +181,7 @@ def test_the_gate_lets_it_pass_over_one_that_forgets(lake, recalling, register_g
 
 def test_episodes_without_their_beginning_are_left_out(lake, recalling, register_graph):
     late(lake)
-    reason = "without the first step, of a policy that remembers"
+    reason = "without the first step, for a stateful policy"
     report = evaluate_policy(lake, EvaluationRequest("log", "recalls", unseen=True))
     assert report.left_out == {reason: 200}
     assert report.num_episodes == 1200

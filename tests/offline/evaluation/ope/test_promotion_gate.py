@@ -423,7 +423,7 @@ def test_one_without_lineage_counts_as_trained_with_the_stored_reward(lake, regi
         lake, register_table(lake, "p", GOOD, **learned("-reward")), imported, question=word()
     )
     assert not found.passed
-    assert "would be judged by the stored reward, as its lineage names none" in found.reason
+    assert "would be evaluated by the stored reward, as its lineage names none" in found.reason
 
 
 def test_a_damaged_manifest_is_neither_evaluated_nor_promoted(lake, register_table):
