@@ -44,7 +44,7 @@ LATENCY: Final = MetricFamily(
 REFUSED_CONNECTIONS: Final = MetricFamily(
     "replaylake_refused_connections",
     "counter",
-    "Connections closed before a request could be made out, by the status that they were told.",
+    "Connections closed before a complete request was received, by the status sent.",
     ("status",),
 )
 REFUSED_HEADERS: Final = MetricFamily(
@@ -54,10 +54,12 @@ REFUSED_HEADERS: Final = MetricFamily(
     ("header",),
 )
 QUEUE: Final = MetricFamily(
-    "replaylake_queue_requests", "gauge", "Requests that are being worked on, all workers together."
+    "replaylake_queue_requests", "gauge", "Requests in progress, in all workers together."
 )
 QUEUE_LIMIT: Final = MetricFamily(
-    "replaylake_queue_limit", "gauge", "How many may be, before one more is answered 503."
+    "replaylake_queue_limit",
+    "gauge",
+    "Maximum number of requests in progress; more are refused with 503.",
 )
 DECISIONS: Final = MetricFamily(
     "replaylake_decisions",
@@ -68,33 +70,33 @@ DECISIONS: Final = MetricFamily(
 POLICY: Final = MetricFamily(
     "replaylake_policy_info",
     "gauge",
-    "Workers that serve this version now, by the name it was asked for.",
+    "Workers that serve this version, by the reference that selected it.",
     (*_VERSION, "reference"),
 )
 WEIGHT: Final = MetricFamily(
     "replaylake_policy_weight",
     "gauge",
-    "Share of the episodes that this version answers.",
+    "Share of the episodes that this version serves.",
     (*_VERSION, "reference"),
     merge_mode="mean",
 )
 RELOADS: Final = MetricFamily(
     "replaylake_reloads",
     "counter",
-    "Versions that an alias moved to: served or refused, by each worker.",
+    "Versions that an alias moved to, by result (served or refused); counted per worker.",
     ("policy", "alias", "result"),
 )
 REFUSED: Final = MetricFamily(
     "replaylake_refused_version",
     "gauge",
-    "The version that an alias points at and that did not pass; 0 where it did.",
+    "Version that an alias points to and that failed its checks; 0 if there is none.",
     ("policy", "alias"),
     merge_mode="max",
 )
 UNREACHABLE: Final = MetricFamily(
     "replaylake_follow_failing",
     "gauge",
-    "Workers that cannot find out where an alias points.",
+    "Workers that cannot read which version an alias points to.",
     ("policy", "alias"),
 )
 EXPLORATION: Final = MetricFamily(
@@ -112,20 +114,20 @@ LOG_PROB: Final = MetricFamily(
 DRIFT: Final = MetricFamily(
     "replaylake_observation_drift",
     "gauge",
-    "How far the mean of recent observations is from that of the training steps, in the latter's "
-    "standard deviations: of the element that is furthest, and the mean over elements.",
+    "Distance of the mean of recent observations from the mean of the training steps, in standard "
+    "deviations of the training steps: the largest over elements, and the mean over elements.",
     (*_VERSION, "over"),
 )
 SHIFT: Final = MetricFamily(
     "replaylake_observation_shift",
     "gauge",
-    "The same of each element, with its sign; of observations of at most 64 elements.",
+    "Signed distance of each element, for observations with at most 64 elements.",
     (*_VERSION, "element"),
 )
 RECENT_DECISIONS: Final = MetricFamily(
     "replaylake_recent_decisions",
     "gauge",
-    "How many decisions the recent means are of, each counting less as it gets older.",
+    "Number of decisions in the recent means; older decisions have less weight.",
     _VERSION,
 )
 FEEDBACK: Final = MetricFamily("replaylake_feedback", "counter", "Rewards accepted.")
@@ -139,20 +141,20 @@ FEEDBACK_LAG: Final = MetricFamily(
 JOINED: Final = MetricFamily(
     "replaylake_joined_ratio",
     "gauge",
-    "Share of all logged decisions that have a reward, as `feedback join` last found it.",
+    "Share of all logged decisions that have a reward, as counted by the last `feedback join`.",
     (),
     merge_mode="max",
 )
 ORPHANED: Final = MetricFamily(
     "replaylake_orphaned_rewards",
     "gauge",
-    "Rewards without a decision, as `feedback join` last found them.",
+    "Rewards without a decision, as counted by the last `feedback join`.",
     merge_mode="max",
 )
 SET_ASIDE: Final = MetricFamily(
     "replaylake_set_aside_decisions",
     "gauge",
-    "Decisions and received steps that cannot be steps as they are, as `feedback join` last found.",
+    "Decisions and received steps set aside as invalid steps by the last `feedback join`.",
     merge_mode="max",
 )
 LOG_FAILURES: Final = MetricFamily(
@@ -163,7 +165,7 @@ LOG_FAILURES: Final = MetricFamily(
 LOG_LOST: Final = MetricFamily(
     "replaylake_log_lost",
     "counter",
-    "Decisions that were answered though the log could not be written.",
+    "Decisions that were served although the log could not be written.",
 )
 PENDING: Final = MetricFamily(
     "replaylake_log_pending_rows",
@@ -175,7 +177,7 @@ WORKERS: Final = MetricFamily("replaylake_workers", "gauge", "Workers that are a
 WORKER_STARTS: Final = MetricFamily(
     "replaylake_worker_starts",
     "counter",
-    "Workers that were started, those included that took the place of one that ended.",
+    "Workers that were started, including replacements of workers that ended.",
 )
 METRIC_FAMILIES: Final = (
     REQUESTS,

@@ -11,38 +11,38 @@ from typing import Final
 
 from replaylake.datastore.version import VERSION
 
-# What a packaged server may be told; the rest of ServeConfig the Bento itself says.
+# The settings of a packaged server; the Bento itself sets the other fields of ServeConfig.
 VARIABLES: Final = {
-    "REPLAYLAKE_SERVE_HOST": "address to listen on, 127.0.0.1 unless said",
-    "REPLAYLAKE_SERVE_PORT": "3000 unless said; bentoml's --port goes before it",
-    "REPLAYLAKE_SERVE_WORKERS": "processes, each with the policy in memory; 1 unless said",
-    "REPLAYLAKE_ACT_TOKEN": "bearer token of those who may act",
-    "REPLAYLAKE_FEEDBACK_TOKEN": "of those who may feed back",
-    "REPLAYLAKE_ADMIN_TOKEN": "of those who may see /policy, /metrics and the rest",
-    "REPLAYLAKE_SERVE_ACT_TOKEN_FILE": "a file of such tokens instead, one a line",
-    "REPLAYLAKE_SERVE_FEEDBACK_TOKEN_FILE": "likewise",
-    "REPLAYLAKE_SERVE_ADMIN_TOKEN_FILE": "likewise",
-    "REPLAYLAKE_SERVE_INSECURE": "1: listen on other addresses than loopback without any token",
-    "REPLAYLAKE_SERVE_ALLOWED_HOSTS": "names it is asked by, such as policy.example.com,policy",
-    "REPLAYLAKE_SERVE_EXPLORE": "epsilon=0.05 or temperature=1; without it the best action",
-    "REPLAYLAKE_SERVE_REQUEST_OPTIONS": "0: requests may not say how they are explored",
-    "REPLAYLAKE_SERVE_LAKE": "folder or URL of the lake that decisions are written to",
-    "REPLAYLAKE_SERVE_LOG_TO": "the dataset in it that they are for",
-    "REPLAYLAKE_SERVE_WINDOW_S": "how long a decision takes rewards, in seconds",
-    "REPLAYLAKE_SERVE_SYNC_EVERY": "1: each decision on disk for good before it is answered",
-    "REPLAYLAKE_SERVE_ON_LOG_FAILURE": "serve: answer even if it cannot log",
-    "REPLAYLAKE_SERVE_JOIN_EVERY_S": "join rewards to decisions this often",
-    "REPLAYLAKE_STATE": "where the journals of a lake on an object store are: on a kept volume",
-    "REPLAYLAKE_SERVE_CANARY": "policies of the lake that take a share, such as clone@next=0.1",
-    "REPLAYLAKE_SERVE_FOLLOW_S": "how often it looks where their aliases point, in seconds",
-    "REPLAYLAKE_SERVE_STATE_KEY": "what signs the state of a policy that remembers: one for all",
-    "REPLAYLAKE_SERVE_ACCESS_LOG": "a file that gets one line of JSON a request, or - for stdout",
-    "REPLAYLAKE_SERVE_BODY_BYTES": "the largest body",
-    "REPLAYLAKE_SERVE_BODY_TIMEOUT_S": "how long a body may take to come, in seconds",
-    "REPLAYLAKE_SERVE_DEADLINE_S": "how long an answer may take, in seconds",
-    "REPLAYLAKE_SERVE_QUEUE": "requests at once; above it 503",
-    "REPLAYLAKE_SERVE_CONNECTIONS": "connections at once",
-    "REPLAYLAKE_SERVE_IDLE_TIMEOUT_S": "how long a connection may be idle, in seconds",
+    "REPLAYLAKE_SERVE_HOST": "address to listen on; default 127.0.0.1",
+    "REPLAYLAKE_SERVE_PORT": "port to listen on; default 3000; bentoml's --port overrides it",
+    "REPLAYLAKE_SERVE_WORKERS": "worker processes, each with the policy in memory; default 1",
+    "REPLAYLAKE_ACT_TOKEN": "bearer token for acting",
+    "REPLAYLAKE_FEEDBACK_TOKEN": "bearer token for sending rewards and episodes",
+    "REPLAYLAKE_ADMIN_TOKEN": "bearer token for /policy, /metrics and all other endpoints",
+    "REPLAYLAKE_SERVE_ACT_TOKEN_FILE": "file with tokens for acting, one per line",
+    "REPLAYLAKE_SERVE_FEEDBACK_TOKEN_FILE": "the same for sending rewards and episodes",
+    "REPLAYLAKE_SERVE_ADMIN_TOKEN_FILE": "the same for all other endpoints",
+    "REPLAYLAKE_SERVE_INSECURE": "1: allow other machines to connect without tokens",
+    "REPLAYLAKE_SERVE_ALLOWED_HOSTS": "host names to answer to, such as policy.example.com,policy",
+    "REPLAYLAKE_SERVE_EXPLORE": "epsilon=0.05 or temperature=1; default: the best action",
+    "REPLAYLAKE_SERVE_REQUEST_OPTIONS": "0: requests cannot change the exploration",
+    "REPLAYLAKE_SERVE_LAKE": "directory or URL of the lake that decisions are logged to",
+    "REPLAYLAKE_SERVE_LOG_TO": "dataset in this lake to log decisions to",
+    "REPLAYLAKE_SERVE_WINDOW_S": "time in which a decision accepts rewards, in seconds",
+    "REPLAYLAKE_SERVE_SYNC_EVERY": "1: fsync each decision before it is answered",
+    "REPLAYLAKE_SERVE_ON_LOG_FAILURE": "serve: answer even if the log cannot be written",
+    "REPLAYLAKE_SERVE_JOIN_EVERY_S": "interval between joins of decisions with rewards, in seconds",
+    "REPLAYLAKE_STATE": "directory of the journals, on a persistent volume, if the lake is remote",
+    "REPLAYLAKE_SERVE_CANARY": "policies of the lake that serve a share, such as clone@next=0.1",
+    "REPLAYLAKE_SERVE_FOLLOW_S": "interval between checks for moved aliases, in seconds",
+    "REPLAYLAKE_SERVE_STATE_KEY": "key that signs the states of clients; the same in all replicas",
+    "REPLAYLAKE_SERVE_ACCESS_LOG": "file for one JSON line per request, or - for stdout",
+    "REPLAYLAKE_SERVE_BODY_BYTES": "maximum size of a request body, in bytes",
+    "REPLAYLAKE_SERVE_BODY_TIMEOUT_S": "maximum time to receive a body, in seconds",
+    "REPLAYLAKE_SERVE_DEADLINE_S": "maximum time to answer a request, in seconds",
+    "REPLAYLAKE_SERVE_QUEUE": "maximum number of concurrent requests; others get 503",
+    "REPLAYLAKE_SERVE_CONNECTIONS": "maximum number of open connections",
+    "REPLAYLAKE_SERVE_IDLE_TIMEOUT_S": "maximum idle time of a connection, in seconds",
 }
 
 _DOCKERFILE: Final = """\
@@ -51,8 +51,8 @@ _DOCKERFILE: Final = """\
 #   docker build -f env/docker/Dockerfile -t {tag} .
 #   docker run --rm -p 127.0.0.1:3000:3000 -e REPLAYLAKE_ACT_TOKEN {tag}
 #
-# Building needs the base image and a package index, by --build-arg PIP_INDEX_URL=... another one.
-# What it may be told with `docker run -e`, explained in README.md:
+# Building needs the base image and a package index; --build-arg PIP_INDEX_URL=... sets another one.
+# Settings for `docker run -e`, explained in README.md:
 {variables}
 ARG PYTHON_IMAGE=python:{python}-slim
 FROM ${{PYTHON_IMAGE}}
@@ -107,17 +107,17 @@ nothing but what is in here.
     bentoml serve FOLDER_OF_THIS_FILE
     curl -s localhost:3000/policy
 
-It listens on 127.0.0.1:3000 unless told otherwise. As a container, which listens on every
-address and so wants a token:
+By default it listens on 127.0.0.1:3000. A container listens on every address, and so
+requires a token:
 
     docker build -f env/docker/Dockerfile -t {tag} .
     docker run --rm -p 127.0.0.1:3000:3000 -e REPLAYLAKE_ACT_TOKEN {tag}
 
-What it may be told, by environment variables:
+Settings, as environment variables:
 
 {variables}
 
-Decisions are written down only where both a lake and a dataset to log to are set.
+Decisions are logged only if both a lake and a dataset to log to are set.
 """
 
 
