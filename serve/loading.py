@@ -190,7 +190,7 @@ def _follower(
 
 
 def check_servable(config: ServeConfig) -> None:
-    """Find out before anything starts what a worker would stumble over. Raises: as load_serving."""
+    """Find out before any worker starts what would stop it. Raises: as load_serving."""
     spec = check_package(config.package, config.manifest_sha256).spec
     exploration = parse_exploration(config.explore)
     check_exploration(exploration, spec)

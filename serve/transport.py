@@ -61,7 +61,7 @@ class Transport:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigInvalidError(
-                f"client: found the URL {url!r}, expected one such as http://127.0.0.1:3000."
+                f"client: found the URL {url!r}, expected a URL such as http://127.0.0.1:3000."
             )
         self.url = url.rstrip("/")
         self._parts, self._context = parts, context
@@ -121,8 +121,9 @@ class Transport:
                 if isinstance(failure, RequestFailedError):
                     raise failure
                 raise ServerUnreachableError(
-                    f"{self.url}{path.partition('?')[0]}: {failure!r}, expected an answer within "
-                    f"{self._retry_s:g} s of trying. Is the server running, and is this its URL?"
+                    f"{self.url}{path.partition('?')[0]}: {failure!r}, no response after "
+                    f"{self._retry_s:g} s of retries. Check that the server runs and "
+                    "that this is its URL."
                 ) from failure
             time.sleep(wait_s)
             # Not all at once: many clients wait for one server.

@@ -270,7 +270,7 @@ def _resume_row(serving: ServingState, token: str, place: str) -> _Row:
     state = serving.states.read(token)
     if state is None:
         raise invalid_value_error(
-            place, token, "a state issued by this server or by one with the same key"
+            place, token, "a state signed by this server, or by one with the same state key"
         )
     served = serving.router.find_version(state.policy, state.version)
     if served is None:

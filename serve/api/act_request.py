@@ -79,7 +79,7 @@ class ActReader:
         if "observation" not in fields:
             check_fields(fields, _OF_MANY)  # it may be there under a name that is not quite it
             message = (
-                "no observation is given; send observation (one, or a batch by one more "
+                "observation is missing; send observation (one, or a batch with one additional "
                 "dimension) or observations (a list)"
             )
             raise RequestRefusedError(422, "observation", message)

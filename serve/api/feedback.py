@@ -294,13 +294,15 @@ def _check_reference(fields: Mapping[str, Any]) -> None:
     """Check that a report names one decision, in one way."""
     given = [name for name in _NAMES if fields.get(name) is not None]
     if len(given) != 1:
-        cause = f"both {given[0]} and {given[1]} are given" if given else "no decision is named"
+        cause = f"both {given[0]} and {given[1]} are given" if given else "decision_id is missing"
         message = f"{cause}; send one of decision_id, request_id, or episode_id and step"
         raise RequestRefusedError(422, given[1] if given else "decision_id", message)
     value = fields[given[0]]
     if given[0] == "decision_id":
         if type(value) is not str:
-            raise invalid_value_error("decision_id", value, "a string, as POST /act answers it")
+            raise invalid_value_error(
+                "decision_id", value, "a string from the response of POST /act"
+            )
     else:
         check_name(value, given[0])
     step = fields.get("step")

@@ -233,15 +233,15 @@ def _run_build(source: Path, home: Path, version: str, tag: str) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise ServeError(
-            f"package {tag}: found BentoML still building after {_BUILD_TIMEOUT_S} s, expected a "
-            "few seconds. Try again."
+            f"package {tag}: BentoML did not finish building within {_BUILD_TIMEOUT_S} s, expected "
+            "a few seconds. Try again."
         ) from error
     if done.returncode != 0:
         # The cause is the first line after this, not the last.
         said = (done.stderr + done.stdout).rpartition("Error: ")[2]
         raise ServeError(
-            f"package {tag}: BentoML did not build it: {' '.join(said.split()) or 'no message'}. "
-            "Check that replaylake[serve] is installed whole."
+            f"package {tag}: BentoML could not build it: {' '.join(said.split()) or 'no message'}. "
+            "Check that replaylake[serve] and its dependencies are installed."
         )
 
 
@@ -257,5 +257,5 @@ def _move(built: Path, output: Path) -> None:
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(
-            f"{output}: {error.strerror or error} while the Bento was written. Nothing was kept."
+            f"{output}: {error.strerror or error} while the Bento was written. Nothing was saved."
         ) from error

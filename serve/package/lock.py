@@ -73,7 +73,7 @@ def lock(extras: Sequence[str]) -> tuple[Pin, ...]:
     if heavy := [str(pin) for pin in pins if pin.name in NOT_SERVED]:
         raise ServeError(
             f"package: found {', '.join(heavy)} among what serving needs, expected none of "
-            f"{', '.join(NOT_SERVED)}. Some library here asks for it: `pip show` says which."
+            f"{', '.join(NOT_SERVED)}. An installed library requires it: `pip show` names which."
         )
     return pins
 
@@ -131,16 +131,16 @@ def _find_distribution(needed: Requirement, by: str) -> metadata.Distribution:
         return metadata.distribution(needed.name)
     except metadata.PackageNotFoundError as error:
         raise ExtraMissingError(
-            f"package: found no {needed.name}, expected {needed} as {by} asks. Install "
-            "replaylake[serve] whole: the lock says what is installed here."
+            f"package: found no {needed.name}, expected {needed}, which {by} requires. Install "
+            "replaylake[serve]: the lock file lists the versions installed here."
         ) from error
 
 
 def _check_version(needed: Requirement, found: metadata.Distribution, by: str) -> None:
     if not needed.specifier.contains(found.version, prereleases=True):
         raise ServeError(
-            f"package: found {needed.name} {found.version}, expected {needed} as {by} asks: no "
-            "other place would install this. `pip check` lists all such; mend them first."
+            f"package: found {needed.name} {found.version}, expected {needed}, which {by} "
+            "requires; pip would not install this. Correct all that `pip check` lists."
         )
 
 

@@ -78,13 +78,13 @@ def own_distribution() -> metadata.Distribution:
             continue
         if found.version != VERSION:
             raise ServeError(
-                f"package: found installed metadata of {NAME} {found.version} around the code of "
-                f"{VERSION}, expected the same. Install it again: pip install -e . in a checkout."
+                f"package: found {NAME} installed as version {found.version}, but its code is "
+                f"version {VERSION}. Install it again: pip install -e . in a checkout."
             )
         return found
     raise ServeError(
-        f"package: found no installed {NAME}, only its code, expected both: the wheel's "
-        "requirements come from there. Run pip install -e '.[serve]' in the checkout."
+        f"package: found the code of {NAME} but no installed distribution, which declares the "
+        "wheel's requirements. Run pip install -e '.[serve]' in the checkout."
     )
 
 

@@ -1,4 +1,4 @@
-"""Check: everything that a server would stumble over, found out without starting one."""
+"""Check: everything that would keep a server from starting, without starting one."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def _log(config: ServeConfig) -> str:
             )
     if (difference := find_encoding_mismatch(theirs.encoding, ours.encoding)) is not None:
         raise SchemaMismatchError(
-            f"dataset {config.log_to}: encodes observations unlike the policy: {difference}. "
-            "Log to another dataset."
+            f"dataset {config.log_to}: its encoding of observations differs from the policy's: "
+            f"{difference}. Log to another dataset."
         )
     return f"{config.log_to} has the policy's spaces"
 

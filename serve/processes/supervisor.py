@@ -139,8 +139,8 @@ class Supervisor:
             how = f"signal {-status}" if status < 0 else f"status {status}"
             if status > 0 and not self._is_ready():
                 raise ServeError(
-                    f"serve: worker {worker.number} ended with {how} before it was ready, expected "
-                    "it to run. The lines above say why."
+                    f"serve: worker {worker.number} ended with {how} before it was ready. "
+                    "The lines above state the cause."
                 )
             is_short = now - worker.began < _SHORT_LIFE_S
             num_short_lives = worker.num_short_lives + 1 if is_short else 0

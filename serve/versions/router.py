@@ -156,7 +156,7 @@ def parse_canaries(texts: Sequence[str]) -> tuple[Canary, ...]:
     if total >= 1 or len(set(names)) < len(names):
         raise ConfigInvalidError(
             f"canary: found {', '.join(texts)} with a total weight of {total:g}, expected "
-            "different policies with a total below 1: the main policy serves the rest.",
+            "different policies with a total weight below 1: the main policy serves the rest.",
             parameter="canary",
         )
     return canaries
@@ -170,8 +170,8 @@ def _parse_canary(text: str) -> Canary:
         weight = 0.0
     if not reference or "," in text or not 0 < weight < 1:
         raise ConfigInvalidError(
-            f"canary: found {text!r}, expected POLICY=WEIGHT with a weight between 0 and 1, such "
-            "as clone@challenger=0.1.",
+            f"canary: found {text!r}, expected POLICY=WEIGHT with a weight above 0 and below 1, "
+            "such as clone@challenger=0.1.",
             parameter="canary",
         )
     return Canary(reference, weight)

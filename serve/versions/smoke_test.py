@@ -77,12 +77,12 @@ def check_same_spaces(found: PolicySpec, served: PolicySpec, what: str) -> None:
         if not is_compatible(theirs, ours) or _dtypes(theirs) != _dtypes(ours):
             raise SchemaMismatchError(
                 f"{what}: found the {name.replace('_', ' ')} {describe(theirs)}, expected "
-                f"{describe(ours)} as the served policy has. Serve it on a server of its own."
+                f"{describe(ours)} as in the served policy. Serve it on a separate server."
             )
     if (difference := find_encoding_mismatch(found.encoding, served.encoding)) is not None:
         raise SchemaMismatchError(
-            f"{what}: encodes observations unlike the served policy: {difference}. "
-            "Serve it on a server of its own."
+            f"{what}: its encoding of observations differs from the served policy's: {difference}. "
+            "Serve it on a separate server."
         )
 
 

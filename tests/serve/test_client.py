@@ -212,7 +212,9 @@ def test_a_wrong_url_and_nobody_there():
         Client("localhost:3000")
     client = Client("http://127.0.0.1:9", retry_s=0.2)
     assert not client.ready()
-    with pytest.raises(ServerUnreachableError, match=r"http://127.0.0.1:9/policy: .*Is the server"):
+    with pytest.raises(
+        ServerUnreachableError, match=r"http://127.0.0.1:9/policy: .*Check that the server"
+    ):
         client.policy()
 
 

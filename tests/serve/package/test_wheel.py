@@ -98,11 +98,11 @@ def test_metadata_of_another_version_or_none_at_all_is_refused(tmp_path, monkeyp
     install_metadata(tmp_path / "old", "0.0.1")
     monkeypatch.setattr(wheel_module.metadata, "distributions", only_in(tmp_path / "old"))
     with pytest.raises(
-        ServeError, match=rf"found installed metadata of replaylake 0\.0\.1.*{VERSION}"
+        ServeError, match=rf"found replaylake installed as version 0\.0\.1.*{VERSION}"
     ):
         write_wheel(tmp_path)
     monkeypatch.setattr(wheel_module.metadata, "distributions", only_in(tmp_path / "none"))
-    with pytest.raises(ServeError, match="found no installed replaylake"):
+    with pytest.raises(ServeError, match="but no installed distribution"):
         write_wheel(tmp_path)
     assert not list(tmp_path.glob("*.whl"))
 

@@ -146,7 +146,7 @@ def test_canaries_as_they_are_written():
         with pytest.raises(ConfigInvalidError, match="canary: found"):
             parse_canaries([text])
     for texts in (["a=0.5", "b=0.5"], ["a=0.1", "a=0.2"], ["a=0.9", "b=0.2"]):
-        with pytest.raises(ConfigInvalidError, match="a total below 1"):
+        with pytest.raises(ConfigInvalidError, match="a total weight below 1"):
             parse_canaries(texts)
 
 
