@@ -101,9 +101,9 @@ def rollout(
     committed even then, whole.
     """
     started = time.time()
-    acting = resolve_policies(lake, policy, config)
+    policies = resolve_policies(lake, policy, config)
     target = lake.dataset(dataset)
-    mask_size = _check_acting(acting, config)
+    mask_size = _check_acting(policies, config)
     if config.workers:
         check_shareable(lake.url, "rollout workers")
         import_ray(config.address)
@@ -111,11 +111,11 @@ def rollout(
         lake.registry.create()
     ensure_dataset(target, config.env, config.env_args, mask_size=mask_size)
     run_id = new_ulid()
-    orders = _make_worker_specs(lake, dataset, f"rollout/{run_id}", acting, config)
+    orders = _make_worker_specs(lake, dataset, f"rollout/{run_id}", policies, config)
     record = {
         "kind": "rollout",
         "dataset": dataset,
-        **describe_policies(acting),
+        **describe_policies(policies),
         "config": {_STORED_NAMES.get(key, key): value for key, value in asdict(config).items()},
         "num_workers": config.workers,
         "started_ms": round(started * 1000),
@@ -144,7 +144,7 @@ def rollout(
     except BaseException as error:
         run.fail(record, error)
         raise
-    receipt = run.receipt(acting, config, len(orders) if config.workers else 0, started)
+    receipt = run.receipt(policies, config, len(orders) if config.workers else 0, started)
     run.end(record, {"status": "finished", **receipt.to_json()})
     return receipt
 
@@ -194,8 +194,8 @@ class _RolloutRun:
         with suppress(ReplayLakeError):
             self._commits += [one.commit for one in self._recorder.take_acknowledged()]
 
-    def _add_batch(self, shipment: RolloutBatch) -> None:
-        self._returns.add(shipment.ends)
+    def _add_batch(self, batch: RolloutBatch) -> None:
+        self._returns.add(batch.ends)
         if self._callbacks.on_progress is not None:
             self._callbacks.on_progress(
                 EpisodeProgress(self._returns.num_games, self._num_episodes)
@@ -206,7 +206,7 @@ class _RolloutRun:
         return {name: sum(getattr(commit, name) for commit in self._commits) for name in names}
 
     def receipt(
-        self, acting: BehaviorPolicies, config: RolloutConfig, num_workers: int, started: float
+        self, policies: BehaviorPolicies, config: RolloutConfig, num_workers: int, started: float
     ) -> RolloutReceipt:
         """Return it, of a rollout that is complete. started: Unix time (s)."""
         return RolloutReceipt(
@@ -214,7 +214,7 @@ class _RolloutRun:
             dataset=self._dataset,
             version=self._commits[-1].version,
             env_id=config.env,
-            **{**describe_policies(acting), **self.totals()},
+            **{**describe_policies(policies), **self.totals()},
             seed=config.seed,
             num_workers=num_workers,
             num_games=self._returns.num_games,
@@ -248,24 +248,24 @@ def _make_worker_specs(
     lake: Lake,
     dataset: str,
     producer: str,
-    acting: BehaviorPolicies,
+    policies: BehaviorPolicies,
     config: RolloutConfig,
 ) -> list[WorkerSpec]:
     """Deal the episodes out to the workers in turn; one order where there are none."""
     numbers = range(config.episodes)
     stride = max(1, min(config.workers, config.episodes))
     return [
-        WorkerSpec(lake.url, dataset, producer, i, numbers[i::stride], acting, config)
+        WorkerSpec(lake.url, dataset, producer, i, numbers[i::stride], policies, config)
         for i in range(stride)
     ]
 
 
-def _check_acting(acting: BehaviorPolicies, config: RolloutConfig) -> int | None:
+def _check_acting(policies: BehaviorPolicies, config: RolloutConfig) -> int | None:
     """Take one step, so that what cannot work is refused before anything is written.
 
     Returns: the width of the environment's action masks, None if it has none.
     """
-    probe = make_worker(replace(config, envs_per_worker=1), iter([0]), acting, producer="probe")
+    probe = make_worker(replace(config, envs_per_worker=1), iter([0]), policies, producer="probe")
     try:
         spec = probe.policy.spec
         check_spaces(config.env, spec.observation_space, spec.action_space, config.env_args)
@@ -300,11 +300,11 @@ def resolve_policies(lake: Lake, policy: str, config: RolloutConfig) -> Behavior
     return dict.fromkeys(env.agents, everyone) | own
 
 
-def describe_policies(acting: BehaviorPolicies) -> dict[str, Any]:
+def describe_policies(policies: BehaviorPolicies) -> dict[str, Any]:
     """Return the policy's name and version, as receipts and records say it."""
-    if isinstance(acting, BehaviorPolicy):
-        return {"policy": acting.name, "policy_version": acting.version}
-    texts = [f"{agent}={one.name}:{one.version}" for agent, one in acting.items()]
+    if isinstance(policies, BehaviorPolicy):
+        return {"policy": policies.name, "policy_version": policies.version}
+    texts = [f"{agent}={one.name}:{one.version}" for agent, one in policies.items()]
     return {"policy": ", ".join(texts), "policy_version": None}
 
 

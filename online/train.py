@@ -104,7 +104,7 @@ def resume_online(lake: Lake, run_id: str, *, callbacks: Callbacks | None = None
 
 def _resume(lake: Lake, run_id: str, callbacks: Callbacks) -> OnlineResult:
     record = find_run(lake.registry, run_id, kind=KIND)
-    job = prepare(lake, OnlineRequest.from_json(record["request"]), began=record)
+    job = prepare(lake, OnlineRequest.from_json(record["request"]), record=record)
     with RunLease(lake.storage, run_id) as lease:
         # Read again: whoever had the lease before may have ended it in between.
         record = find_run(lake.registry, run_id, kind=KIND)

@@ -63,7 +63,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         metrics.count_start()
         serving = worker.serving = await run_in_threadpool(load)
-        metrics.watch(serving, lambda: keeper.num_inside, NUM_REFUSED)
+        metrics.watch(serving, lambda: handler_state.num_inside, NUM_REFUSED)
         fresh = asyncio.create_task(metrics.keep_fresh())
         serving.start()
         # What is loaded stays: a collection set off by a large request need not walk through it.
@@ -77,7 +77,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
             fresh.cancel()
             await run_in_threadpool(serving.close)
 
-    keeper = HandlerState(lambda: worker.serving, metrics)
+    handler_state = HandlerState(lambda: worker.serving, metrics)
 
     async def not_routed(request: Request) -> Response:
         """Refuse a wrong path or method in the form of every other error."""
@@ -90,14 +90,14 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         raise RequestRefusedError(404, "path", message)
 
     handlers = {
-        (path, method): RequestHandler(path, endpoint, keeper)
+        (path, method): RequestHandler(path, endpoint, handler_state)
         for path, (method, endpoint) in endpoints.items()
     }
     routes = [
         Route(path, handler, methods=[method]) for (path, method), handler in handlers.items()
     ]
     # Also keeps BentoML's own pages, which load scripts from elsewhere, from being served.
-    routes.append(Route("/{path:path}", RequestHandler("other", not_routed, keeper)))
+    routes.append(Route("/{path:path}", RequestHandler("other", not_routed, handler_state)))
     app = _App(handlers, routes=routes, lifespan=lifespan)
     app.state.is_ready = lambda: False
     return app

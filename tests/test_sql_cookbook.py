@@ -62,7 +62,7 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
         ],
         producer="rollout/a",
         sequence=0,
-        left_out=DropCounts(num_rejected=1, num_rejected_steps=2),
+        drops=DropCounts(num_rejected=1, num_rejected_steps=2),
     )
     lake.tags.set("cartpole", "paper", 1)
     quarantine(cartpole, _refused(), producer="ingest/1f", sequence=0)
@@ -70,7 +70,7 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
         [_episode("b1", [1, 1, 1, 1, 1], 2, 2), _episode("b2", [1], 2, 2)],
         producer="rollout/b",
         sequence=0,
-        left_out=DropCounts(num_already_present=2, num_already_present_steps=7),
+        drops=DropCounts(num_already_present=2, num_already_present_steps=7),
     )
     lake.dataset("duel").append(
         [

@@ -180,7 +180,7 @@ def ope(
     from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 
     report = CommandOutput(as_json)
-    question = EvaluationRequest(
+    request = EvaluationRequest(
         dataset=dataset,
         policy=policy,
         target_prob=target_prob,
@@ -198,8 +198,8 @@ def ope(
         fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
     )
     with report.progress("reading the steps", "") as progress:
-        listener = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
-        found = evaluate_policy(open_lake(lake), question, listener)
+        callbacks = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
+        found = evaluate_policy(open_lake(lake), request, callbacks)
     if plot is not None:
         from replaylake.cli.output.forest import draw_estimates
 

@@ -220,7 +220,7 @@ def promote(
         from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 
         split = None if holdout is None else Holdout(holdout)
-        question = EvaluationRequest(
+        request = EvaluationRequest(
             dataset=str(dataset),
             policy=str(ref),
             where=where,
@@ -233,7 +233,7 @@ def promote(
             seed=seed,
             fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
         )
-        found = _evaluate_gate(report, opened, ref, champion, question, alpha, margin)
+        found = _evaluate_gate(report, opened, ref, champion, request, alpha, margin)
     passed = found is None or found.passed
     move = None
     if passed or force:
@@ -327,7 +327,7 @@ def _evaluate_gate(
     lake: Lake,
     ref: PolicyRef,
     champion: int | None,
-    question: EvaluationRequest,
+    request: EvaluationRequest,
     alpha: float,
     margin: float,
 ) -> GateResult | GateNotApplicable:
@@ -336,9 +336,9 @@ def _evaluate_gate(
 
     against = None if champion is None else lake.registry.resolve(f"{ref.name}:{champion}")
     with report.progress("reading the steps", "") as progress:
-        listener = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
+        callbacks = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
         options = {"alpha": alpha, "margin": margin}
-        return evaluate_gate(lake, ref, against, question, **options, listener=listener)
+        return evaluate_gate(lake, ref, against, request, **options, callbacks=callbacks)
 
 
 def _candidate(registry: Registry, text: str) -> PolicyRef:

@@ -106,7 +106,7 @@ class Appendable(Protocol):
         producer: str | None = None,
         sequence: int | None = None,
         info: Mapping[str, Any] | None = None,
-        left_out: DropCounts | None = None,
+        drops: DropCounts | None = None,
     ) -> Commit: ...
 
     def account(
@@ -114,7 +114,7 @@ class Appendable(Protocol):
         *,
         producer: str,
         sequence: int,
-        left_out: DropCounts,
+        drops: DropCounts,
         info: Mapping[str, Any] | None = None,
     ) -> Commit: ...
 
@@ -131,19 +131,19 @@ def count_rejected(episodes: Iterable[Episode]) -> DropCounts:
     return DropCounts(num_rejected=len(sizes), num_rejected_steps=sum(sizes))
 
 
-def commit_counts(num_episodes: int, num_steps: int, left_out: DropCounts) -> dict[str, int]:
+def commit_counts(num_episodes: int, num_steps: int, drops: DropCounts) -> dict[str, int]:
     """Return the entries of a commit's info that account for what a producer made."""
     return {
         "num_episodes": num_episodes,
         "num_steps": num_steps,
-        "num_produced": num_episodes + left_out.num_rejected + left_out.num_already_present,
-        "num_rejected": left_out.num_rejected,
-        "num_already_present": left_out.num_already_present,
+        "num_produced": num_episodes + drops.num_rejected + drops.num_already_present,
+        "num_rejected": drops.num_rejected,
+        "num_already_present": drops.num_already_present,
         "num_produced_steps": num_steps
-        + left_out.num_rejected_steps
-        + left_out.num_already_present_steps,
-        "num_rejected_steps": left_out.num_rejected_steps,
-        "num_already_present_steps": left_out.num_already_present_steps,
+        + drops.num_rejected_steps
+        + drops.num_already_present_steps,
+        "num_rejected_steps": drops.num_rejected_steps,
+        "num_already_present_steps": drops.num_already_present_steps,
     }
 
 

@@ -183,13 +183,13 @@ class Dataset:
         sequence: int | None = None,
         info: Mapping[str, Any] | None = None,
         spec: DatasetSpec | None = None,
-        left_out: DropCounts | None = None,
+        drops: DropCounts | None = None,
     ) -> Commit:
         """Check and commit episodes as one version: all of them, durably, or none.
 
         Where the dataset does not exist it is created with `spec`, by default the spaces inferred
         from these episodes, and only once they all passed: episodes that are refused create
-        nothing. The same (producer, sequence) again adds nothing. `left_out` is what the producer
+        nothing. The same (producer, sequence) again adds nothing. `drops` is what the producer
         made beside them since its last commit, for the commit's info.
 
         Raises: EpisodeInvalidError with the first episode that does not fit, SchemaMismatchError,
@@ -218,7 +218,7 @@ class Dataset:
             producer=producer,
             sequence=sequence,
             info={
-                **commit_counts(len(episodes), rows.num_rows, left_out or DropCounts()),
+                **commit_counts(len(episodes), rows.num_rows, drops or DropCounts()),
                 **(info or {}),
             },
         )
@@ -272,7 +272,7 @@ class Dataset:
         *,
         producer: str,
         sequence: int,
-        left_out: DropCounts,
+        drops: DropCounts,
         info: Mapping[str, Any] | None = None,
     ) -> Commit:
         """Commit no rows, but what a producer made and did not commit. Raises: NotFoundError."""
@@ -281,7 +281,7 @@ class Dataset:
             producer=producer,
             sequence=sequence,
             operation="ACCOUNT",
-            info={**commit_counts(0, 0, left_out), **(info or {})},
+            info={**commit_counts(0, 0, drops), **(info or {})},
         )
         return _to_commit(done, 0)
 

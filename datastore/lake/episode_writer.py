@@ -388,11 +388,11 @@ class OpenEpisode:
         *,
         terminated: bool = False,
         truncated: bool = False,
-        **further: Any,
+        **extras: Any,
     ) -> None:
         """Add a step: what was seen, done and received, and what was seen then.
 
-        `further` are `behavior_log_prob`, `policy`, `policy_version`, `action_mask`, `timestamp`
+        `extras` are `behavior_log_prob`, `policy`, `policy_version`, `action_mask`, `timestamp`
         (us since 1970), `env_step`, and columns of one's own; the same at every step. With
         `terminated` or `truncated` the episode is handed over for the next flush.
 
@@ -418,7 +418,7 @@ class OpenEpisode:
             steps.observations.append(observed)
             steps.actions.append(acted)
             steps.rewards.append(reward)
-            steps.extras.append(further)
+            steps.extras.append(extras)
             steps.final_observation = following
             self.ended = terminated or truncated
             # The last values stand for the size of every step.
@@ -451,10 +451,10 @@ class OpenEpisode:
         )
 
 
-def _columns(further: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _columns(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
-    for name in dict.fromkeys(name for step in further for name in step):
-        values = [step.get(name) for step in further]
+    for name in dict.fromkeys(name for step in extras for name in step):
+        values = [step.get(name) for step in extras]
         if name == POLICY:
             columns[name] = np.array(values, dtype=object)
         elif name in _FIELDS or isinstance(values[0], np.ndarray):

@@ -19,7 +19,7 @@ _MAX: Final = 2**31 - 1
 
 
 def check_int(
-    what: str, value: object, *, least: int = 0, most: int = _MAX, advice: str = ""
+    what: str, value: object, *, minimum: int = 0, maximum: int = _MAX, advice: str = ""
 ) -> int:
     """Return an argument as an int. `what` names who was given it, and which one it is.
 
@@ -27,10 +27,14 @@ def check_int(
     """
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
-        if least <= number <= most:
+        if minimum <= number <= maximum:
             return number
     is_too_large = isinstance(value, Integral) and int(value) > _MAX
-    reach = f"from {least} to {most}" if is_too_large or most < _MAX else f"of {least} or more"
+    reach = (
+        f"from {minimum} to {maximum}"
+        if is_too_large or maximum < _MAX
+        else f"of {minimum} or more"
+    )
     raise ConfigInvalidError(_describe_mismatch(what, value, f"a whole number {reach}", advice))
 
 
@@ -71,7 +75,7 @@ def check_seed(what: str, value: object) -> int:
 def check_batch_size(what: str, value: object) -> int:
     """Return a batch size as an int. Raises: ConfigInvalidError."""
     return check_int(
-        f"{what}: batch size", value, least=1, advice="Give the number of rows of a batch."
+        f"{what}: batch size", value, minimum=1, advice="Give the number of rows of a batch."
     )
 
 

@@ -129,7 +129,7 @@ def resolve_budget(memory_budget_bytes: int | None) -> int:
     return check_int(
         "replay: memory_budget_bytes",
         memory_budget_bytes,
-        most=sys.maxsize,
+        maximum=sys.maxsize,
         advice="0 always maps from disk; leave it out for half of what is available.",
     )
 

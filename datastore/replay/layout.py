@@ -58,7 +58,11 @@ class RecordLayout:
 
     def __post_init__(self) -> None:
         check_int(
-            "replay: frame_stack", self.frame_stack, least=1, most=MAX_FRAMES, advice="1 is none."
+            "replay: frame_stack",
+            self.frame_stack,
+            minimum=1,
+            maximum=MAX_FRAMES,
+            advice="1 is none.",
         )
         if self.frame_stack > 1 and not isinstance(self.spec.observation_space, Box):
             raise SpaceUnsupportedError(

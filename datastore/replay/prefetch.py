@@ -75,7 +75,7 @@ class PrefetchSampler:
     def __init__(self, sampler: BatchSource, num: int) -> None:
         """Start the thread. Raises: ConfigInvalidError."""
         check_batch_source("prefetch", sampler)
-        num = check_int("prefetch: num", num, least=1, advice="So many batches are kept ready.")
+        num = check_int("prefetch: num", num, minimum=1, advice="So many batches are kept ready.")
         reuse = getattr(sampler, "reuse", 0)
         if 0 < reuse < num + 2:
             raise ConfigInvalidError(

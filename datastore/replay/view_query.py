@@ -60,7 +60,7 @@ class ViewQuery:
                 f"replay: found float64 {self.float64!r}, expected True or False. True keeps what "
                 "is stored as float64."
             )
-        frames = check_int("replay: frame_stack", self.frame_stack, least=1, most=MAX_FRAMES)
+        frames = check_int("replay: frame_stack", self.frame_stack, minimum=1, maximum=MAX_FRAMES)
         # numpy's numbers are no JSON, which the view's key is made of.
         object.__setattr__(self, "frame_stack", frames)
 

@@ -269,25 +269,25 @@ def _learner(options: Mapping[str, Any]) -> None:
 
     mailbox = options["mailbox"]
     ray.get(mailbox.started.remote())
-    team = DistributedProcessGroup(options["device"])
-    callbacks = _relay_callbacks(ray, mailbox) if team.rank == 0 else Callbacks()
+    group = DistributedProcessGroup(options["device"])
+    callbacks = _relay_callbacks(ray, mailbox) if group.rank == 0 else Callbacks()
     try:
-        options["work"](team, callbacks, *options["arguments"])
+        options["work"](group, callbacks, *options["arguments"])
     except RunInterrupted as error:
         # No failure of this process, which Ray Train would take it for.
-        ray.get(mailbox.ended.remote(team.rank, _Failure.of(error)))
+        ray.get(mailbox.ended.remote(group.rank, _Failure.of(error)))
     except BaseException as error:
-        ray.get(mailbox.ended.remote(team.rank, _Failure.of(error)))
-        _wait_for_leader(ray, mailbox, team)
+        ray.get(mailbox.ended.remote(group.rank, _Failure.of(error)))
+        _wait_for_leader(ray, mailbox, group)
         raise
     else:
-        ray.get(mailbox.ended.remote(team.rank, None))
+        ray.get(mailbox.ended.remote(group.rank, None))
 
 
-def _wait_for_leader(ray: Any, mailbox: Any, team: ProcessGroup) -> None:
+def _wait_for_leader(ray: Any, mailbox: Any, group: ProcessGroup) -> None:
     """Let it write down what it failed of: of this failure Ray Train ends all learners."""
     deadline = time.monotonic() + _LEADER_S
-    while team.rank and time.monotonic() < deadline:
+    while group.rank and time.monotonic() < deadline:
         if ray.get(mailbox.has_leader_ended.remote()):
             return
         time.sleep(_POLL_S)

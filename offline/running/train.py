@@ -145,32 +145,32 @@ class _RunSpec:
 
 
 def _start(
-    lake: Lake, work: _RunSpec, callbacks: Callbacks, team: ProcessGroup = SINGLE_PROCESS
+    lake: Lake, work: _RunSpec, callbacks: Callbacks, group: ProcessGroup = SINGLE_PROCESS
 ) -> TrainResult:
     run_id = work.run_id
-    job = prepare(lake, work.request, on_reading=callbacks.on_reading, team=team)
+    job = prepare(lake, work.request, on_reading=callbacks.on_reading, group=group)
     with RunLease(lake.storage, run_id) as lease:
         record = RunRecord(lake.registry, run_id, _first_record(job, work))
         record.record_start()
         with record.record_errors():
-            return _run(lake, job, record, lease, callbacks, team)
+            return _run(lake, job, record, lease, callbacks, group)
 
 
 def _resume(
-    lake: Lake, work: _RunSpec, callbacks: Callbacks, team: ProcessGroup = SINGLE_PROCESS
+    lake: Lake, work: _RunSpec, callbacks: Callbacks, group: ProcessGroup = SINGLE_PROCESS
 ) -> TrainResult:
     run_id = work.run_id
     with RunLease(lake.storage, run_id) as lease:
         # Read again: whoever had the lease before may have ended it in between.
         record = find_run(lake.registry, run_id)
         if record["status"] == "done":
-            team.broadcast(ALREADY_FINISHED)
+            group.broadcast(ALREADY_FINISHED)
             return _load_finished_result(lake, record)
-        job = prepare(lake, work.request, on_reading=callbacks.on_reading, team=team)
+        job = prepare(lake, work.request, on_reading=callbacks.on_reading, group=group)
         _check_same(job, record)
         running = RunRecord(lake.registry, run_id, record)
         with running.record_errors():
-            return _run(lake, job, running, lease, callbacks, team, goes_on=True)
+            return _run(lake, job, running, lease, callbacks, group, resumed=True)
 
 
 def _run_distributed(lake: Lake, work: _RunSpec, callbacks: Callbacks) -> TrainResult:
@@ -192,15 +192,15 @@ def _run_distributed(lake: Lake, work: _RunSpec, callbacks: Callbacks) -> TrainR
     return _make_result(ref, record)
 
 
-def _run_process(team: ProcessGroup, callbacks: Callbacks, url: str, work: _RunSpec) -> None:
-    """Do what each process of a team does: the first has the run, the others follow it."""
+def _run_process(group: ProcessGroup, callbacks: Callbacks, url: str, work: _RunSpec) -> None:
+    """Do what each process of a group does: the first has the run, the others follow it."""
     lake = open_lake(url)
-    if team.rank:
-        follow_leader(lake, work.request, work.run_id, team)
+    if group.rank:
+        follow_leader(lake, work.request, work.run_id, group)
     elif work.resumed:
-        _resume(lake, work, callbacks, team)
+        _resume(lake, work, callbacks, group)
     else:
-        _start(lake, work, callbacks, team)
+        _start(lake, work, callbacks, group)
 
 
 def _run(
@@ -209,9 +209,9 @@ def _run(
     record: RunRecord,
     lease: RunLease,
     callbacks: Callbacks,
-    team: ProcessGroup,
+    group: ProcessGroup,
     *,
-    goes_on: bool = False,
+    resumed: bool = False,
 ) -> TrainResult:
     """Make the updates that are left, and register the policy that was chosen."""
     config, interruption = job.request.config, Interruption()
@@ -238,14 +238,14 @@ def _run(
                 job.learner, lambda: interruption.is_requested or callbacks.is_end_requested
             ),
         )
-        if goes_on:
+        if resumed:
             if (checkpoint := run.load_latest()) is not None:
                 job.learner.load_state_dict(checkpoint.arrays)
                 trainer.load_state_dict(checkpoint.update, checkpoint.state)
             record.record_resume(trainer.update)
-        team.broadcast(trainer.update)
+        group.broadcast(trainer.update)
         if callbacks.on_start is not None:
-            callbacks.on_start(RunStart(record.run_id, trainer.update, goes_on, job.data.remarks))
+            callbacks.on_start(RunStart(record.run_id, trainer.update, resumed, job.data.remarks))
         try:
             with interruption.handle_signals():
                 is_complete = trainer.run()
@@ -279,7 +279,7 @@ def _register_policy(
             job.learner,
             manifest,
             encoding=job.data.view.spec.encoding,
-            evaluated=make_final_evaluation(job.request),
+            evaluate=make_final_evaluation(job.request),
         )
         if evaluation is not None:
             run.record_metrics(chosen.update, {EVALUATION: evaluation.mean_return})
@@ -379,12 +379,12 @@ class NullObserver:
         """Do nothing."""
 
 
-def follow_leader(lake: Lake, request: TrainRequest, run_id: str, team: ProcessGroup) -> None:
+def follow_leader(lake: Lake, request: TrainRequest, run_id: str, group: ProcessGroup) -> None:
     """Make the updates of a run that another learner leads, until it says that it is over.
 
     request: pinned. Raises: as prepare; TrainingError where another learner is gone.
     """
-    job = prepare(lake, request, team=team)
+    job = prepare(lake, request, group=group)
     trainer = Trainer(
         job.learner,
         job.sampler,
@@ -395,7 +395,7 @@ def follow_leader(lake: Lake, request: TrainRequest, run_id: str, team: ProcessG
         should_end=sync_stop(job.learner, lambda: False),
     )
     with torch_threads(request.config.threads):
-        update = int(team.broadcast(0))
+        update = int(group.broadcast(0))
         if update == ALREADY_FINISHED:
             return
         if update > 0:

@@ -24,14 +24,14 @@ class ActorOutput(NamedTuple):
 class Actor:
     """Acts; of all randomness it has none of its own."""
 
-    def __init__(self, acting: BehaviorPolicy, env: Any) -> None:
+    def __init__(self, policy: BehaviorPolicy, env: Any) -> None:
         """Load the policy. Raises: PackageInvalidError, SpaceUnsupportedError."""
-        self.acting = acting
-        self.policy = acting.load(env)
+        self.acting = policy
+        self.policy = policy.load(env)
         self.first_state = self.policy.initial_state(1)
         self._noise: tuple[Array, Array, Array] | None = None
-        if acting.noise:
-            self._noise = _noise(acting.noise, self.policy.spec.action_space)
+        if policy.noise:
+            self._noise = _noise(policy.noise, self.policy.spec.action_space)
 
     @property
     def state_size(self) -> int:

@@ -70,17 +70,17 @@ class BehaviorPolicy:
 BehaviorPolicies = BehaviorPolicy | Mapping[str, BehaviorPolicy]
 
 
-def require_single(acting: BehaviorPolicies) -> BehaviorPolicy:
+def require_single(policy: BehaviorPolicies) -> BehaviorPolicy:
     """Return who acts in an environment of one agent. Raises: ConfigInvalidError for a mapping."""
-    if isinstance(acting, BehaviorPolicy):
-        return acting
+    if isinstance(policy, BehaviorPolicy):
+        return policy
     raise ConfigInvalidError(
-        f"rollout: found policies for {', '.join(acting)}, expected one policy: it is an "
+        f"rollout: found policies for {', '.join(policy)}, expected one policy: it is an "
         "environment of one agent."
     )
 
 
-def num_bytes_sent(acting: BehaviorPolicies) -> int:
+def num_bytes_sent(policy: BehaviorPolicies) -> int:
     """Return the bytes of the graphs that go to other processes; 0 where nothing is sent."""
-    each = [acting] if isinstance(acting, BehaviorPolicy) else acting.values()
+    each = [policy] if isinstance(policy, BehaviorPolicy) else policy.values()
     return sum(len(one.source.onnx) for one in each if isinstance(one.source, GraphBytes))

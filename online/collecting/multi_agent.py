@@ -55,7 +55,7 @@ class MultiAgentWorker:
         self,
         config: RolloutConfig,
         episodes: Iterator[int],
-        acting: BehaviorPolicies,
+        behavior_policy: BehaviorPolicies,
         *,
         producer: str,
         worker: int = 0,
@@ -65,7 +65,7 @@ class MultiAgentWorker:
         Args:
             config: how to collect; envs_per_worker games are played side by side.
             episodes: numbers of the games; may be endless.
-            acting: who acts at first: one policy for all agents, or one for each by name.
+            behavior_policy: who acts at first: one policy for all agents, or one for each by name.
             producer: what the episodes' ids begin with.
             worker: which worker this is, for the `worker` column.
 
@@ -86,7 +86,7 @@ class MultiAgentWorker:
         try:
             self._cast = AgentActors(config.env, self._probe)
             self._is_discrete = isinstance(self._cast.action_space, Discrete)
-            self.set_behavior_policy(acting)
+            self.set_behavior_policy(behavior_policy)
             for number in islice(episodes, config.envs_per_worker):
                 self._tables.append(self._start_game(self._make_game(), number))
         except BaseException:
@@ -123,13 +123,13 @@ class MultiAgentWorker:
         """The policy of the agent that is named first."""
         return self._cast.policy
 
-    def set_behavior_policy(self, acting: BehaviorPolicies) -> None:
+    def set_behavior_policy(self, behavior_policy: BehaviorPolicies) -> None:
         """Act with other policies from the next step on; open games go on under them.
 
         Of a mapping, agents that are not in it keep theirs. Raises: ConfigInvalidError,
         SchemaMismatchError.
         """
-        self._cast.set_behavior_policy(acting)
+        self._cast.set_behavior_policy(behavior_policy)
         for table in self._tables:
             for player in table.players.values():
                 self._cast.reset_state(player)
@@ -314,17 +314,17 @@ class AgentActors:
         """The policy of the agent that is named first."""
         return self._actors[self._game.agents[0]].policy
 
-    def set_behavior_policy(self, acting: BehaviorPolicies) -> None:
+    def set_behavior_policy(self, behavior_policy: BehaviorPolicies) -> None:
         """Act with other policies from now on: one for all, or of a mapping those that it names.
 
         Raises: ConfigInvalidError where an agent has no policy or a policy no agent;
         SchemaMismatchError.
         """
         agents = self._game.agents
-        if isinstance(acting, BehaviorPolicy):
-            self._actors = dict.fromkeys(agents, self._load_actor(acting))
+        if isinstance(behavior_policy, BehaviorPolicy):
+            self._actors = dict.fromkeys(agents, self._load_actor(behavior_policy))
         else:
-            self._actors |= {agent: self._load_actor(one) for agent, one in acting.items()}
+            self._actors |= {agent: self._load_actor(one) for agent, one in behavior_policy.items()}
         if set(self._actors) != set(agents):
             raise ConfigInvalidError(
                 f"{self._env_id}: found policies for {', '.join(self._actors)}, expected one for "
@@ -391,8 +391,8 @@ class AgentActors:
             recorded[:size] = player.state[:size]
         return recorded
 
-    def _load_actor(self, acting: BehaviorPolicy) -> Actor:
-        actor = Actor(acting, self._game)
+    def _load_actor(self, behavior_policy: BehaviorPolicy) -> Actor:
+        actor = Actor(behavior_policy, self._game)
         spec = actor.policy.spec
         check_spaces_match(self._env_id, self._spaces, spec.observation_space, spec.action_space)
         return actor

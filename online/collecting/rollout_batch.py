@@ -78,9 +78,9 @@ class RolloutBatch:
 class RecordingWorker:
     """A rollout worker that writes what it collects; the same class runs in process and in Ray."""
 
-    def __init__(self, order: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         """Keep the order; nothing can fail before `ship`, whose errors reach the driver whole."""
-        self._order = order
+        self._order = spec
         self._worker: Worker | None = None
         self._dataset: Dataset | None = None
         self._waiting: RolloutBatch | None = None
@@ -89,12 +89,12 @@ class RecordingWorker:
         self,
         num_steps: int,
         interval_s: float,
-        acting: BehaviorPolicies | None = None,
+        behavior_policy: BehaviorPolicies | None = None,
         with_open: bool = False,
     ) -> RolloutBatch:
         """Collect so many steps or seconds, and write what there is, durably.
 
-        acting: who acts from now on; None: as before. with_open: the steps so far of open episodes
+        behavior_policy: who acts from now on; None: as before. with_open: the steps so far of open episodes
         are handed over as well, as pieces. Where the storage refuses, the shipment says so in
         `trouble` and is tried again by the next call, which collects nothing before.
 
@@ -102,8 +102,8 @@ class RecordingWorker:
         PackageInvalidError.
         """
         worker = self._rollout_worker()
-        if acting is not None:
-            worker.set_behavior_policy(self._localize_policies(acting))
+        if behavior_policy is not None:
+            worker.set_behavior_policy(self._localize_policies(behavior_policy))
         if self._waiting is None:
             self._waiting = self._collect(worker, num_steps, interval_s, with_open)
         waiting = self._waiting
@@ -155,24 +155,24 @@ class RecordingWorker:
 
     def _rollout_worker(self) -> Worker:
         if self._worker is None:
-            order = self._order
+            spec = self._order
             self._worker = make_worker(
-                order.config,
-                iter(order.episodes),
-                self._localize_policies(order.behavior_policy),
-                producer=order.producer,
-                worker=order.worker,
+                spec.config,
+                iter(spec.episodes),
+                self._localize_policies(spec.behavior_policy),
+                producer=spec.producer,
+                worker=spec.worker,
             )
         return self._worker
 
-    def _localize_policies(self, acting: BehaviorPolicies) -> BehaviorPolicies:
+    def _localize_policies(self, policies: BehaviorPolicies) -> BehaviorPolicies:
         """Return who acts; on another machine than the driver's the packages are copied there."""
-        if isinstance(acting, BehaviorPolicy):
-            return self._localize_policy(acting)
-        return {agent: self._localize_policy(one) for agent, one in acting.items()}
+        if isinstance(policies, BehaviorPolicy):
+            return self._localize_policy(policies)
+        return {agent: self._localize_policy(one) for agent, one in policies.items()}
 
-    def _localize_policy(self, acting: BehaviorPolicy) -> BehaviorPolicy:
-        if not isinstance(acting.source, Path) or acting.source.exists():
-            return acting
+    def _localize_policy(self, policy: BehaviorPolicy) -> BehaviorPolicy:
+        if not isinstance(policy.source, Path) or policy.source.exists():
+            return policy
         registry = open_lake(self._order.lake).registry
-        return replace(acting, source=registry.resolve(f"{acting.name}:{acting.version}").path)
+        return replace(policy, source=registry.resolve(f"{policy.name}:{policy.version}").path)

@@ -83,7 +83,7 @@ class RolloutWorker:
         self,
         config: RolloutConfig,
         episodes: Iterator[int],
-        acting: BehaviorPolicy,
+        behavior_policy: BehaviorPolicy,
         *,
         producer: str,
         worker: int = 0,
@@ -93,7 +93,7 @@ class RolloutWorker:
         Args:
             config: how to collect.
             episodes: numbers of the episodes; may be endless.
-            acting: who acts at first.
+            behavior_policy: who acts at first.
             producer: what the episodes' ids begin with.
             worker: which worker this is, for the `worker` column.
 
@@ -102,7 +102,7 @@ class RolloutWorker:
         """
         self._producer = producer
         self._worker = worker
-        self._actors = [(acting.name, acting.version)]
+        self._actors = [(behavior_policy.name, behavior_policy.version)]
         self._first_at: float | None = None
         self.timings = Timings()
         envs: list[Any] = []
@@ -110,7 +110,7 @@ class RolloutWorker:
             for _ in range(config.envs_per_worker):
                 envs.append(make(config.env, **config.env_args))
             self._env = envs[0]
-            self._actor = Actor(acting, self._env)
+            self._actor = Actor(behavior_policy, self._env)
             self._lanes = VectorEnv(
                 envs,
                 (from_gymnasium(envs[0].observation_space), from_gymnasium(envs[0].action_space)),
@@ -150,7 +150,7 @@ class RolloutWorker:
         """When (Unix time, s) the first step was made since steps were taken last; None: none."""
         return self._first_at
 
-    def set_behavior_policy(self, acting: BehaviorPolicies) -> None:
+    def set_behavior_policy(self, behavior_policy: BehaviorPolicies) -> None:
         """Act with another policy from the next step on; open episodes go on under it.
 
         What the last one remembers of them stays, if the new one remembers as many numbers.
@@ -158,7 +158,7 @@ class RolloutWorker:
         agent.
         """
         if not self.exhausted:
-            one = require_single(acting)
+            one = require_single(behavior_policy)
             self._actor = Actor(one, self._env)
             self._lanes.set_actor(self._actor)
             self._actors.append((one.name, one.version))

@@ -31,7 +31,7 @@ class Worker(Protocol):
     def mask_size(self) -> int | None: ...
     @property
     def first_step_at(self) -> float | None: ...
-    def set_behavior_policy(self, acting: BehaviorPolicies) -> None: ...
+    def set_behavior_policy(self, behavior_policy: BehaviorPolicies) -> None: ...
     def advance(self, num_steps: int, interval_s: float) -> int: ...
     def take_episodes(self, with_open: bool) -> Sequence[Episode]: ...
     def take_ends(self) -> list[EpisodeEnd]: ...
@@ -41,18 +41,20 @@ class Worker(Protocol):
 def make_worker(
     config: RolloutConfig,
     episodes: Iterator[int],
-    acting: BehaviorPolicies,
+    policies: BehaviorPolicies,
     *,
     producer: str,
     worker: int = 0,
 ) -> Worker:
     """Return the worker for an environment of one agent or of several.
 
-    For the arguments see RolloutWorker; acting: one policy, or one for each agent by its name.
+    For the arguments see RolloutWorker; policies: one policy, or one for each agent by its name.
     Raises: as the workers; ConfigInvalidError for policies by agent where there is only one.
     """
     env = make_any(config.env, config.env_args)
     env.close()
     if isinstance(env, Game):
-        return MultiAgentWorker(config, episodes, acting, producer=producer, worker=worker)
-    return RolloutWorker(config, episodes, require_single(acting), producer=producer, worker=worker)
+        return MultiAgentWorker(config, episodes, policies, producer=producer, worker=worker)
+    return RolloutWorker(
+        config, episodes, require_single(policies), producer=producer, worker=worker
+    )

@@ -57,7 +57,7 @@ class Cluster:
     def __init__(
         self,
         stack: ExitStack,
-        order: WorkerSpec,
+        spec: WorkerSpec,
         size: int,
         cpus: float,
         address: str | None,
@@ -69,7 +69,7 @@ class Cluster:
 
         Args:
             stack: closed when the workers are gone.
-            order: one of the workers', for the lake and the environment of all.
+            spec: one of the workers', for the lake and the environment of all.
             size: how many workers there are.
             cpus: that each of them takes up.
             address: of a cluster, as open_ray takes it.
@@ -83,7 +83,7 @@ class Cluster:
         _check_cpus(cpus)
         self._num_wanted = size * cpus
         folder = None
-        module, colon, _ = order.config.env.partition(":")
+        module, colon, _ = spec.config.env.partition(":")
         if address is not None and colon and module:
             folder = stack.enter_context(pack_code(Path.cwd()))
         owns_ray = not import_ray(address).is_initialized() and address is None
@@ -98,7 +98,7 @@ class Cluster:
             )
         )
         # A Ray of our own runs on this machine, from this process: what that sees, it sees.
-        self.nodes = None if owns_ray else Nodes(self.ray, order.lake, order.dataset, should_end)
+        self.nodes = None if owns_ray else Nodes(self.ray, spec.lake, spec.dataset, should_end)
         if self.nodes is not None and not self.has_free_cpus:
             where = "the cluster" if address is None else address
             raise ConfigInvalidError(
@@ -106,7 +106,7 @@ class Cluster:
                 f"{self._num_wanted:g} for {size} workers. Take fewer `workers`, or a smaller "
                 "`worker_cpus`."
             )
-        if order.records:
+        if spec.records:
             self.check_new_nodes()
 
     @property
@@ -129,20 +129,20 @@ class Cluster:
         if self.nodes is not None:
             self.nodes.check_new()
 
-    def embed_graphs(self, acting: BehaviorPolicies) -> BehaviorPolicies:
+    def embed_graphs(self, policies: BehaviorPolicies) -> BehaviorPolicies:
         """Put a policy's graph in place of its package, where some nodes cannot look it up."""
         if self.nodes is None or not self.nodes.without_lake:
-            return acting
-        if isinstance(acting, Mapping):
-            return {agent: _embed_graph(one) for agent, one in acting.items()}
-        return _embed_graph(acting)
+            return policies
+        if isinstance(policies, Mapping):
+            return {agent: _embed_graph(one) for agent, one in policies.items()}
+        return _embed_graph(policies)
 
 
-def _embed_graph(acting: BehaviorPolicy) -> BehaviorPolicy:
-    if not isinstance(acting.source, Path):
-        return acting
-    manifest, files = read_verified(acting.source, acting.manifest_sha256)
-    return replace(acting, source=GraphBytes(files[GRAPH], manifest.spec))
+def _embed_graph(policy: BehaviorPolicy) -> BehaviorPolicy:
+    if not isinstance(policy.source, Path):
+        return policy
+    manifest, files = read_verified(policy.source, policy.manifest_sha256)
+    return replace(policy, source=GraphBytes(files[GRAPH], manifest.spec))
 
 
 def _check_cpus(cpus: float) -> None:

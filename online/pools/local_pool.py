@@ -20,7 +20,7 @@ class LocalPool:
 
         interval_s, with_open: of each shipment, see RecordingWorker.ship.
         """
-        self._workers = [RecordingWorker(order) for order in orders]
+        self._workers = [RecordingWorker(spec) for spec in orders]
         self._interval_s = interval_s
         self._with_open = with_open
         self._asked: dict[int, int] = {}
@@ -34,9 +34,9 @@ class LocalPool:
         """Let a worker that owes no answer collect so many steps and hand them over."""
         self._asked[worker] = num_steps
 
-    def broadcast(self, acting: BehaviorPolicies) -> None:
+    def broadcast(self, policy: BehaviorPolicies) -> None:
         """Let whatever is asked from now on be collected with this policy."""
-        self._acting = [acting] * self.size
+        self._acting = [policy] * self.size
 
     def receive(self, timeout_s: float) -> RolloutBatch | None:
         """Do what was asked for first; None if nothing was. Raises: as RecordingWorker.ship."""
@@ -44,8 +44,8 @@ class LocalPool:
             return None
         worker = next(iter(self._asked))
         num_steps = self._asked.pop(worker)
-        acting, self._acting[worker] = self._acting[worker], None
-        return self._workers[worker].ship(num_steps, self._interval_s, acting, self._with_open)
+        policy, self._acting[worker] = self._acting[worker], None
+        return self._workers[worker].ship(num_steps, self._interval_s, policy, self._with_open)
 
     def close(self) -> None:
         for worker in self._workers:

@@ -43,7 +43,7 @@ class WorkerPool(Protocol):
         """Let a worker that owes no answer collect so many steps and hand them over."""
         ...
 
-    def broadcast(self, acting: BehaviorPolicies) -> None:
+    def broadcast(self, behavior_policy: BehaviorPolicies) -> None:
         """Let whatever is asked from now on be collected with this policy."""
         ...
 

@@ -84,7 +84,7 @@ class RayPool:
         self._interval_s, self._with_open = interval_s, with_open
         self._cpus = cpus_per_worker
         self._start_timeout_s, self._answer_timeout_s = start_timeout_s, answer_timeout_s
-        self._seats = [WorkerState(order) for order in orders]
+        self._seats = [WorkerState(spec) for spec in orders]
         self._pending: dict[Any, int] = {}
         self._acting: Any = None
         self._writer: Any = None
@@ -124,12 +124,12 @@ class RayPool:
             seat.asked = num_steps
         self._send(worker)
 
-    def broadcast(self, acting: BehaviorPolicies) -> None:
+    def broadcast(self, policy: BehaviorPolicies) -> None:
         """Let whatever is asked from now on be collected with this policy.
 
         It is put into Ray's object store once, and loaded once by each worker that is asked.
         """
-        self._acting = self._ray.put(self._cluster.embed_graphs(acting))
+        self._acting = self._ray.put(self._cluster.embed_graphs(policy))
 
     def receive(self, timeout_s: float) -> RolloutBatch | WorkerLost | None:
         """Return the next answer, the one asked for first if there are several; None if none comes.
@@ -178,10 +178,10 @@ class RayPool:
             if shares or not cluster.has_free_cpus:
                 seat.num_cpus = 0.0
         seeing = cluster.nodes_with_lake
-        order = replace(seat.spec, behavior_policy=cluster.embed_graphs(seat.spec.behavior_policy))
+        spec = replace(seat.spec, behavior_policy=cluster.embed_graphs(seat.spec.behavior_policy))
         actor = self._ray.remote(num_cpus=seat.num_cpus, max_restarts=0)(NodeWorker)
         seat.actor, seat.behavior_policy, seat.has_answered = (
-            actor.remote(order, seeing),
+            actor.remote(spec, seeing),
             None,
             False,
         )
@@ -260,10 +260,10 @@ class RayPool:
         if seat.unwritten is not None:
             reference = self._writer_actor().write.remote(seat.unwritten)
         else:
-            acting = None if seat.behavior_policy is self._acting else self._acting
+            policy = None if seat.behavior_policy is self._acting else self._acting
             seat.behavior_policy = self._acting
             reference = seat.actor.ship.remote(
-                seat.asked, self._interval_s, acting, self._with_open
+                seat.asked, self._interval_s, policy, self._with_open
             )
         self._pending[reference], seat.asked_at = worker, time.monotonic()
 
@@ -272,20 +272,20 @@ class RayPool:
         worker = self._pending.pop(reference)
         seat, exceptions = self._seats[worker], self._ray.exceptions
         try:
-            shipment: RolloutBatch = self._ray.get(reference)
+            batch: RolloutBatch = self._ray.get(reference)
         except exceptions.RayTaskError as error:
             raise _unwrap_error(worker, error) from error
         except exceptions.RayError as error:
             return self._replace_lost(worker, error)
         seat.deaths, seat.has_answered = 0, True
-        if shipment.pieces and seat.spec.records:
+        if batch.pieces and seat.spec.records:
             seat.unwritten = reference
             self._send(worker)
             return None
-        if shipment.blocked_reason is None:
+        if batch.blocked_reason is None:
             seat.unwritten = None
-            seat.apply_batch(shipment)
-        return shipment
+            seat.apply_batch(batch)
+        return batch
 
     def _replace_lost(self, worker: int, error: Exception) -> WorkerLost | None:
         """Replace a worker that is gone, or the writer, which then writes what it was given."""
@@ -313,11 +313,11 @@ class RayPool:
 
     def _writer_actor(self) -> Any:
         if self._writer is None:
-            order = self._seats[0].spec
+            spec = self._seats[0].spec
             actor = self._ray.remote(num_cpus=0, scheduling_strategy=pin_to_node(current_node()))(
                 RolloutBatchWriter
             )
-            self._writer = actor.remote(order.lake, order.dataset)
+            self._writer = actor.remote(spec.lake, spec.dataset)
         return self._writer
 
 
@@ -334,20 +334,20 @@ def _unwrap_error(worker: int, error: Any) -> ReplayLakeError:
 class NodeWorker(RecordingWorker):
     """A shipping worker that writes only where its node was seen to see the lake."""
 
-    def __init__(self, order: WorkerSpec, seeing: frozenset[str] | None) -> None:
+    def __init__(self, spec: WorkerSpec, seeing: frozenset[str] | None) -> None:
         """Keep the order. seeing: Ray's ids of those nodes; None if all are this machine."""
         sees = seeing is None or current_node() in seeing
-        super().__init__(replace(order, records=order.records and sees))
+        super().__init__(replace(spec, records=spec.records and sees))
         self._answered_at: float | None = None
 
     def ship(self, *args: Any, **kwargs: Any) -> RolloutBatch:
         """Collect as RecordingWorker does, and time how long the worker waited for the request."""
         asked_at = time.perf_counter()
-        shipment = super().ship(*args, **kwargs)
+        batch = super().ship(*args, **kwargs)
         if self._answered_at is not None:
-            shipment.timings.add("worker_wait", asked_at - self._answered_at)
+            batch.timings.add("worker_wait", asked_at - self._answered_at)
         self._answered_at = time.perf_counter()
-        return shipment
+        return batch
 
 
 class RolloutBatchWriter:
@@ -359,7 +359,7 @@ class RolloutBatchWriter:
         self._name = dataset
         self._dataset: Dataset | None = None
 
-    def write(self, shipment: RolloutBatch) -> RolloutBatch:
+    def write(self, batch: RolloutBatch) -> RolloutBatch:
         """Write what a worker handed over, and return its shipment as if it had written itself.
 
         Where the storage refuses, what is returned says so in `trouble` and holds nothing else.
@@ -368,10 +368,10 @@ class RolloutBatchWriter:
         if self._dataset is None:
             self._dataset = open_lake(self._lake).dataset(self._name)
         try:
-            written = self._dataset.write(shipment.pieces)
+            written = self._dataset.write(batch.pieces)
         except TransientStorageError as error:
-            return RolloutBatch(shipment.worker, blocked_reason=str(error))
-        return replace(shipment, pieces=(), written=written)
+            return RolloutBatch(batch.worker, blocked_reason=str(error))
+        return replace(batch, pieces=(), written=written)
 
 
 @dataclass
@@ -403,14 +403,14 @@ class WorkerState:
     started_at: float | None = None
     asked_at: float = 0.0
 
-    def apply_batch(self, shipment: RolloutBatch) -> None:
+    def apply_batch(self, batch: RolloutBatch) -> None:
         """Take what a shipment tells of the episodes."""
-        numbers = {end.number for end in shipment.ends}
+        numbers = {end.number for end in batch.ends}
         if not isinstance(self.spec.episodes, EpisodeNumbers):
             self.ended |= numbers
         self.num_ended += len(numbers)
         self.owed = 0
-        self.open_episodes = tuple(shipment.open_episodes)
+        self.open_episodes = tuple(batch.open_episodes)
 
     def remaining_spec(self) -> WorkerSpec:
         """Return what a replacement is to collect: what has not ended, or fresh episodes."""

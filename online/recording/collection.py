@@ -21,7 +21,7 @@ def collect(
     pool: WorkerPool,
     flush_steps: int,
     recorder: EpisodeCommitter,
-    refusals: StorageRetry,
+    storage_retry: StorageRetry,
     on_shipment: Callable[[RolloutBatch], None],
 ) -> None:
     """Run the workers until their orders are done, and return when all of it is committed."""
@@ -29,7 +29,7 @@ def collect(
         pool.request_steps(worker, flush_steps)
     working = set(range(pool.size))
     while working:
-        _wait_for(recorder, refusals)
+        _wait_for(recorder, storage_retry)
         answer = pool.receive(GROUP_INTERVAL_S)
         if answer is None:
             continue
@@ -37,7 +37,7 @@ def collect(
             # Its replacement does again what was not handed over.
             pool.request_steps(answer.worker, flush_steps)
             continue
-        refusals.set_blocked(f"worker {answer.worker}", answer.blocked_reason)
+        storage_retry.set_blocked(f"worker {answer.worker}", answer.blocked_reason)
         if answer.blocked_reason is not None:
             time.sleep(RETRY_S)
         if answer.exhausted:
@@ -50,13 +50,13 @@ def collect(
         if answer.blocked_reason is None:
             on_shipment(answer)
     while not recorder.flush(GROUP_INTERVAL_S):
-        refusals.set_blocked("commit", recorder.blocked_reason)
-    refusals.set_blocked("commit", None)
+        storage_retry.set_blocked("commit", recorder.blocked_reason)
+    storage_retry.set_blocked("commit", None)
 
 
-def _wait_for(recorder: EpisodeCommitter, refusals: StorageRetry) -> None:
+def _wait_for(recorder: EpisodeCommitter, storage_retry: StorageRetry) -> None:
     """Wait as long as the store refuses, or is behind: nothing more is to be collected then."""
     while recorder.blocked_reason is not None or recorder.is_behind:
-        refusals.set_blocked("commit", recorder.blocked_reason)
+        storage_retry.set_blocked("commit", recorder.blocked_reason)
         time.sleep(_LOOK_S)
-    refusals.set_blocked("commit", None)
+    storage_retry.set_blocked("commit", None)

@@ -230,7 +230,7 @@ class EpisodeCommitter:
         to: dict[str, Any] = {"producer": self.producer, "sequence": self._sequence, "info": info}
         if written:
             return self._dataset.commit(written, **to)
-        return self._dataset.account(left_out=DropCounts(), **to)
+        return self._dataset.account(drops=DropCounts(), **to)
 
     def _write_episodes(self, episodes: Sequence[Episode]) -> WrittenEpisodes:
         started = time.perf_counter()

@@ -42,7 +42,7 @@ class Feed(Protocol):
         """Whether so much waits to be recorded that no more should be collected now."""
         ...
 
-    def add(self, shipment: RolloutBatch) -> None:
+    def add(self, batch: RolloutBatch) -> None:
         """Take what a worker handed over.
 
         Where there is nothing in it, as of steps in games whose rewards are not known yet, it has
@@ -83,13 +83,13 @@ class DirectFeed:
     def is_behind(self) -> bool:
         return self._recorder is not None and self._recorder.is_behind
 
-    def add(self, shipment: RolloutBatch) -> None:
+    def add(self, batch: RolloutBatch) -> None:
         """Put the pieces into the view, and hand them on to be recorded."""
-        if shipment.pieces:
-            self._view.put(shipment.pieces)
+        if batch.pieces:
+            self._view.put(batch.pieces)
             if self._recorder is not None:
-                self._recorder.add(shipment.pieces)
-        self._arrived.append(ArrivedSteps(shipment.num_steps, _latency(shipment)))
+                self._recorder.add(batch.pieces)
+        self._arrived.append(ArrivedSteps(batch.num_steps, _latency(batch)))
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
         if self._recorder is not None:
@@ -147,13 +147,13 @@ class LakeFeed:
     def is_behind(self) -> bool:
         return self._recorder.is_behind
 
-    def add(self, shipment: RolloutBatch) -> None:
+    def add(self, batch: RolloutBatch) -> None:
         """Hand it on to be committed."""
-        if shipment.written is None:
-            self._without.append(ArrivedSteps(shipment.num_steps, None))
+        if batch.written is None:
+            self._without.append(ArrivedSteps(batch.num_steps, None))
             return
-        self._recorder.add(shipment.written)
-        self._handed.append(shipment)
+        self._recorder.add(batch.written)
+        self._handed.append(batch)
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
         self._recorder.abandon(episode_ids)
@@ -169,8 +169,8 @@ class LakeFeed:
             return arrived
         version = self._view.version
         while self._committed and self._committed[0][0] <= version:
-            _, shipment = self._committed.popleft()
-            arrived.append(ArrivedSteps(shipment.num_steps, _latency(shipment)))
+            _, batch = self._committed.popleft()
+            arrived.append(ArrivedSteps(batch.num_steps, _latency(batch)))
         return arrived
 
     def drain(self, timeout_s: float) -> bool:
@@ -194,7 +194,7 @@ def _take_follow_timings(view: FollowedView) -> Timings:
     return timings
 
 
-def _latency(shipment: RolloutBatch) -> float | None:
-    if shipment.first_step_at is None or shipment.last_step_at is None:
+def _latency(batch: RolloutBatch) -> float | None:
+    if batch.first_step_at is None or batch.last_step_at is None:
         return None
-    return time.time() - (shipment.first_step_at + shipment.last_step_at) / 2
+    return time.time() - (batch.first_step_at + batch.last_step_at) / 2

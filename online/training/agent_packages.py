@@ -21,11 +21,11 @@ def build_packages(
     scratch: Path,
     learners: Mapping[str, Learner],
     manifests: Mapping[str, Mapping[str, Any]],
-    evaluated: Callable[[Mapping[str, Policy]], Evaluation],
+    evaluate: Callable[[Mapping[str, Policy]], Evaluation],
 ) -> tuple[dict[str, Path], Evaluation]:
     """Export each agent's policy into a package below `scratch`; return their folders.
 
-    manifests: of each agent's. evaluated: measures all of them at once, in games that they play
+    manifests: of each agent's. evaluate: measures all of them at once, in games that they play
     with one another, for each package to say what those returned. Cost: each is exported twice.
     """
     policies: dict[str, Policy] = {}
@@ -33,14 +33,14 @@ def build_packages(
         # By number: what an agent is called need be no name of a folder.
         folder, _ = build_package(_make_dir(scratch / f"{number}"), learner, manifests[agent])
         policies[agent] = load_policy(folder)
-    evaluation = evaluated(policies)
+    evaluation = evaluate(policies)
     folders = {}
     for number, (agent, learner) in enumerate(learners.items()):
         folders[agent], _ = build_package(
             _make_dir(scratch / f"{number}-evaluated"),
             learner,
             manifests[agent],
-            evaluated=lambda _: evaluation,
+            evaluate=lambda _: evaluation,
         )
     return folders, evaluation
 

@@ -266,26 +266,26 @@ class Collector:
             self._record_batch(answer)
         return answer is not None
 
-    def _record_batch(self, shipment: RolloutBatch) -> None:
-        worker, self._moved_at = shipment.worker, time.monotonic()
+    def _record_batch(self, batch: RolloutBatch) -> None:
+        worker, self._moved_at = batch.worker, time.monotonic()
         self._promised.pop(worker, None)
-        self._parts.storage_retry.set_blocked(f"worker {worker}", shipment.blocked_reason)
-        if shipment.blocked_reason is not None:
+        self._parts.storage_retry.set_blocked(f"worker {worker}", batch.blocked_reason)
+        if batch.blocked_reason is not None:
             # What it has it keeps, and hands over the next time.
             self._refused_until[worker] = time.monotonic() + RETRY_S
             return
         self._refused_until.pop(worker, None)
         self._broadcaster.record_answer(worker)
-        self._open[worker] = shipment.open_episodes
-        self.num_steps += shipment.num_steps
-        self._num_under_way += shipment.num_steps
-        self.num_episodes += len(shipment.ends)
-        self._record_returns(shipment)
-        self._parts.timings.merge(shipment.timings)
-        self._parts.feed.add(shipment)
+        self._open[worker] = batch.open_episodes
+        self.num_steps += batch.num_steps
+        self._num_under_way += batch.num_steps
+        self.num_episodes += len(batch.ends)
+        self._record_returns(batch)
+        self._parts.timings.merge(batch.timings)
+        self._parts.feed.add(batch)
 
-    def _record_returns(self, shipment: RolloutBatch) -> None:
-        self.returns.add(shipment.ends)
+    def _record_returns(self, batch: RolloutBatch) -> None:
+        self.returns.add(batch.ends)
         if self.returns.is_zero_sum and not self._said_zero_sum:
             self._said_zero_sum = True
             self._remark(
@@ -348,12 +348,12 @@ class Broadcaster:
             return
         if update > self._update >= 0:
             self._version += 1
-        acting = parts.behavior.make_behavior_policy(self._version, num_steps)
-        parts.pool.broadcast(acting)
+        policy = parts.behavior.make_behavior_policy(self._version, num_steps)
+        parts.pool.broadcast(policy)
         self._at, self._update = now, update
         parts.batches.version = self._version
         seconds = time.perf_counter() - now
-        parts.timings.add("broadcast", seconds, 1, num_bytes_sent(acting))
+        parts.timings.add("broadcast", seconds, 1, num_bytes_sent(policy))
 
     def record_request(self, worker: int) -> None:
         """Note that a worker collects with the newest version from now on."""

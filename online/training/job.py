@@ -78,7 +78,7 @@ class OnlineJob:
 
 
 def prepare(
-    lake: Lake, request: OnlineRequest, *, began: Mapping[str, Any] | None = None
+    lake: Lake, request: OnlineRequest, *, record: Mapping[str, Any] | None = None
 ) -> OnlineJob:
     """Check all that can be refused before anything is collected, and make the learner."""
     env, env_args = request.config.env, request.config.env_args
@@ -116,8 +116,8 @@ def prepare(
             "each step once, soon after it was taken. Use one that replays, such as dqn or sac."
         )
     pinned = {name: name for name in config.mix}
-    if began is not None:
-        pinned = {d["named"]: f"{d['dataset']}@{d['version']}" for d in began["mixed"]}
+    if record is not None:
+        pinned = {d["named"]: f"{d['dataset']}@{d['version']}" for d in record["mixed"]}
     mixed = {
         name: lake.snapshot(at).replay(frame_stack=config.frame_stack)
         for name, at in pinned.items()
@@ -130,7 +130,7 @@ def prepare(
     if learner.on_policy is not None and state_size:
         # The view asks for it before a worker has written the first step.
         dataset.add_vectors(POLICY_STATE, state_size)
-    since = int(began["since"]) if began is not None else dataset.snapshot().version
+    since = int(record["since"]) if record is not None else dataset.snapshot().version
     return OnlineJob(request, learner, agents, dataset, since, mixed, _lineage_of(mixed))
 
 

@@ -33,7 +33,7 @@ def register_policy(
     trainer: OnlineTrainer,
     run: LakeObserver,
     observer: RetryingObserver,
-    refusals: StorageRetry,
+    storage_retry: StorageRetry,
 ) -> OnlineResult:
     """Package, evaluate and register the policy that was chosen; the checkpoints go."""
     config, selection = job.config, trainer.selection
@@ -58,7 +58,7 @@ def register_policy(
     with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
         packages, evaluation = _packages(Path(scratch), job, manifest, closing_evaluation)
         observer.record_metrics(chosen.update, {EVALUATION: evaluation.mean_return})
-        refusals.retry("metrics", run.flush)
+        storage_retry.retry("metrics", run.flush)
         found = {
             **_outcome(trainer),
             "metrics": manifest["metrics"],
@@ -67,7 +67,7 @@ def register_policy(
             "datasets": manifest["datasets"],
         }
         lease.confirm()
-        ref, done = refusals.retry(
+        ref, done = storage_retry.retry(
             "policy", lambda: register_packages(lake.registry, record, packages, found)
         )
     run.checkpoints.remove()
@@ -93,11 +93,11 @@ def _packages(
     scratch: Path,
     job: OnlineJob,
     manifest: Mapping[str, Any],
-    evaluated: Callable[[AgentPolicies], Evaluation],
+    evaluate: Callable[[AgentPolicies], Evaluation],
 ) -> tuple[Mapping[str, Path], Evaluation]:
     """Return each agent's package; of one policy for whoever acts, that of an unnamed one."""
     if not isinstance(job.learner, AgentLearners):
-        package, evaluation = build_package(scratch, job.learner, manifest, evaluated=evaluated)
+        package, evaluation = build_package(scratch, job.learner, manifest, evaluate=evaluate)
         assert evaluation is not None
         return {"": package}, evaluation
     names = policy_names(job.config.policy, job.agents)
@@ -106,4 +106,4 @@ def _packages(
         own, *rest = manifest["datasets"]
         datasets = [{**own, "where_steps": agent_steps_condition(agent)}, *rest]
         manifests[agent] = {**manifest, "name": name, "datasets": datasets}
-    return build_packages(scratch, job.learner.by_agent, manifests, evaluated)
+    return build_packages(scratch, job.learner.by_agent, manifests, evaluate)

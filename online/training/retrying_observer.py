@@ -15,9 +15,9 @@ class RetryingObserver:
     """A trainer's Observer: what a LakeObserver cannot write now is tried again."""
 
     def __init__(
-        self, run: LakeObserver, refusals: StorageRetry, on_remark: Callable[[str], None]
+        self, run: LakeObserver, storage_retry: StorageRetry, on_remark: Callable[[str], None]
     ) -> None:
-        self._run, self._refusals, self._on_remark = run, refusals, on_remark
+        self._run, self._refusals, self._on_remark = run, storage_retry, on_remark
 
     @property
     def last_saved(self) -> int | None:

@@ -107,15 +107,15 @@ class RunAttempt:
         def should_end() -> bool:
             return interruption.is_requested or self.callbacks.is_end_requested
 
-        refusals = StorageRetry(self.callbacks.report_remark, should_end)
-        observer = RetryingObserver(run, refusals, self.callbacks.report_remark)
+        retry = StorageRetry(self.callbacks.report_remark, should_end)
+        observer = RetryingObserver(run, retry, self.callbacks.report_remark)
         try:
             with interrupt_on_sigterm(), ExitStack() as stack:
                 stack.callback(_flush, run)
-                trainer = self._trainer(stack, run, observer, refusals, should_end)
+                trainer = self._trainer(stack, run, observer, retry, should_end)
                 self._train(trainer, run, interruption)
                 return register_policy(
-                    self.lake, self.job, self.record, self.lease, trainer, run, observer, refusals
+                    self.lake, self.job, self.record, self.lease, trainer, run, observer, retry
                 )
         except RunInterrupted:
             raise
@@ -127,7 +127,7 @@ class RunAttempt:
         stack: ExitStack,
         run: LakeObserver,
         observer: RetryingObserver,
-        refusals: StorageRetry,
+        retry: StorageRetry,
         should_end: Callable[[], bool],
     ) -> OnlineTrainer:
         """Put the run together, where it goes on as it was; `stack` is what ends it."""
@@ -147,7 +147,7 @@ class RunAttempt:
                 BackgroundCompactor(self.lake.url, job.dataset, on_remark=callbacks.report_remark)
             )
         trainer = OnlineTrainer(
-            make_components(job, view, pool, feed, observer, refusals, name=f"run:{run_id}"),
+            make_components(job, view, pool, feed, observer, retry, name=f"run:{run_id}"),
             config,
             on_progress=callbacks.on_progress,
             on_remark=callbacks.report_remark,
@@ -341,7 +341,7 @@ def make_components(
     pool: WorkerPool,
     feed: Feed,
     observer: RetryingObserver,
-    refusals: StorageRetry,
+    retry: StorageRetry,
     *,
     name: str,
 ) -> Components:
@@ -367,7 +367,7 @@ def make_components(
         selection=PolicySelection("environment", True, config.patience),
         observer=observer,
         timings=timings,
-        storage_retry=refusals,
+        storage_retry=retry,
         measure=measure,
     )
 

@@ -64,16 +64,16 @@ class ActEndpoint:
         spec = router.one.policy.spec
         if len(router.arms) > 1 or spec.state_size or "msgpack" in request.accept:
             return None
-        asked = self._reader(serving).read(request, serving.limits.batch)
-        is_plain = asked.options is NO_OPTIONS and asked.action_mask is None
-        if asked.is_batch or not is_plain or asked.states is not None:
+        body = self._reader(serving).read(request, serving.limits.batch)
+        is_plain = body.options is NO_OPTIONS and body.action_mask is None
+        if body.is_batch or not is_plain or body.states is not None:
             return None
-        raw = encode_observations(spec.encoding, asked.raw, asked.field, False)
-        values = read_values(spec.observation_space, raw, asked.field, False)
+        raw = encode_observations(spec.encoding, body.raw, body.field, False)
+        values = read_values(spec.observation_space, raw, body.field, False)
         if type(values) is not np.ndarray:
             return None
         return PendingRequest(
-            asked, _observations_to_log(raw, values)[0], values, pace, len(request.body)
+            body, _observations_to_log(raw, values)[0], values, pace, len(request.body)
         )
 
     def _answer_batch(
@@ -81,13 +81,13 @@ class ActEndpoint:
     ) -> list[Response | Exception]:
         """Answer requests that came together as one batch, each as if it had come alone."""
         if len(singles) > 1:
-            began = perf_counter()
+            start = perf_counter()
             try:
                 return [*self._answer_all(serving, singles)]
             except RequestRefusedError:
                 pass  # by one of them, which only it is to hear of
             finally:
-                share = (perf_counter() - began) / len(singles)
+                share = (perf_counter() - start) / len(singles)
                 for single in singles:
                     single.latency.learn(single.num_bytes, share)
         answers: list[Response | Exception] = []
@@ -102,11 +102,11 @@ class ActEndpoint:
         self, serving: ServingState, singles: Sequence[PendingRequest]
     ) -> list[Response]:
         served = serving.router.one
-        asked = join_requests([single.request for single in singles])
+        body = join_requests([single.request for single in singles])
         values = np.concatenate([single.values for single in singles])
         raw = [single.raw for single in singles]
-        group = self._act(serving, asked, _Part(served, None, None), raw, values, self._generator())
-        self._record(serving, asked, [group])
+        group = self._act(serving, body, _Part(served, None, None), raw, values, self._generator())
+        self._record(serving, body, [group])
         return [one_answer(group, row) for row in range(len(singles))]
 
     def _generator(self) -> np.random.Generator:
@@ -116,23 +116,23 @@ class ActEndpoint:
         return self._rng
 
     def _answer(self, serving: ServingState, request: Request) -> Response:
-        asked = self._reader(serving).read(request, serving.limits.batch)
-        _check_allowed(serving, asked)
-        seed = asked.options.seed
+        body = self._reader(serving).read(request, serving.limits.batch)
+        _check_allowed(serving, body)
+        seed = body.options.seed
         rng = self._generator() if seed is None else np.random.default_rng(seed)
         # All versions that are served at once have one observation space and encoding.
         spec = serving.router.one.policy.spec
-        raw = encode_observations(spec.encoding, asked.raw, asked.field, asked.is_batch)
-        values = read_values(spec.observation_space, raw, asked.field, asked.is_batch)
+        raw = encode_observations(spec.encoding, body.raw, body.field, body.is_batch)
+        values = read_values(spec.observation_space, raw, body.field, body.is_batch)
         raw = _observations_to_log(raw, values)
         groups = [
-            self._act(serving, asked, part, *_part_of(part, raw, values), rng)
-            for part in _assign_parts(serving, asked)
+            self._act(serving, body, part, *_part_of(part, raw, values), rng)
+            for part in _assign_parts(serving, body)
         ]
-        self._record(serving, asked, groups)
-        return answer_of(asked, groups, serving.states, request.accept)
+        self._record(serving, body, groups)
+        return answer_of(body, groups, serving.states, request.accept)
 
-    def _record(self, serving: ServingState, asked: ActRequest, groups: Sequence[Group]) -> None:
+    def _record(self, serving: ServingState, body: ActRequest, groups: Sequence[Group]) -> None:
         """Give decisions their ids, and log and count them. Raises: StorageError."""
         with self._clock_lock:
             timestamp = self._clock.now()
@@ -143,7 +143,7 @@ class ActEndpoint:
             )
         log = serving.log
         if log is not None:
-            decided = [_make_decision_batch(asked, group, timestamp) for group in groups]
+            decided = [_make_decision_batch(body, group, timestamp) for group in groups]
             if not log.write_decisions(decided):
                 self._metrics.count_log_lost(sum(len(group.ids) for group in groups))
         for group in groups:
@@ -155,7 +155,7 @@ class ActEndpoint:
     def _act(
         self,
         serving: ServingState,
-        asked: ActRequest,
+        body: ActRequest,
         part: _Part,
         raw: Sequence[Any] | Array,
         values: Values,
@@ -163,8 +163,8 @@ class ActEndpoint:
     ) -> Group:
         """Have one version act for its rows. Raises: RequestRefusedError."""
         served = part.served
-        manner = resolve_acting_mode(asked.options, serving.exploration, served.policy.spec)
-        mask = asked.action_mask
+        manner = resolve_acting_mode(body.options, serving.exploration, served.policy.spec)
+        mask = body.action_mask
         if mask is not None and part.rows is not None:
             mask = mask[part.rows]
         try:
@@ -179,8 +179,8 @@ class ActEndpoint:
             )
         except (EpisodeInvalidError, SpaceUnsupportedError) as error:
             message = f"{str(error).rstrip('.')}; GET /policy has the observation space"
-            raise RequestRefusedError(422, asked.field, message) from error
-        group = _group(part, act, manner, raw, mask, asked.field)
+            raise RequestRefusedError(422, body.field, message) from error
+        group = _group(part, act, manner, raw, mask, body.field)
         self._metrics.observe_acts(
             served,
             values,
@@ -202,12 +202,12 @@ class ActEndpoint:
         return reader
 
 
-def _check_allowed(serving: ServingState, asked: ActRequest) -> None:
+def _check_allowed(serving: ServingState, body: ActRequest) -> None:
     log = serving.log
-    if asked.action_mask is not None and log is not None and not log.takes_masks:
+    if body.action_mask is not None and log is not None and not log.takes_masks:
         message = f"dataset {log.dataset.name} stores no action masks; leave the mask out"
         raise RequestRefusedError(422, "action_mask", message)
-    if not serving.takes_options and (field := asked.options.exploring_field):
+    if not serving.takes_options and (field := body.options.exploring_field):
         message = f"this server takes no exploration options (request_options); leave {field} out"
         raise RequestRefusedError(422, field, message)
 
@@ -236,22 +236,22 @@ def _part_of(
     return [raw[row] for row in rows], take(values, rows)
 
 
-def _assign_parts(serving: ServingState, asked: ActRequest) -> list[_Part]:
+def _assign_parts(serving: ServingState, body: ActRequest) -> list[_Part]:
     """Return which version acts for which rows, and from which states.
 
     A row with a state goes on with the version that made it. Raises: RequestRefusedError.
     """
-    groups = serving.router.assign_rows(asked.episode_ids, asked.options.seed)
-    num = len(asked.episode_ids)
-    if asked.states is None:
+    groups = serving.router.assign_rows(body.episode_ids, body.options.seed)
+    num = len(body.episode_ids)
+    if body.states is None:
         if len(groups) == 1:
             served = groups[0][0]
             return [_Part(served, None, _initial_states(served, num))]
         return [_Part(served, rows, _initial_states(served, len(rows))) for served, rows in groups]
     by_row: dict[int, _Row] = {row: _Row(served, None) for served, rows in groups for row in rows}
-    for row, token in enumerate(asked.states):
+    for row, token in enumerate(body.states):
         if token is not None:
-            place = f"state[{row}]" if asked.is_batch else "state"
+            place = f"state[{row}]" if body.is_batch else "state"
             by_row[row] = _resume_row(serving, token, place)
     rows_of: dict[int, list[int]] = {}
     for row in range(num):
@@ -330,15 +330,15 @@ def _observations_to_log(raw: Sequence[Any] | Array, values: Values) -> Sequence
     return raw
 
 
-def _make_decision_batch(asked: ActRequest, group: Group, timestamp: int) -> DecisionBatch:
+def _make_decision_batch(body: ActRequest, group: Group, timestamp: int) -> DecisionBatch:
     def of(column: Sequence[Any]) -> Sequence[Any]:
         return column if group.rows is None else [column[row] for row in group.rows]
 
     return DecisionBatch(
         ids=group.ids,
-        request_ids=of(asked.request_ids),
-        episode_ids=of(asked.episode_ids),
-        steps=of(asked.steps),
+        request_ids=of(body.request_ids),
+        episode_ids=of(body.episode_ids),
+        steps=of(body.steps),
         observations=group.observations,
         actions=group.actions,
         log_probs=group.log_probs,

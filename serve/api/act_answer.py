@@ -47,11 +47,11 @@ class Group:
 
 
 def answer_of(
-    asked: ActRequest, groups: Sequence[Group], states: StateSigner, accept: str
+    request: ActRequest, groups: Sequence[Group], states: StateSigner, accept: str
 ) -> Response:
     """Return the answer, as msgpack where `accept` names it, else as JSON."""
     as_msgpack = "msgpack" in accept
-    is_plain = not (asked.is_batch or as_msgpack or asked.options.q_values)
+    is_plain = not (request.is_batch or as_msgpack or request.options.q_values)
     if is_plain and len(groups) == 1 and groups[0].act.state is None:
         return one_answer(groups[0], 0)
     content: dict[str, Any] = _policy_fields(groups)
@@ -62,12 +62,12 @@ def answer_of(
     }
     if any(group.act.state is not None for group in groups):
         columns["state"] = _merge_rows(groups, lambda one: _tokens(one, states))
-    if asked.options.q_values:
+    if request.options.q_values:
         columns["q_values"] = _merge_rows(groups, lambda one: _rows_of(one.act.q_values))
     encoding = groups[0].served.policy.spec.encoding
     if encoding is not None and encoding.action_names is not None:
         columns["action_name"] = _merge_rows(groups, _names)
-    if asked.is_batch:
+    if request.is_batch:
         content |= {_PLURALS[name]: column for name, column in columns.items()}
     else:
         content |= {name: column[0] for name, column in columns.items()}

@@ -76,30 +76,30 @@ class HandlerState:
 class RequestHandler:
     """An ASGI app around one endpoint."""
 
-    def __init__(self, route: str, endpoint: Endpoint, keeper: HandlerState) -> None:
-        self._route, self._endpoint, self._keeper = route, endpoint, keeper
+    def __init__(self, route: str, endpoint: Endpoint, handler_state: HandlerState) -> None:
+        self._route, self._endpoint, self._keeper = route, endpoint, handler_state
         self._role = role_of(route)
         self._is_of_any_host = route in _OF_ANY_HOST
         self._complaints = _RateLimitedLog(route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        began = scope.get(ARRIVED) or time.perf_counter()
-        keeper, serving = self._keeper, self._keeper.serving()
-        visit = _RequestState(scope, began, _BEFORE_START if serving is None else serving.limits)
+        start = scope.get(ARRIVED) or time.perf_counter()
+        handler_state, serving = self._keeper, self._keeper.serving()
+        state = _RequestState(scope, start, _BEFORE_START if serving is None else serving.limits)
         arrivals = scope.get(ARRIVALS)
-        visit.num_behind = 0 if arrivals is None else arrivals.start_next()
-        visit.wait = keeper.waits.enter(began + visit.limits.deadline_s)
+        state.num_behind = 0 if arrivals is None else arrivals.start_next()
+        state.wait = handler_state.waits.enter(start + state.limits.deadline_s)
         try:
-            answer = await self._answer(visit, receive, serving)
+            answer = await self._answer(state, receive, serving)
         except _ClientDisconnectedError:
             answer = None
         finally:
-            keeper.waits.leave(visit.wait)
-            keeper.buffered_bytes -= visit.buffered_bytes
+            handler_state.waits.leave(state.wait)
+            handler_state.buffered_bytes -= state.buffered_bytes
         status = _CLIENT_DISCONNECTED if answer is None else answer.status
-        seconds = time.perf_counter() - began
-        keeper.metrics.count_request(self._route, status, seconds)
-        headers = () if serving is None else self._log(visit, answer, status, seconds, serving)
+        seconds = time.perf_counter() - start
+        handler_state.metrics.count_request(self._route, status, seconds)
+        headers = () if serving is None else self._log(state, answer, status, seconds, serving)
         if answer is None:
             return
         is_plain = status == 200 and not (headers or answer.headers) and scope["method"] != "HEAD"
@@ -116,10 +116,10 @@ class RequestHandler:
         await send({"type": "http.response.body", "body": body})
 
     async def _answer(
-        self, visit: _RequestState, receive: Any, serving: ServingState | None
+        self, state: _RequestState, receive: Any, serving: ServingState | None
     ) -> Response:
         try:
-            return await self._answer_or_refuse(visit, receive, serving)
+            return await self._answer_or_refuse(state, receive, serving)
         except _ClientDisconnectedError:
             raise
         except Exception as error:
@@ -131,41 +131,41 @@ class RequestHandler:
             )
 
     async def _answer_or_refuse(
-        self, visit: _RequestState, receive: Any, serving: ServingState | None
+        self, state: _RequestState, receive: Any, serving: ServingState | None
     ) -> Response:
-        keeper = self._keeper
+        handler_state = self._keeper
         try:
             if serving is not None and not self._is_of_any_host:
                 # (host, port) of the socket, so far as the server knows.
-                address = visit.scope.get("server")
-                serving.hosts.check(visit.host, visit.origin, address[0] if address else None)
+                address = state.scope.get("server")
+                serving.hosts.check(state.host, state.origin, address[0] if address else None)
             if self._role is not None and serving is not None:
-                serving.tokens.check(self._role, visit.authorization)
-            body = await _read_body(visit, receive, keeper)
-            if time.perf_counter() >= visit.wait.due:
-                raise _timeout_error(visit)
-            if keeper.num_inside >= visit.limits.queue and self._role is not None:
+                serving.tokens.check(self._role, state.authorization)
+            body = await _read_body(state, receive, handler_state)
+            if time.perf_counter() >= state.wait.due:
+                raise _timeout_error(state)
+            if handler_state.num_inside >= state.limits.queue and self._role is not None:
                 message = (
-                    f"{keeper.num_inside} requests in progress, the server's limit; "
+                    f"{handler_state.num_inside} requests in progress, the server's limit; "
                     f"retry in {RETRY_AFTER_S} s"
                 )
                 raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
-            keeper.num_inside += 1
+            handler_state.num_inside += 1
             try:
-                return await self._endpoint(visit.request(self._route, body))
+                return await self._endpoint(state.request(self._route, body))
             finally:
-                keeper.num_inside -= 1
+                handler_state.num_inside -= 1
         except RequestRefusedError as error:
             if (error.status, error.field) in _OF_OTHER_SITES:
-                keeper.metrics.count_refused_header(error.field)
+                handler_state.metrics.count_refused_header(error.field)
             return error_response(error)
         except asyncio.CancelledError:
-            if not visit.wait.is_overdue or visit.wait.task.cancelling() > 1:
+            if not state.wait.is_overdue or state.wait.task.cancelling() > 1:
                 raise
-            return error_response(_timeout_error(visit))
+            return error_response(_timeout_error(state))
         except StorageError as error:
             self._complaints.log(f"decision log: {error}")
-            keeper.metrics.count_log_failure()
+            handler_state.metrics.count_log_failure()
             message = (
                 "the log cannot be written, its disk is full or out of reach; "
                 f"retry in {RETRY_AFTER_S} s"
@@ -174,7 +174,7 @@ class RequestHandler:
 
     def _log(
         self,
-        visit: _RequestState,
+        state: _RequestState,
         answer: Response | None,
         status: int,
         seconds: float,
@@ -183,13 +183,13 @@ class RequestHandler:
         """Write the access log, if there is one; return the header that names its line."""
         if serving.access_log is None:
             return ()
-        request_id = visit.request_id or f"{serving.signer.worker}-{next(_numbers)}"
+        request_id = state.request_id or f"{serving.signer.worker}-{next(_numbers)}"
         serving.access_log.write(
             route=self._route,
-            method=visit.scope["method"],
+            method=state.scope["method"],
             status=status,
             seconds=round(seconds, 6),
-            bytes_in=visit.num_bytes,
+            bytes_in=state.num_bytes,
             bytes_out=0 if answer is None else len(answer.body),
             request_id=request_id,
         )
@@ -226,9 +226,9 @@ class _RequestState:
     wait: RequestDeadline
     num_behind: int
 
-    def __init__(self, scope: Scope, began: float, limits: Limits) -> None:
+    def __init__(self, scope: Scope, start: float, limits: Limits) -> None:
         self.scope, self.limits = scope, limits
-        self.deadline = began + limits.deadline_s
+        self.deadline = start + limits.deadline_s
         self.buffered_bytes = self.num_bytes = self.declared_bytes = 0
         self.is_read = False
         self.content_type, self.accept = "", JSON
@@ -265,47 +265,47 @@ class _RequestState:
         )
 
 
-async def _read_body(visit: _RequestState, receive: Any, keeper: HandlerState) -> bytes:
+async def _read_body(state: _RequestState, receive: Any, handler_state: HandlerState) -> bytes:
     """Read the body without ever holding more than the limits.
 
     Raises: RequestRefusedError: 413, or 503 where all bodies together are too large;
     _ClientDisconnectedError.
     """
-    max_bytes = visit.limits.body_bytes
-    if visit.declared_bytes > max_bytes:
-        raise _too_large_error(f"{visit.declared_bytes} bytes", max_bytes)
-    wait = visit.wait
-    wait.due = min(wait.due, wait.due - visit.limits.deadline_s + visit.limits.body_timeout_s)
+    max_bytes = state.limits.body_bytes
+    if state.declared_bytes > max_bytes:
+        raise _too_large_error(f"{state.declared_bytes} bytes", max_bytes)
+    wait = state.wait
+    wait.due = min(wait.due, wait.due - state.limits.deadline_s + state.limits.body_timeout_s)
     message = await receive()
     body: bytes = message.get("body", b"")
     if message.get("more_body", False):
-        body = await _read_pieces(body, visit, receive, keeper)
+        body = await _read_pieces(body, state, receive, handler_state)
     elif message["type"] == "http.disconnect":
         raise _ClientDisconnectedError
     elif len(body) > max_bytes:
         raise _too_large_error(f"more than {max_bytes} bytes", max_bytes)
-    visit.num_bytes = len(body)
-    visit.is_read = True
-    wait.due = visit.deadline
+    state.num_bytes = len(body)
+    state.is_read = True
+    wait.due = state.deadline
     return body
 
 
 async def _read_pieces(
-    piece: bytes, visit: _RequestState, receive: Any, keeper: HandlerState
+    piece: bytes, state: _RequestState, receive: Any, handler_state: HandlerState
 ) -> bytes:
-    limits, body = visit.limits, bytearray()
+    limits, body = state.limits, bytearray()
     is_last = False
     while True:
         if len(body) + len(piece) > limits.body_bytes:
             raise _too_large_error(f"more than {limits.body_bytes} bytes", limits.body_bytes)
-        if keeper.buffered_bytes + len(piece) > limits.buffered_bytes:
+        if handler_state.buffered_bytes + len(piece) > limits.buffered_bytes:
             message = (
                 f"the bodies of concurrent requests exceed {limits.buffered_bytes} bytes; "
                 f"retry in {RETRY_AFTER_S} s"
             )
             raise RequestRefusedError(503, "body", message, headers=(*RETRY_LATER, _CLOSE_HEADER))
-        visit.buffered_bytes += len(piece)
-        keeper.buffered_bytes += len(piece)
+        state.buffered_bytes += len(piece)
+        handler_state.buffered_bytes += len(piece)
         body += piece
         if is_last:
             return bytes(body)
@@ -319,9 +319,9 @@ def _too_large_error(found: str, max_bytes: int) -> RequestRefusedError:
     return RequestRefusedError(413, "body", found=found, expected=f"at most {max_bytes} bytes")
 
 
-def _timeout_error(visit: _RequestState) -> RequestRefusedError:
-    limits = visit.limits
-    if not visit.is_read:
+def _timeout_error(state: _RequestState) -> RequestRefusedError:
+    limits = state.limits
+    if not state.is_read:
         seconds = min(limits.body_timeout_s, limits.deadline_s)
         message = f"request body not received within {seconds:g} s"
         return RequestRefusedError(408, "body", message, headers=(_CLOSE_HEADER,))

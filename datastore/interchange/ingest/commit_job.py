@@ -157,12 +157,10 @@ class CommitJob:
         while batch:
             num_episodes = count_whole(batch)
             tally, present = inspection.tally, self.already_present
-            left_out = DropCounts(tally.num_episodes, tally.num_steps, *present) + self.repeated
+            drops = DropCounts(tally.num_episodes, tally.num_steps, *present) + self.repeated
             info = {
                 # The runs of an episode that was split are one.
-                **commit_counts(
-                    num_episodes, sum(map(len, batch)), left_out - self._reported_drops
-                ),
+                **commit_counts(num_episodes, sum(map(len, batch)), drops - self._reported_drops),
                 "source": self._source.content_hash,
                 "read_as": self._options,
                 "num_through": self.num_episodes + present[0] + num_episodes,
@@ -176,7 +174,7 @@ class CommitJob:
                 batch, producer=self._producer, sequence=self._sequence, info=info
             )
             if not commit.already_present:
-                self._reported_drops = left_out
+                self._reported_drops = drops
                 self._count(commit, num_episodes)
                 self._report(commit.version, inspection.num_steps)
                 return

@@ -97,9 +97,11 @@ def ingest(
     known = find_format(format, source.files)
     read_as = options if spec is None else replace(options, encoding=spec.encoding or NO_ENCODING)
     told = None if on_progress is None else _parsing_progress(on_progress, source)
-    reading = known.read(source.files, replace(read_as, on_rows=told))
-    door = SourceValidator(spec, spaces, reading.spaces, rewards_optional=reading.rewards_optional)
-    inspection = Inspection(reading, door, on_invalid, on_progress)
+    reader = known.read(source.files, replace(read_as, on_rows=told))
+    validator = SourceValidator(
+        spec, spaces, reader.spaces, rewards_optional=reader.rewards_optional
+    )
+    inspection = Inspection(reader, validator, on_invalid, on_progress)
     inspection.windows = None if align is None else SampledWindows()
     inspection.run()
     if inspection.num_episodes:
@@ -108,7 +110,7 @@ def ingest(
         raise NothingValidError(inspection.checks())
     job = CommitJob(handle, source, known.name, options, commit_steps, on_progress)
     job.repeated = _count_repeated(
-        [known.read([f], read_as) for f in source.repeated], door, inspection
+        [known.read([f], read_as) for f in source.repeated], validator, inspection
     )
     lake.registry.create()  # the handle may be of a lake not made yet: a refused source makes none
     if whole is None:
@@ -137,8 +139,8 @@ def ingest(
         num_quarantined=job.num_quarantined,
         checks=inspection.checks(),
         rejected=tuple(inspection.tally.shown),
-        notes=(*source.notes, *reading.notes, *job.notes),
-        renames=dict(reading.renames),
+        notes=(*source.notes, *reader.notes, *job.notes),
+        renames=dict(reader.renames),
         alignment=alignment,
     )
 
@@ -200,12 +202,12 @@ def _check_both_spaces(
 
 
 def _count_repeated(
-    readings: Sequence[SourceReader], door: SourceValidator, inspection: Inspection
+    readings: Sequence[SourceReader], validator: SourceValidator, inspection: Inspection
 ) -> DropCounts:
     """Count what is in files that the source has twice; what is refused there joins the tally."""
     found = DropCounts()
-    for reading in readings:
-        again = Inspection(reading, door, REJECT, None)
+    for reader in readings:
+        again = Inspection(reader, validator, REJECT, None)
         again.run()
         inspection.tally.merge(again.tally)
         found += DropCounts(0, 0, again.num_episodes, again.num_steps)

@@ -78,12 +78,12 @@ class Inspection:
     def __init__(
         self,
         reading: SourceReader,
-        door: SourceValidator,
+        validator: SourceValidator,
         on_invalid: str,
         on_progress: OnProgress | None,
     ) -> None:
         self._reading = reading
-        self._validator = door
+        self._validator = validator
         self._aborts = on_invalid == ABORT
         self._on_progress = on_progress
         self._refused: set[_Key] = set()

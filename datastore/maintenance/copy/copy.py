@@ -210,15 +210,15 @@ class _Copy:
                     self._on_progress(moved, total)
             # Last, because their bytes were checked as they were moved.
             num_episodes += known.num_episodes(whole)
-        left_out = DropCounts(num_already_present_steps=num_present)
+        drops = DropCounts(num_already_present_steps=num_present)
         notes = make_notes(plan, newest if base is not None and plan.mixed and not before else None)
-        return self._commit_written(written, num_episodes, left_out, state, notes)
+        return self._commit_written(written, num_episodes, drops, state, notes)
 
     def _commit_written(
         self,
         written: Sequence[WrittenRows],
         num_episodes: int,
-        left_out: DropCounts,
+        drops: DropCounts,
         state: LogState,
         notes: tuple[str, ...],
     ) -> CopyReceipt:
@@ -227,7 +227,7 @@ class _Copy:
         if not written:
             notes = ("nothing to add", *notes)
             if self._snapshot.version <= self._table.next_sequence(self._producer) - 1:
-                return self._receipt(None, left_out=left_out, notes=notes)
+                return self._receipt(None, drops=drops, notes=notes)
         num_steps = sum(part.num_rows for part in written)
         seen = {key for key in state.transactions if key.startswith(_PREFIX)}
 
@@ -236,7 +236,7 @@ class _Copy:
                 raise _RaceLostError
 
         info = {
-            **commit_counts(num_episodes, num_steps, left_out),
+            **commit_counts(num_episodes, num_steps, drops),
             "source": {
                 "lake": self._lake.url,
                 "dataset": self._snapshot.dataset,
@@ -254,7 +254,7 @@ class _Copy:
         if commit.already_present:
             return self._receipt(None, notes=("already copied: nothing was added",))
         return replace(
-            self._receipt(commit.version, left_out=left_out, notes=notes),
+            self._receipt(commit.version, drops=drops, notes=notes),
             num_episodes=num_episodes,
             num_steps=num_steps,
             num_shards=commit.num_shards,
@@ -288,7 +288,7 @@ class _Copy:
         self,
         version: int | None,
         *,
-        left_out: DropCounts | None = None,
+        drops: DropCounts | None = None,
         notes: tuple[str, ...] = (),
     ) -> CopyReceipt:
         return CopyReceipt(
@@ -301,7 +301,7 @@ class _Copy:
             num_steps=0,
             num_shards=0,
             num_bytes=0,
-            num_already_present_steps=(left_out or DropCounts()).num_already_present_steps,
+            num_already_present_steps=(drops or DropCounts()).num_already_present_steps,
             notes=notes,
         )
 

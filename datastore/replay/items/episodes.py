@@ -33,7 +33,9 @@ class Episodes:
 
     def __post_init__(self) -> None:
         if self.max_length is not None:
-            check_int("episodes: max_length", self.max_length, least=1, advice="None is no limit.")
+            check_int(
+                "episodes: max_length", self.max_length, minimum=1, advice="None is no limit."
+            )
         check_discount("episodes", self.discount)
 
     def starts(self, packed: Packed) -> NDArray[np.int64]:

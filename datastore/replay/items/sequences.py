@@ -44,12 +44,12 @@ class Sequences:
 
     def __post_init__(self) -> None:
         length = check_int(
-            "sequences: length", self.length, least=1, advice="It counts the steps to learn from."
+            "sequences: length", self.length, minimum=1, advice="It counts the steps to learn from."
         )
         check_int(
             "sequences: overlap",
             self.overlap,
-            most=length - 1,
+            maximum=length - 1,
             advice="Sequences begin every length - overlap steps.",
         )
         check_int("sequences: burn_in", self.burn_in, advice="0 is none.")

@@ -55,7 +55,7 @@ class Transitions:
     def __post_init__(self) -> None:
         check_discount("transitions", self.discount)
         advice = "For returns of whole episodes sample Episodes."
-        check_int("transitions: n_step", self.n_step, least=1, most=_MAX_STEPS, advice=advice)
+        check_int("transitions: n_step", self.n_step, minimum=1, maximum=_MAX_STEPS, advice=advice)
         if self.next_actions and self.n_step > 1:
             raise ConfigInvalidError(
                 f"transitions: found next_actions with n_step {self.n_step}, expected n_step 1: "

@@ -53,7 +53,7 @@ class LiveView(SampleSource):
         without_producers: Collection[str] = (),
     ) -> None:
         """Bring in what the dataset has, and follow it. See Dataset.follow."""
-        max_steps = check_int("follow: max_steps", max_steps, least=1)
+        max_steps = check_int("follow: max_steps", max_steps, minimum=1)
         if since != "start":
             since = check_int("follow: since", since, advice='Or say since="start".')
         query = ViewQuery(

@@ -59,7 +59,7 @@ class PrioritizedSelector:
             beta_updates = check_int(
                 "prioritized sampler: beta_updates",
                 beta_updates,
-                least=1,
+                minimum=1,
                 advice="Leave it out for a beta that stays.",
             )
         self.priorities = priorities

@@ -205,12 +205,12 @@ def replay_decisions(
     if limit is not None and limit < 1:
         raise ConfigInvalidError(f"replay: limit: found {limit}, expected 1 or more.")
     reader = DecisionReader(lake.dataset(dataset), where=where, by=by)
-    question = EvaluationRequest(dataset, policy, exploration=exploration or Exploration())
-    asked = load_evaluated_policy(lake, question, reader.spec)
-    assert asked.target is not None, "a policy was named"
-    asked.target.check_stateless()
-    replay = _ReplayTotals(asked.target)
-    space = asked.target.policy.spec.observation_space
+    request = EvaluationRequest(dataset, policy, exploration=exploration or Exploration())
+    evaluated_policy = load_evaluated_policy(lake, request, reader.spec)
+    assert evaluated_policy.target is not None, "a policy was named"
+    evaluated_policy.target.check_stateless()
+    replay = _ReplayTotals(evaluated_policy.target)
+    space = evaluated_policy.target.policy.spec.observation_space
     seen = 0
     for batch in reader.batches(limit):
         replay.add_batch(replace(batch, observations=as_dtypes(space, batch.observations)))
@@ -227,7 +227,7 @@ def replay_decisions(
         p50, p99 = np.quantile(replay.latencies, [0.5, 0.99]) * 1e3
         latency = (float(p50), float(p99))
     return DecisionReplay(
-        asked.reference,
+        evaluated_policy.reference,
         dataset,
         reader.name,
         reader.version,
@@ -238,7 +238,7 @@ def replay_decisions(
         replay.num_errors,
         tuple(replay.errors),
         latency,
-        asked.target.no_density,
+        evaluated_policy.target.no_density,
     )
 
 

@@ -87,7 +87,7 @@ class PolicyEvaluation:
 
 
 def evaluate_policy(
-    lake: Lake, question: EvaluationRequest, listener: ProgressCallbacks | None = None
+    lake: Lake, request: EvaluationRequest, callbacks: ProgressCallbacks | None = None
 ) -> PolicyReport:
     """Evaluate a policy on a log.
 
@@ -104,23 +104,23 @@ def evaluate_policy(
     observations or actions that the policy's head does not take; ShardCorruptError.
     Memory: the snapshot's steps, and the probabilities of all Discrete actions of those evaluated.
     """
-    listener = listener or ProgressCallbacks()
-    snapshot = lake.snapshot(question.dataset)
-    asked = load_evaluated_policy(lake, question, snapshot.spec)
-    holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
-    reward = evaluated_reward(asked, question, snapshot)
-    chosen = select_episodes(snapshot, question, reward, holdout, listener)
+    callbacks = callbacks or ProgressCallbacks()
+    snapshot = lake.snapshot(request.dataset)
+    asked = load_evaluated_policy(lake, request, snapshot.spec)
+    holdout = request.holdout or asked.training.holdout_of(snapshot.dataset)
+    reward = evaluated_reward(asked, request, snapshot)
+    chosen = select_episodes(snapshot, request, reward, holdout, callbacks)
     if asked.is_stateful:
         chosen = drop_without_first_step(chosen)
-    return evaluate_on_episodes(lake, asked, question, chosen, listener).report
+    return evaluate_on_episodes(lake, asked, request, chosen, callbacks).report
 
 
 def evaluate_on_episodes(
     lake: Lake,
     asked: EvaluatedPolicy,
-    question: EvaluationRequest,
+    request: EvaluationRequest,
     chosen: SelectedEpisodes,
-    listener: ProgressCallbacks,
+    callbacks: ProgressCallbacks,
     doubts: Sequence[str] = (),
 ) -> PolicyEvaluation:
     """Evaluate a policy that was found on episodes that were read. Raises: as evaluate_policy.
@@ -129,31 +129,31 @@ def evaluate_on_episodes(
     doubts: those of an evaluation on more episodes, from which these were taken.
     """
     snapshot, steps, left_out = chosen.snapshot, chosen.steps, dict(chosen.left_out)
-    listener.stage("looking up what the policy was trained on")
+    callbacks.stage("looking up what the policy was trained on")
     found = find_training_episodes(lake, asked.training, snapshot, steps)
     seen, notes = found.episodes, asked.notes
     is_seen = bool(seen.all())
     doubts = list(doubts)
     if found.unknown:
         notes = (*notes, found.unknown)
-        if not question.unseen:
+        if not request.unseen:
             doubts.append(_unknown_training_note(found.unknown))
     if seen.any() and not is_seen:
         steps = steps.select(~seen)
         left_out["in the policy's training set"] = int(seen.sum())
         doubts += _selection_bias_notes(asked)
-    listener.stage("asking the policy")
+    callbacks.stage("asking the policy")
     target = target_probabilities(asked, steps)
     steps, target = drop_unknown_target(steps, target, left_out)
-    behavior = behavior_probabilities(steps, target, question, listener)
+    behavior = behavior_probabilities(steps, target, request, callbacks)
     if asked.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
     trained_on = steps.num_episodes if is_seen else 0
-    values, model = _values(asked, steps, target, question, listener)
-    episodes = _make_logged_episodes(steps, question, target, behavior, values)
-    listener.stage("estimating")
-    cut_off = _CutOff(steps, question.discount)
-    estimates = _estimates(episodes, question, values, cut_off)
+    values, model = _values(asked, steps, target, request, callbacks)
+    episodes = _make_logged_episodes(steps, request, target, behavior, values)
+    callbacks.stage("estimating")
+    cut_off = _CutOff(steps, request.discount)
+    estimates = _estimates(episodes, request, values, cut_off)
     if not episodes.is_one_step:
         # What follows a single decision is in no estimate: its model is one of the reward.
         notes = (*notes, *cut_off.notes(_names(estimates)))
@@ -169,7 +169,7 @@ def evaluate_on_episodes(
         dataset=snapshot.dataset,
         version=snapshot.version,
         policy=asked.reference,
-        request=question,
+        request=request,
         reward=chosen.reward,
         training_discount=asked.discount,
         holdout=None if chosen.holdout is None else chosen.holdout.to_json(),
@@ -209,11 +209,11 @@ def _values(
     asked: EvaluatedPolicy,
     steps: LoggedSteps,
     target: Probabilities,
-    question: EvaluationRequest,
-    listener: ProgressCallbacks,
+    request: EvaluationRequest,
+    callbacks: ProgressCallbacks,
 ) -> tuple[PredictedValues | None, str]:
     """Fit a model of values where an estimator needs one; returns what it is, or why not."""
-    names = question.estimators
+    names = request.estimators
     if names is not None and not _USE_FITTED_VALUES & set(names):
         return None, "none: no estimator that was asked for uses one"
     policy = target.distribution if asked.target is None or asked.is_stateful else asked.target
@@ -221,27 +221,27 @@ def _values(
         return None, f"none: {_STATEFUL}"
     if policy is None:
         return None, "none: of the policy only the probability of the logged action is known"
-    given: dict[str, Any] = {"seed": question.seed, "on_progress": listener.progress}
-    is_listed = has_table(steps.spec, question.fqe)
+    given: dict[str, Any] = {"seed": request.seed, "on_progress": callbacks.progress}
+    is_listed = has_table(steps.spec, request.fqe)
     try:
         if steps.num_steps == steps.num_episodes:
-            listener.stage("fitting a model of the reward")
+            callbacks.stage("fitting a model of the reward")
             found = predict_rewards(
-                asked.cast_observations(steps), policy, config=question.reward_model, **given
+                asked.cast_observations(steps), policy, config=request.reward_model, **given
             )
         elif asked.target is None:
             return None, f"none: {_LOGGED_OBSERVATIONS_ONLY}"
         elif asked.is_stateful:
             return None, f"none: {_STATEFUL}"
-        elif _CutOff(steps, question.discount).is_whole and not is_listed:
+        elif _CutOff(steps, request.discount).is_whole and not is_listed:
             return None, f"none: {_NO_BOUND}"
         else:
-            listener.stage("fitted Q evaluation")
+            callbacks.stage("fitted Q evaluation")
             found = predict_values(
                 asked.cast_observations(steps),
                 asked.target,
-                question.discount,
-                config=question.fqe,
+                request.discount,
+                config=request.fqe,
                 **given,
             )
     except (SpaceUnsupportedError, TrainingError, EmptyReplayError) as error:
@@ -302,7 +302,7 @@ class _CutOff:
 
 def _make_logged_episodes(
     steps: LoggedSteps,
-    question: EvaluationRequest,
+    request: EvaluationRequest,
     target: Probabilities,
     behavior: BehaviorProbabilities,
     values: PredictedValues | None,
@@ -311,7 +311,7 @@ def _make_logged_episodes(
     return LoggedEpisodes(
         offsets=steps.offsets,
         rewards=steps.rewards,
-        discount=question.discount,
+        discount=request.discount,
         behavior_probs=behavior.logged,
         target_probs=target.logged,
         q_logged=None if values is None else values.q_logged,
@@ -327,7 +327,7 @@ def _make_logged_episodes(
 
 def _estimates(
     episodes: LoggedEpisodes,
-    question: EvaluationRequest,
+    request: EvaluationRequest,
     values: PredictedValues | None,
     cut_off: _CutOff,
 ) -> Estimates:
@@ -337,7 +337,7 @@ def _estimates(
     Doubly robust estimators lose nothing by such a model.
     """
     found = estimate(
-        episodes, question.estimators, level=question.level, seed=question.seed, clip=question.clip
+        episodes, request.estimators, level=request.level, seed=request.seed, clip=request.clip
     )
     refused = {}
     if values is not None and values.is_empty and "dm" in _names(found):

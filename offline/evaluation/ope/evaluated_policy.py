@@ -81,24 +81,24 @@ class EvaluatedPolicy:
 
 
 def load_evaluated_policy(
-    lake: Lake, question: EvaluationRequest, spec: DatasetSpec
+    lake: Lake, request: EvaluationRequest, spec: DatasetSpec
 ) -> EvaluatedPolicy:
     """Find the policy.
 
     Raises: NotFoundError, InvalidNameError, SchemaMismatchError, SpaceUnsupportedError.
     """
-    if question.policy is None:
-        named: dict[str, Any] = {"policy": None, "target_prob": question.target_prob}
+    if request.policy is None:
+        named: dict[str, Any] = {"policy": None, "target_prob": request.target_prob}
         unknown = "whether the policy of `target_prob` was made from these episodes is not known"
         return EvaluatedPolicy(None, named, TrainingSet(unknown=unknown))
-    if question.policy == RANDOM:
+    if request.policy == RANDOM:
         uniform = UniformPolicy(spec.observation_space, spec.action_space)
         named = {"policy": RANDOM, "policy_version": None, "acts": "uniform"}
         return EvaluatedPolicy(TargetPolicy(uniform), named, TrainingSet())
-    ref = lake.registry.resolve(question.policy)
+    ref = lake.registry.resolve(request.policy)
     policy = load_policy(ref.path, ref.manifest_sha256)
     _check_spaces(str(ref), policy.spec, spec)
-    target = TargetPolicy(policy, question.exploration)
+    target = TargetPolicy(policy, request.exploration)
     training = training_set(lake, ref)
     named = {
         "policy": ref.name,
@@ -119,7 +119,7 @@ def load_evaluated_policy(
 
 
 def evaluated_reward(
-    asked: EvaluatedPolicy, question: EvaluationRequest, snapshot: Snapshot
+    asked: EvaluatedPolicy, request: EvaluationRequest, snapshot: Snapshot
 ) -> EvaluatedReward:
     """Return which reward a policy is evaluated by: what is asked for, else its training's.
 
@@ -129,8 +129,8 @@ def evaluated_reward(
     """
     found = asked.training.rewards()
     training = " and ".join(found) or None
-    if question.reward is not None:
-        return EvaluatedReward(canonical_reward(question.reward), ASKED, training)
+    if request.reward is not None:
+        return EvaluatedReward(canonical_reward(request.reward), ASKED, training)
     if len(found) > 1:
         raise ConfigInvalidError(
             f"{_name(asked)}: was trained with different rewards, {training}; expected "

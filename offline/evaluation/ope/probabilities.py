@@ -132,8 +132,8 @@ def drop_unknown_target(
 def behavior_probabilities(
     steps: LoggedSteps,
     target: Probabilities,
-    question: EvaluationRequest,
-    listener: ProgressCallbacks,
+    request: EvaluationRequest,
+    callbacks: ProgressCallbacks,
 ) -> BehaviorProbabilities:
     """Return what the log says of its own probabilities, fitted where it says nothing."""
     said = "logged"
@@ -150,10 +150,10 @@ def behavior_probabilities(
         return BehaviorProbabilities(None if unknown.any() else logged, every, about=about)
     if not unknown.any():
         return BehaviorProbabilities(logged, every, about=about)
-    listener.stage("fitting the behavior policy")
+    callbacks.stage("fitting the behavior policy")
     try:
         fitted = fit_behavior(
-            steps, question.behavior, seed=question.seed, on_progress=listener.progress
+            steps, request.behavior, seed=request.seed, on_progress=callbacks.progress
         )
     except SpaceUnsupportedError as error:
         return BehaviorProbabilities(None, about={**about, "source": "unknown", "why": str(error)})

@@ -145,14 +145,14 @@ class GateNotApplicable:
         return {**self.to_record(), "reports": []}
 
 
-def _describe_request(question: EvaluationRequest, alpha: float, margin: float) -> dict[str, Any]:
+def _describe_request(request: EvaluationRequest, alpha: float, margin: float) -> dict[str, Any]:
     """Return what a gate was asked, JSON-able, as every record of one has it."""
     return {
-        "dataset": question.dataset,
-        "where": question.where,
-        "reward": question.reward,
-        "gamma": question.discount,
-        "seed": question.seed,
+        "dataset": request.dataset,
+        "where": request.where,
+        "reward": request.reward,
+        "gamma": request.discount,
+        "seed": request.seed,
         "alpha": alpha,
         "margin": margin,
     }
@@ -162,11 +162,11 @@ def evaluate_gate(
     lake: Lake,
     candidate: PolicyRef,
     champion: PolicyRef | None,
-    question: EvaluationRequest,
+    request: EvaluationRequest,
     *,
     alpha: float = DEFAULT_ALPHA,
     margin: float = 0.0,
-    listener: ProgressCallbacks | None = None,
+    callbacks: ProgressCallbacks | None = None,
 ) -> GateResult | GateNotApplicable:
     """Compare a candidate with the champion on a log.
 
@@ -174,14 +174,14 @@ def evaluate_gate(
         lake: where the log and both policies are.
         candidate: who would be promoted.
         champion: who is there now; None: the candidate is compared with the log's own mean.
-        question: dataset, episodes, reward, estimators and how both are to act; which policy it
+        request: dataset, episodes, reward, estimators and how both are to act; which policy it
             names does not matter. Without a reward it is the one that both were trained with, and
             where they were trained with different ones the gate does not pass. Without estimators:
             snips or wpdis, and dr; the first alone where a policy remembers and no model can be
             fitted.
         alpha: the chance at which a candidate that is no better may pass, in (0, 0.25].
         margin: by how much it has to be better, in units of the return; below 0: may be worse.
-        listener: told how far it is.
+        callbacks: told how far it is.
 
     Raises: as evaluate_policy, but for EmptyReplayError, which is an answer here;
     ConfigInvalidError for an alpha out of range. Cost: that of two evaluations, of three where one
@@ -191,11 +191,11 @@ def evaluate_gate(
         raise ConfigInvalidError(
             f"gate: alpha: found {alpha:g}, expected more than 0 and at most 0.25; 0.025 is usual."
         )
-    question = replace(question, policy=str(candidate), level=1 - 2 * alpha)
+    request = replace(request, policy=str(candidate), level=1 - 2 * alpha)
     try:
-        ours, theirs = _evaluate_both(lake, question, champion, listener or ProgressCallbacks())
+        ours, theirs = _evaluate_both(lake, request, champion, callbacks or ProgressCallbacks())
     except (EmptyReplayError, _DifferentRewards) as error:
-        return GateNotApplicable(str(error), question, alpha, margin)
+        return GateNotApplicable(str(error), request, alpha, margin)
     comparisons, refused = _compare_reports(ours, theirs)
     reports = [ours.report] if theirs is None else [ours.report, theirs.report]
     against = _LOG if theirs is None else _CHAMPION
@@ -223,42 +223,42 @@ class _DifferentRewards(Exception):
 
 
 def _evaluate_both(
-    lake: Lake, question: EvaluationRequest, champion: PolicyRef | None, listener: ProgressCallbacks
+    lake: Lake, request: EvaluationRequest, champion: PolicyRef | None, callbacks: ProgressCallbacks
 ) -> tuple[PolicyEvaluation, PolicyEvaluation | None]:
     """Evaluate both on the episodes that neither learned from, where there are any."""
-    snapshot = lake.snapshot(question.dataset)
-    asked = load_evaluated_policy(lake, question, snapshot.spec)
-    holdout = question.holdout or asked.training.holdout_of(snapshot.dataset)
-    other, reward = None, evaluated_reward(asked, question, snapshot)
+    snapshot = lake.snapshot(request.dataset)
+    asked = load_evaluated_policy(lake, request, snapshot.spec)
+    holdout = request.holdout or asked.training.holdout_of(snapshot.dataset)
+    other, reward = None, evaluated_reward(asked, request, snapshot)
     against = reward
     if champion is not None:
-        other = load_evaluated_policy(lake, replace(question, policy=str(champion)), snapshot.spec)
-        against = evaluated_reward(other, question, snapshot)
+        other = load_evaluated_policy(lake, replace(request, policy=str(champion)), snapshot.spec)
+        against = evaluated_reward(other, request, snapshot)
     if reward.expression != against.expression:
         raise _DifferentRewards(
-            f"{question.policy} {_judged_by(reward)}, {_CHAMPION} {champion} "
+            f"{request.policy} {_judged_by(reward)}, {_CHAMPION} {champion} "
             f"{_judged_by(against)}: returns of different rewards cannot be compared. Select one "
             f"reward with `reward`; `reward` {REWARD} is the stored one."
         )
-    chosen = select_episodes(snapshot, question, reward, holdout, listener)
+    chosen = select_episodes(snapshot, request, reward, holdout, callbacks)
     both = [one for one in (asked, other) if one is not None]
     if any(one.is_stateful for one in both):
         chosen = drop_without_first_step(chosen)
-    if question.estimators is None:
-        question = replace(question, estimators=_default_estimators(chosen, both))
+    if request.estimators is None:
+        request = replace(request, estimators=_default_estimators(chosen, both))
     if other is None:
-        return evaluate_on_episodes(lake, asked, question, chosen, listener), None
-    of_champion = replace(question, policy=str(champion))
+        return evaluate_on_episodes(lake, asked, request, chosen, callbacks), None
+    of_champion = replace(request, policy=str(champion))
     theirs = evaluate_on_episodes(
-        lake, other, of_champion, replace(chosen, reward=against), listener
+        lake, other, of_champion, replace(chosen, reward=against), callbacks
     )
     fewer = replace(
         chosen, steps=theirs.steps, left_out=_label_champion_drops(theirs.report.left_out)
     )
-    ours = evaluate_on_episodes(lake, asked, question, fewer, listener)
+    ours = evaluate_on_episodes(lake, asked, request, fewer, callbacks)
     if ours.steps.num_episodes < theirs.steps.num_episodes:
         fewer = replace(chosen, reward=against, steps=ours.steps, left_out=ours.report.left_out)
-        theirs = evaluate_on_episodes(lake, other, of_champion, fewer, listener, theirs.caveats)
+        theirs = evaluate_on_episodes(lake, other, of_champion, fewer, callbacks, theirs.caveats)
     return ours, theirs
 
 

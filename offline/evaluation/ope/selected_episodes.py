@@ -37,14 +37,14 @@ class SelectedEpisodes:
 
 def select_episodes(
     snapshot: Snapshot,
-    question: EvaluationRequest,
+    request: EvaluationRequest,
     reward: EvaluatedReward,
     holdout: Holdout | None,
-    listener: ProgressCallbacks,
+    callbacks: ProgressCallbacks,
 ) -> SelectedEpisodes:
     """Read the episodes that a question is asked of, with `reward`. Raises: as evaluate_policy."""
-    listener.stage("reading the steps")
-    steps, left_out = _drop_unusable(_read(snapshot, question, reward, holdout), question)
+    callbacks.stage("reading the steps")
+    steps, left_out = _drop_unusable(_read(snapshot, request, reward, holdout), request)
     return SelectedEpisodes(snapshot, reward, holdout, steps, left_out)
 
 
@@ -76,15 +76,15 @@ def drop_without_first_step(chosen: SelectedEpisodes) -> SelectedEpisodes:
 
 def _read(
     snapshot: Snapshot,
-    question: EvaluationRequest,
+    request: EvaluationRequest,
     reward: EvaluatedReward,
     holdout: Holdout | None,
 ) -> LoggedSteps:
-    where = question.where
+    where = request.where
     if holdout is not None:
         holdout.check(snapshot, where)
         where = holdout.within(where, True)
-    asked = {TARGET: question.target_prob, BEHAVIOR: question.behavior_prob}
+    asked = {TARGET: request.target_prob, BEHAVIOR: request.behavior_prob}
     columns = {name: sql for name, sql in asked.items() if sql is not None}
     expression = None if reward.is_stored else reward.expression
     steps = read_logged_steps(snapshot, where, reward=expression, columns=columns)
@@ -97,14 +97,14 @@ def _read(
 
 
 def _drop_unusable(
-    steps: LoggedSteps, question: EvaluationRequest
+    steps: LoggedSteps, request: EvaluationRequest
 ) -> tuple[LoggedSteps, dict[str, int]]:
     """Leave out episodes whose return is not known, each counted by its first fault.
 
     Raises: EmptyReplayError where none is left.
     """
     faults: dict[str, NDArray[np.bool_]] = {}
-    if not question.with_incomplete:
+    if not request.with_incomplete:
         faults["not seen to end"] = ~(steps.terminated | steps.truncated)
     faults["with a step missing"] = steps.has_gaps()
     faults["with an unknown reward"] = steps.any_step(~np.isfinite(steps.rewards))

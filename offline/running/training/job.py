@@ -119,11 +119,11 @@ def prepare(
     request: TrainRequest,
     *,
     on_reading: OnReading | None = None,
-    team: ProcessGroup = SINGLE_PROCESS,
+    group: ProcessGroup = SINGLE_PROCESS,
 ) -> TrainingJob:
     """Open the data of a pinned request, and make its learner and sampler.
 
-    team: the learners that this one makes each update with.
+    group: the learners that this one makes each update with.
     Raises: as open_data, fit_statistics and make_learner.
     """
     config = request.config
@@ -147,7 +147,7 @@ def prepare(
         discount=config.discount,
         device=config.device,
         facts=facts,
-        reduce=make_gradient_average(team),
+        reduce=make_gradient_average(group),
         frame_stack=config.frame_stack,
     )
     if learner.on_policy is not None:
@@ -156,9 +156,9 @@ def prepare(
     measure = make_measure(data.measure, request, data.held_out)
     if measure is not None:
         measure.check(TorchPolicy(learner.policy(), config.device))
-    if team.size > 1:
-        learner = DataParallelLearner(learner, team, config.device)
-        measure = None if measure is None else LeaderMeasure(measure, team)
+    if group.size > 1:
+        learner = DataParallelLearner(learner, group, config.device)
+        measure = None if measure is None else LeaderMeasure(measure, group)
     learner.prepare(data.view)
     sampler = make_sampler(data.view, learner, request)
     return TrainingJob(

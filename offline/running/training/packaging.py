@@ -21,11 +21,11 @@ def build_package(
     manifest: Mapping[str, Any],
     *,
     encoding: Encoding | None = None,
-    evaluated: Callable[[Policy], Evaluation] | None = None,
+    evaluate: Callable[[Policy], Evaluation] | None = None,
 ) -> tuple[Path, Evaluation | None]:
     """Export the learner's policy into a package below `scratch`; return its folder.
 
-    encoding: what the dataset says of its observations' elements. evaluated: measures the policy as
+    encoding: what the dataset says of its observations' elements. evaluate: measures the policy as
     it was exported, for the package to say what it returned.
     """
     graph = learner.policy()
@@ -34,9 +34,9 @@ def build_package(
     state = learner.state_dict()
     package = scratch / "policy"
     save_package(package, onnx=onnx, spec=spec, manifest=manifest, learner_weights=state)
-    if evaluated is None:
+    if evaluate is None:
         return package, None
-    evaluation = evaluated(load_policy(package))
+    evaluation = evaluate(load_policy(package))
     package = scratch / "evaluated"
     with_evaluation = {**manifest, "evaluation": evaluation.to_json()}
     save_package(package, onnx=onnx, spec=spec, manifest=with_evaluation, learner_weights=state)

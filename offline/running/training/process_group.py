@@ -61,14 +61,14 @@ class SingleProcessGroup:
 SINGLE_PROCESS: Final = SingleProcessGroup()
 
 
-def make_gradient_average(team: ProcessGroup) -> Callable[[torch.Tensor], None] | None:
-    """Return what averages gradients over the team, in place; None for a team of one."""
-    if team.size == 1:
+def make_gradient_average(group: ProcessGroup) -> Callable[[torch.Tensor], None] | None:
+    """Return what averages gradients over the group, in place; None for a group of one."""
+    if group.size == 1:
         return None
 
     def average(gradients: torch.Tensor) -> None:
-        team.all_reduce(gradients)
-        gradients.mul_(1 / team.size)
+        group.all_reduce(gradients)
+        gradients.mul_(1 / group.size)
 
     return average
 
@@ -81,11 +81,11 @@ class DataParallelLearner(LearnerWrapper):
     """
 
     def __init__(
-        self, learner: Learner, team: ProcessGroup, device: torch.device | str = "cpu"
+        self, learner: Learner, group: ProcessGroup, device: torch.device | str = "cpu"
     ) -> None:
-        """learner: averages its gradients over the team. device: where it computes."""
+        """learner: averages its gradients over the group. device: where it computes."""
         super().__init__(learner)
-        self._team = team
+        self._team = group
         self._device = torch.device(device)
         # Reading the leader's decision waits for a GPU.
         self._read_updates = 1 if self._device.type == "cpu" else GPU_CHECK_UPDATES
@@ -93,9 +93,9 @@ class DataParallelLearner(LearnerWrapper):
         self._asked: Callable[[], bool] = lambda: False
         self._is_ending = False
 
-    def should_end(self, asked: Callable[[], bool]) -> Callable[[], bool]:
+    def should_end(self, is_requested: Callable[[], bool]) -> Callable[[], bool]:
         """Return whether the leader was asked to end in the last update, by what it knows."""
-        self._asked = asked
+        self._asked = is_requested
         return lambda: self._is_ending
 
     def update(self, batch: Batch) -> Update:
@@ -131,9 +131,11 @@ class DataParallelLearner(LearnerWrapper):
         return Update(metrics, priorities)
 
 
-def sync_stop(learner: Learner, asked: Callable[[], bool]) -> Callable[[], bool]:
-    """Return whether the run ends here: as asked, or in a team what its leader was asked."""
-    return learner.should_end(asked) if isinstance(learner, DataParallelLearner) else asked
+def sync_stop(learner: Learner, is_requested: Callable[[], bool]) -> Callable[[], bool]:
+    """Return whether the run ends here: as asked, or in a group what its leader was asked."""
+    if isinstance(learner, DataParallelLearner):
+        return learner.should_end(is_requested)
+    return is_requested
 
 
 @dataclass(frozen=True)

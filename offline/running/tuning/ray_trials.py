@@ -51,7 +51,7 @@ class EarlyStopping:
 
 def run_trials(
     works: Sequence[TrialSpec],
-    listener: TrialObserver,
+    observer: TrialObserver,
     *,
     concurrency: int,
     cpus: int,
@@ -81,7 +81,7 @@ def run_trials(
                 storage_path=folder,
                 stop=_stopper(tune, should_end),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-                callbacks=[_callback(tune, listener, is_stopped)],
+                callbacks=[_callback(tune, observer, is_stopped)],
                 verbose=0,
             ),
         )
@@ -118,7 +118,7 @@ def _trainable(tune: Any, works: Sequence[TrialSpec]) -> type:
 
 def _asha(tune: Any, stopping: EarlyStopping) -> Any:
     """Return the scheduler, as if it had seen the trials that are over."""
-    goes_on = tune.schedulers.TrialScheduler.CONTINUE
+    proceed = tune.schedulers.TrialScheduler.CONTINUE
 
     class Asha(tune.schedulers.ASHAScheduler):  # type: ignore[misc]
         def __init__(self, **options: Any) -> None:
@@ -127,7 +127,7 @@ def _asha(tune: Any, stopping: EarlyStopping) -> Any:
 
         def on_trial_result(self, controller: Any, trial: Any, result: Mapping[str, Any]) -> str:
             decision: str = super().on_trial_result(controller, trial, result)
-            if decision != goes_on:
+            if decision != proceed:
                 self.stopped.add(trial.config["number"])
             return decision
 
@@ -150,11 +150,11 @@ def _asha(tune: Any, stopping: EarlyStopping) -> Any:
     return scheduler
 
 
-def _callback(tune: Any, listener: TrialObserver, is_stopped: Callable[[int], bool]) -> Any:
+def _callback(tune: Any, observer: TrialObserver, is_stopped: Callable[[int], bool]) -> Any:
     class Told(tune.Callback):  # type: ignore[misc]
         # What it tells goes in here: of a class in a function all that it names would be copied.
-        def __init__(self, listener: TrialObserver, is_stopped: Callable[[int], bool]) -> None:
-            self._listener, self._is_stopped = listener, is_stopped
+        def __init__(self, observer: TrialObserver, is_stopped: Callable[[int], bool]) -> None:
+            self._listener, self._is_stopped = observer, is_stopped
             self._errors: dict[int, str] = {}
 
         def __getstate__(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _callback(tune: Any, listener: TrialObserver, is_stopped: Callable[[int], bo
             error = f"its process is gone ({lines[-1].strip()}): look at memory"
             self._listener.on_trial_end(trial.config["number"], is_stopped=False, error=error)
 
-    return Told(listener, is_stopped)
+    return Told(observer, is_stopped)
 
 
 def _stopper(tune: Any, should_end: Callable[[], bool]) -> Any:

@@ -127,7 +127,7 @@ def test_numbers_are_returned_as_pythons_own() -> None:
     with pytest.raises(
         ConfigInvalidError, match=r"^a: found b 'x', expected a whole number from 1 to 4\. Do"
     ):
-        check_int("a: b", "x", least=1, most=4, advice="Do.")
+        check_int("a: b", "x", minimum=1, maximum=4, advice="Do.")
 
 
 @pytest.mark.parametrize("item", [Transitions, "transitions", 0.99, None])

@@ -146,15 +146,15 @@ class StreamWriter:
     def account(self) -> None:
         """Tell the dataset's history what was left out since the last commit."""
         while self._drop_counts != self._reported_drops and self.exists:
-            left_out = self._drop_counts
+            drops = self._drop_counts
             commit = self._handle.account(
                 producer=self._producer,
                 sequence=self._next(),
-                left_out=left_out - self._reported_drops,
+                drops=drops - self._reported_drops,
                 info={_WRITER: self._id},
             )
             if self._is_own(commit):
-                self._reported_drops = left_out
+                self._reported_drops = drops
 
     def quarantine_rejected(
         self, rejected: Sequence[RejectedEpisode], keep: Callable[..., Any]
@@ -199,7 +199,7 @@ class StreamWriter:
         if not self.exists:
             self._lake.registry.create()
             spec = self._assembly.new_spec()
-        left_out = self._drop_counts
+        drops = self._drop_counts
         for attempt in range(_ATTEMPTS):
             try:
                 commit = self._handle.append(
@@ -208,7 +208,7 @@ class StreamWriter:
                     sequence=self._next(),
                     info={_WRITER: self._id},
                     spec=spec,
-                    left_out=left_out - self._reported_drops,
+                    drops=drops - self._reported_drops,
                 )
                 break
             except StorageError:
@@ -221,7 +221,7 @@ class StreamWriter:
         if not self._is_own(commit):
             self.present.reset()
             return None
-        self._reported_drops = left_out
+        self._reported_drops = drops
         if commit.already_present:  # committed, but the answer was lost
             commit = replace(commit, num_steps=sum(map(len, episodes)), num_episodes=len(episodes))
         return commit
@@ -376,9 +376,9 @@ class PieceAssembler:
         return found
 
     def _validate_episodes(self, episodes: Sequence[Episode]) -> tuple[list[Episode], Rejections]:
-        door = self.open_validator()
+        validator = self.open_validator()
         try:
-            accepted, refusals = door.check(episodes)
+            accepted, refusals = validator.check(episodes)
         except EpisodeInvalidError as error:
             # Said of all of them: they differ among themselves.
             if len(episodes) == 1:
