@@ -42,12 +42,12 @@ class DatasetStatistics:
 
     def to_json(self) -> dict[str, Any]:
         """Return what a manifest says of the scaling; nothing of what is not scaled."""
-        said: dict[str, Any] = {}
+        body: dict[str, Any] = {}
         if self.observations:
-            said["observations"] = {
+            body["observations"] = {
                 name: {"mean": moments.mean.tolist(), "std": moments.std.tolist()}
                 for name, moments in self.observations.items()
             }
         if self.rewards != _UNSCALED:
-            said["rewards"] = self.rewards._asdict()
-        return said
+            body["rewards"] = self.rewards._asdict()
+        return body

@@ -97,8 +97,8 @@ class Categoricals:
 
     def log_probs(self, actions: torch.Tensor) -> torch.Tensor:
         """Return the sum of the elements'. actions: int64 [M, K]."""
-        taken = [of_all.gather(1, actions[:, k, None])[:, 0] for k, of_all in enumerate(self._each)]
-        return _sum(taken)
+        logs = [of_all.gather(1, actions[:, k, None])[:, 0] for k, of_all in enumerate(self._each)]
+        return _sum(logs)
 
     def entropies(self, rng: torch.Generator) -> torch.Tensor:
         """Return the sum of the elements'."""

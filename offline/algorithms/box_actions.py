@@ -104,8 +104,8 @@ def critics_of(networks: Networks) -> Critics:
 
 def policy_of(networks: Networks, observations: Any) -> Gaussian:
     """Return the policy's means and log_stds in these observations."""
-    found: Gaussian = networks["policy"](observations)
-    return found
+    policy: Gaussian = networks["policy"](observations)
+    return policy
 
 
 def get_scalar(networks: Networks, group: str) -> torch.Tensor:

@@ -74,12 +74,12 @@ def find_algorithms(name: str) -> list[AlgorithmInfo]:
         load_user_algorithm(name)
         return [_user_algorithm_info(name, "any")]
     is_theirs, plain = name.startswith(_D3RLPY), name.removeprefix(_D3RLPY)
-    named = [
+    matches = [
         info
         for info in algorithms()
         if info.name == plain and not (is_theirs and info.provider != "d3rlpy")
     ]
-    if not named:
+    if not matches:
         names = sorted({info.name for info in algorithms()})
         near = near_matches(plain, names)
         # Where none is near, all of them have just been named.
@@ -88,7 +88,7 @@ def find_algorithms(name: str) -> list[AlgorithmInfo]:
             f"algorithm {name!r}: not known, expected {near}. {there_are}"
             f"{_D3RLPY}NAME asks for d3rlpy's, MODULE:FUNCTION for one of your own."
         )
-    return named
+    return matches
 
 
 def check_algorithm(name: str, action_space: Space) -> AlgorithmInfo:
@@ -97,16 +97,16 @@ def check_algorithm(name: str, action_space: Space) -> AlgorithmInfo:
     Raises: NotFoundError with the near matches and the list; SpaceUnsupportedError naming those
     that can; ConfigInvalidError for a function that makes no algorithm.
     """
-    named = find_algorithms(name)
+    matches = find_algorithms(name)
     kind = _actions_kind(action_space)
     if _is_user_defined(name):
         return _user_algorithm_info(name, kind)
-    fitting = [info for info in named if info.actions == kind]
+    fitting = [info for info in matches if info.actions == kind]
     if not fitting:
         able = sorted({info.name for info in algorithms() if info.actions == kind})
         raise SpaceUnsupportedError(
             f"algorithm {name}: found action space {describe(action_space)}, expected "
-            f"{' or '.join(sorted({_SPACES[info.actions] for info in named}))}. "
+            f"{' or '.join(sorted({_SPACES[info.actions] for info in matches}))}. "
             f"Algorithms that take it: {', '.join(able) or 'none'}."
         )
     return fitting[0]

@@ -207,12 +207,12 @@ def _sample_actions(
     """
     batch_size, size = here[0].shape
     policies = torch.stack([here[0], ahead[0]]), torch.stack([here[1], ahead[1]])
-    drawn, drawn_log_probs = _sample_gaussians(policies, rng, num)
-    uniform = torch.empty((batch_size, num, size), device=drawn.device)
+    samples, log_probs = _sample_gaussians(policies, rng, num)
+    uniform = torch.empty((batch_size, num, size), device=samples.device)
     uniform.uniform_(-1, 1, generator=rng)
-    uniform_log_probs = drawn_log_probs.new_full((batch_size, num), size * _LN_HALF)
-    actions = torch.cat([drawn[0], drawn[1], uniform], dim=1)
-    return actions, torch.cat([*drawn_log_probs, uniform_log_probs], dim=1)
+    uniform_log_probs = log_probs.new_full((batch_size, num), size * _LN_HALF)
+    actions = torch.cat([samples[0], samples[1], uniform], dim=1)
+    return actions, torch.cat([*log_probs, uniform_log_probs], dim=1)
 
 
 def _sample_gaussians(

@@ -42,23 +42,23 @@ def needs(info: AlgorithmInfo) -> tuple[str, ...]:
     """
     if info.kind == "own":
         return ("what it asks for",)
-    found = ["rewards"] if info.uses_rewards else []
+    needed = ["rewards"] if info.uses_rewards else []
     if info.provider == "d3rlpy":
         row = d3rlpy_row(info)
-        found += ["next_observations"] if row.bootstraps else []
-        return (*found, row.needs) if row.needs else tuple(found)
+        needed += ["next_observations"] if row.bootstraps else []
+        return (*needed, row.needs) if row.needs else tuple(needed)
     ours = builtin_row(info)
     algorithm = ours.function(
         Box((1,)), _ACTIONS[info.actions], ours.config_class(), DatasetStatistics()
     )
-    asked = {
+    options = {
         "next_observations": algorithm.needs_bootstrap,
         "returns": algorithm.needs_returns,
         "next_actions": algorithm.needs_next_actions,
         "propensities": algorithm.needs_propensities,
         "sequences": algorithm.on_policy is not None,
     }
-    return (*found, *(name for name, is_needed in asked.items() if is_needed))
+    return (*needed, *(name for name, is_needed in options.items() if is_needed))
 
 
 def options(info: AlgorithmInfo) -> list[OptionInfo]:

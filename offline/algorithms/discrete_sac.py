@@ -44,8 +44,8 @@ class DiscreteSACConfig(SACConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = self.target_entropy
-        expect(0 <= found <= 1, "sac: target_entropy", found, "0 to 1, a share of ln A")
+        value = self.target_entropy
+        expect(0 <= value <= 1, "sac: target_entropy", value, "0 to 1, a share of ln A")
 
 
 def discrete_sac(

@@ -71,8 +71,8 @@ class IMPALAConfig:
         check_on_policy("impala", self)
         expect(0 <= self.lambda_ <= 1, "impala: lambda_", self.lambda_, "0 to 1")
         for option in ("clip_rho", "clip_pg_rho"):
-            found = getattr(self, option)
-            expect(found > 0, f"impala: {option}", found, "more than 0")
+            value = getattr(self, option)
+            expect(value > 0, f"impala: {option}", value, "more than 0")
 
 
 def impala(
@@ -128,13 +128,13 @@ class _IMPALA:
             advantages = normalize_advantages(advantages, sequences.mask)
         return AdvantageEstimates(advantages, trace.targets)
 
-    def policy_loss(self, judged: MinibatchTerms) -> torch.Tensor:
-        return policy_gradient(judged.log_probs_tm1, judged.advantages_tm1)
+    def policy_loss(self, terms: MinibatchTerms) -> torch.Tensor:
+        return policy_gradient(terms.log_probs_tm1, terms.advantages_tm1)
 
-    def value_loss(self, judged: MinibatchTerms) -> torch.Tensor:
-        return value_loss(judged.v_tm1, judged.targets_tm1)
+    def value_loss(self, terms: MinibatchTerms) -> torch.Tensor:
+        return value_loss(terms.v_tm1, terms.targets_tm1)
 
-    def metrics(self, judged: MinibatchTerms) -> Mapping[str, torch.Tensor]:
+    def metrics(self, terms: MinibatchTerms) -> Mapping[str, torch.Tensor]:
         """Return the mean importance weight as it is clipped: 1 where who acted learns."""
-        rho = judged.log_rho_tm1.detach().exp()
+        rho = terms.log_rho_tm1.detach().exp()
         return {"rho": rho.clamp(max=self.config.clip_rho).mean()}

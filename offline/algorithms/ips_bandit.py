@@ -83,8 +83,8 @@ def ips_bandit(
         weights = weights * tensor(batch.weights)
         # -V(pi): mean(w r), or sum(w r) / sum(w)
         loss = -value(tensor(batch.rewards), weights)
-        held = log_pi.detach()
-        entropy = -(held.exp() * held).sum(dim=-1).mean()
+        constant = log_pi.detach()
+        entropy = -(constant.exp() * constant).sum(dim=-1).mean()
         return Losses({"policy": loss}, metrics={"weight_mean": weights.mean(), "entropy": entropy})
 
     def networks() -> Networks:

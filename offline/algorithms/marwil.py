@@ -179,16 +179,16 @@ def _losses(nll: _NegativeLogLikelihood, config: MARWILConfig) -> Any:
         value: Any = networks["value"]
         # A = R - V(s)
         advantages = tensor(batch.returns) - value(batch.observations)
-        held = advantages.detach()
-        norm = value.update_norm(held).sqrt().clamp(min=1e-8)
+        constant = advantages.detach()
+        norm = value.update_norm(constant).sqrt().clamp(min=1e-8)
         # w = exp(beta A / c), the advantage in units of c
-        weights = torch.exp(held * (config.beta / norm)).clamp(max=config.max_weight)
+        weights = torch.exp(constant * (config.beta / norm)).clamp(max=config.max_weight)
         return Losses(
             {
                 "policy": weighted_mean(weights * nll_tm1, batch),
                 "value": weighted_mean(0.5 * advantages.square(), batch),
             },
-            priorities=held.abs(),
+            priorities=constant.abs(),
             metrics={"advantage_norm": norm, "weight_mean": weights.mean()},
         )
 

@@ -73,11 +73,11 @@ def check_on_policy(name: str, config: OnPolicyOptions) -> None:
     """Refuse common options out of range. Raises: ConfigInvalidError."""
     check_network(name, config)
     for option in ("length", "num_sequences", "epochs", "minibatches"):
-        found = getattr(config, option)
-        expect(found >= 1, f"{name}: {option}", found, "1 or more")
+        value = getattr(config, option)
+        expect(value >= 1, f"{name}: {option}", value, "1 or more")
     for option in ("entropy_weight", "value_weight"):
-        found = getattr(config, option)
-        expect(found >= 0, f"{name}: {option}", found, "0 or more")
+        value = getattr(config, option)
+        expect(value >= 0, f"{name}: {option}", value, "0 or more")
     norm = config.max_gradient_norm
     expect(norm > 0, f"{name}: max_gradient_norm", norm, "more than 0")
     is_possible = not config.recurrent or config.shared is not False
@@ -130,15 +130,15 @@ class OnPolicyRule(Protocol):
         """Return the estimates; what they say of steps outside the mask does not matter."""
         ...
 
-    def policy_loss(self, judged: MinibatchTerms) -> torch.Tensor:
+    def policy_loss(self, terms: MinibatchTerms) -> torch.Tensor:
         """Return what the policy costs, [M]."""
         ...
 
-    def value_loss(self, judged: MinibatchTerms) -> torch.Tensor:
+    def value_loss(self, terms: MinibatchTerms) -> torch.Tensor:
         """Return what the values cost, [M]."""
         ...
 
-    def metrics(self, judged: MinibatchTerms) -> Mapping[str, torch.Tensor]:
+    def metrics(self, terms: MinibatchTerms) -> Mapping[str, torch.Tensor]:
         """Return what is worth watching."""
         ...
 
@@ -159,40 +159,40 @@ def on_policy_algorithm(
     """
     head = action_head(name, observation_space, action_space, facts)
     sizes = config.hidden_sizes
-    seen: SequenceModel = FeedforwardModel(head, sizes, facts, shared=_is_shared(config, head))
+    model: SequenceModel = FeedforwardModel(head, sizes, facts, shared=_is_shared(config, head))
     if config.recurrent:
-        seen = RecurrentModel(head, sizes, facts, core=config.core)
+        model = RecurrentModel(head, sizes, facts, core=config.core)
 
     def losses(
         networks: Networks, targets: Networks, batch: Batch, rng: torch.Generator, *_: Any
     ) -> Losses:
-        steps, outputs = seen.outputs(networks[NETWORK], batch)
-        taken = head.encode_actions(steps)
+        steps, outputs = model.outputs(networks[NETWORK], batch)
+        codes = head.encode_actions(steps)
         distribution = head.distribution(outputs.parameters, steps.action_masks)
-        log_probs_tm1 = distribution.log_probs(taken.actions)
+        log_probs_tm1 = distribution.log_probs(codes.actions)
         columns: Mapping[str, torch.Tensor] = steps.columns or {}
-        judged = MinibatchTerms(
+        terms = MinibatchTerms(
             log_probs_tm1,
-            log_probs_tm1 - taken.log_probs,
+            log_probs_tm1 - codes.log_probs,
             columns[_ADVANTAGES],
             outputs.values,
             columns[_VALUES],
             columns[_TARGETS],
         )
-        policy_loss = weighted_mean(rule.policy_loss(judged), steps)
-        value_loss = weighted_mean(rule.value_loss(judged), steps)
+        policy_loss = weighted_mean(rule.policy_loss(terms), steps)
+        value_loss = weighted_mean(rule.value_loss(terms), steps)
         entropy = weighted_mean(distribution.entropies(rng), steps)
         loss = policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
         metrics = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
-        return Losses({NETWORK: loss}, metrics={**metrics, **rule.metrics(judged)})
+        return Losses({NETWORK: loss}, metrics={**metrics, **rule.metrics(terms)})
 
     return Algorithm(
-        spec=seen.spec,
+        spec=model.spec,
         losses=losses,
-        networks=lambda: Networks({NETWORK: seen.network()}),
-        postprocess=_postprocess(name, head, seen, rule),
+        networks=lambda: Networks({NETWORK: model.network()}),
+        postprocess=_postprocess(name, head, model, rule),
         optimizer=optimizer,
-        policy=lambda nets: seen.policy(nets[NETWORK]),
+        policy=lambda nets: model.policy(nets[NETWORK]),
         needs_propensities=True,
         on_policy=OnPolicy(config.length, config.num_sequences, config.epochs, config.minibatches),
         config=to_options(config),
@@ -211,7 +211,7 @@ def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
 
 
 def _postprocess(
-    name: str, head: ActionHead, seen: SequenceModel, rule: OnPolicyRule
+    name: str, head: ActionHead, model: SequenceModel, rule: OnPolicyRule
 ) -> Callable[[Networks, Batch], Batch]:
     def postprocess(networks: Networks, batch: Batch) -> Batch:
         mask = tensor(batch.mask)
@@ -220,23 +220,23 @@ def _postprocess(
             mask = mask & tensor(batch.bootstrappable)
         _check_known(name, tensor(batch.behavior_log_probs)[mask])
         network = networks[NETWORK]
-        looked = seen.forward_batch(network, batch, mask, with_parameters=rule.needs_log_rho)
+        output = model.forward_batch(network, batch, mask, with_parameters=rule.needs_log_rho)
         log_rho_tm1 = None
-        if looked.parameters is not None:
-            taken = head.encode_actions(looked.steps)
-            distribution = head.distribution(looked.parameters, looked.steps.action_masks)
+        if output.parameters is not None:
+            codes = head.encode_actions(output.steps)
+            distribution = head.distribution(output.parameters, output.steps.action_masks)
             log_rho_tm1 = torch.full(mask.shape, -torch.inf, device=mask.device)
-            log_rho_tm1[mask] = distribution.log_probs(taken.actions) - taken.log_probs
+            log_rho_tm1[mask] = distribution.log_probs(codes.actions) - codes.log_probs
         rewards, discounts = tensor(batch.rewards), tensor(batch.discounts)
         estimates = rule.estimate(
-            SequenceInputs(rewards, discounts, looked.values, mask, log_rho_tm1)
+            SequenceInputs(rewards, discounts, output.values, mask, log_rho_tm1)
         )
         columns = {
             _ADVANTAGES: estimates.advantages,
             _TARGETS: estimates.targets,
-            _VALUES: looked.values[:, :-1],
+            _VALUES: output.values[:, :-1],
         }
-        return seen.rows(batch, looked.steps, mask, columns)
+        return model.rows(batch, output.steps, mask, columns)
 
     return postprocess
 

@@ -66,8 +66,8 @@ class PPOConfig:
         check_on_policy("ppo", self)
         expect(0 <= self.gae_lambda <= 1, "ppo: gae_lambda", self.gae_lambda, "0 to 1")
         expect(self.clip > 0, "ppo: clip", self.clip, "more than 0")
-        most = self.value_clip
-        expect(most is None or most > 0, "ppo: value_clip", most, "more than 0")
+        limit = self.value_clip
+        expect(limit is None or limit > 0, "ppo: value_clip", limit, "more than 0")
 
 
 def ppo(
@@ -101,27 +101,27 @@ class _PPO:
         """Return generalised advantages, and values with them added."""
         mask = sequences.mask
         # What comes after a sequence's last step is in that step's value: no trace goes on.
-        goes_on = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
+        is_inner = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
         advantages = generalized_advantages(
-            sequences.r_t, sequences.discount_t, sequences.values, goes_on * self.config.gae_lambda
+            sequences.r_t, sequences.discount_t, sequences.values, is_inner * self.config.gae_lambda
         )
         targets = advantages + sequences.values[:, :-1]
         if self.config.normalise_advantages:
             advantages = normalize_advantages(advantages, mask)
         return AdvantageEstimates(advantages, targets)
 
-    def policy_loss(self, judged: MinibatchTerms) -> torch.Tensor:
-        return clipped_surrogate(judged.log_rho_tm1, judged.advantages_tm1, self.config.clip)
+    def policy_loss(self, terms: MinibatchTerms) -> torch.Tensor:
+        return clipped_surrogate(terms.log_rho_tm1, terms.advantages_tm1, self.config.clip)
 
-    def value_loss(self, judged: MinibatchTerms) -> torch.Tensor:
+    def value_loss(self, terms: MinibatchTerms) -> torch.Tensor:
         """Return the squared error, clipped if so asked."""
         return value_loss(
-            judged.v_tm1, judged.targets_tm1, judged.v_before_tm1, self.config.value_clip
+            terms.v_tm1, terms.targets_tm1, terms.v_before_tm1, self.config.value_clip
         )
 
-    def metrics(self, judged: MinibatchTerms) -> Mapping[str, torch.Tensor]:
+    def metrics(self, terms: MinibatchTerms) -> Mapping[str, torch.Tensor]:
         """Return the share of ratios beyond the clip, and how far pi is from mu (nats)."""
-        log_rho = judged.log_rho_tm1.detach()
+        log_rho = terms.log_rho_tm1.detach()
         rho = log_rho.exp()
         return {
             "clipped": ((rho - 1).abs() > self.config.clip).float().mean(),

@@ -243,11 +243,11 @@ def _up_to_last(mask: torch.Tensor) -> torch.Tensor:
 def _fill_unknown(observations: Any, known: torch.Tensor) -> Any:
     """Put the first observation where none is known: not all spaces have the zeros of padding."""
 
-    def filled(values: torch.Tensor) -> torch.Tensor:
+    def fill(values: torch.Tensor) -> torch.Tensor:
         some = known.view(*known.shape, *(1,) * (values.dim() - 2))
         return torch.where(some, values, values[:, :1])
 
-    return map_leaves(observations, filled)
+    return map_leaves(observations, fill)
 
 
 def _append_last(observations: Any, following: Any) -> Any:

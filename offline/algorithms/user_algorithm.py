@@ -40,8 +40,8 @@ def load_user_algorithm(name: str) -> UserAlgorithm:
     Runs the module, as any import does. Raises: NotFoundError if there is no such module or
     function; ConfigInvalidError if the function is not annotated as one that makes an algorithm.
     """
-    named = user_code.load_object(name, "algorithm", "my_algorithms:filtered_cloning")
-    return UserAlgorithm(_CheckedFunction(name, named), _config_class(name, named))
+    function = user_code.load_object(name, "algorithm", "my_algorithms:filtered_cloning")
+    return UserAlgorithm(_CheckedFunction(name, function), _config_class(name, function))
 
 
 def _config_class(name: str, function: Any) -> type:
@@ -89,10 +89,10 @@ class _CheckedFunction:
     def __call__(
         self, observation_space: Space, action_space: Space, config: Any, facts: DatasetStatistics
     ) -> Algorithm:
-        made = self.function(observation_space, action_space, config, facts)
-        if not isinstance(made, Algorithm):
+        rule = self.function(observation_space, action_space, config, facts)
+        if not isinstance(rule, Algorithm):
             raise ConfigInvalidError(
-                f"algorithm {self.name}: found that it returned {type(made).__name__}, expected an "
+                f"algorithm {self.name}: found that it returned {type(rule).__name__}, expected an "
                 "Algorithm (replaylake.offline.learning.algorithm)."
             )
-        return made if made.config else replace(made, config=to_options(config))
+        return rule if rule.config else replace(rule, config=to_options(config))

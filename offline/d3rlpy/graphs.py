@@ -160,8 +160,8 @@ class _Candidates(_Actor):
         """Return mean + std * noise, [N, num, size]."""
         noise = noise.reshape(-1, self.num, self.size)
         stds = (output.logstd + torch.zeros_like(mean)).exp()
-        drawn: torch.Tensor = mean[:, None] + noise * stds[:, None]
-        return drawn
+        actions: torch.Tensor = mean[:, None] + noise * stds[:, None]
+        return actions
 
     def choose_best(self, actions: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return, of actions [N, num, size], those of the highest score [N, num]."""

@@ -158,9 +158,9 @@ class D3rlpyLearner:
                 f"{algorithm_label(self._algorithm)}: found an update before the data was indexed, "
                 "expected learner.prepare(view) before the first. Call it."
             )
-        made = self._batches.convert(batch)
+        minibatch = self._batches.convert(batch)
         with self._randomness.activate():
-            metrics = self._impl.update(made, self._num_updates)
+            metrics = self._impl.update(minibatch, self._num_updates)
         self._num_updates += 1
         return Update(metrics)
 
@@ -199,9 +199,9 @@ class D3rlpyLearner:
             for name, module in self._stateful().items():
                 module.load_state_dict(tree["modules"][name])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            said = str(error).splitlines()[-1].strip()
+            reason = str(error).splitlines()[-1].strip()
             raise PackageInvalidError(
-                f"learner state: {algorithm_label(self._algorithm)}: found {said}; expected what "
+                f"learner state: {algorithm_label(self._algorithm)}: found {reason}; expected what "
                 f"the same "
                 "algorithm saved with these options and for these spaces."
             ) from error
@@ -288,7 +288,7 @@ def _freeze_critics(update: Callable[[Any], Any], critics: nn.Module) -> Callabl
     """
     parameters = [p for p in critics.parameters() if p.requires_grad]
 
-    def updated(batch: Any) -> Any:
+    def update_frozen(batch: Any) -> Any:
         for parameter in parameters:
             parameter.requires_grad_(False)
         try:
@@ -297,7 +297,7 @@ def _freeze_critics(update: Callable[[Any], Any], critics: nn.Module) -> Callabl
             for parameter in parameters:
                 parameter.requires_grad_(True)
 
-    return updated
+    return update_frozen
 
 
 class _IsolatedRandomState:

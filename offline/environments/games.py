@@ -124,19 +124,19 @@ class SimultaneousGame(Game):
 
     def step(self, actions: Mapping[str, Any]) -> list[Outcome]:
         """Take everyone's action; return everyone's outcome, and what newcomers see."""
-        given = {self._ids[name]: action for name, action in actions.items()}
-        observations, rewards, terminated, truncated, infos = self._env.step(given)
+        by_name = {self._ids[name]: action for name, action in actions.items()}
+        observations, rewards, terminated, truncated, infos = self._env.step(by_name)
         outcomes = []
-        for agent in [*given, *(agent for agent in self._env.agents if agent not in given)]:
+        for agent in [*by_name, *(agent for agent in self._env.agents if agent not in by_name)]:
             is_in = agent in self._env.agents
             ended = bool(terminated.get(agent, False))
             # One that is gone without a word was cut off.
             cut = bool(truncated.get(agent, False)) or (not is_in and not ended)
             is_out = ended or cut
             observation = observations.get(agent) if is_out else observations[agent]
-            seen, mask = self._split_mask(observation, infos.get(agent) or {})
+            array, mask = self._split_mask(observation, infos.get(agent) or {})
             reward = _number(rewards.get(agent, 0.0))
-            outcomes.append(Outcome(str(agent), seen, mask, reward, ended, cut))
+            outcomes.append(Outcome(str(agent), array, mask, reward, ended, cut))
         return outcomes
 
 
@@ -159,8 +159,8 @@ class TurnBasedGame(Game):
         outcomes: list[Outcome] = []
         while self._env.agents:
             observation, reward, terminated, truncated, info = self._env.last()
-            name, seen = str(self._env.agent_selection), self._split_mask(observation, info)
-            outcome = Outcome(name, *seen, _number(reward), bool(terminated), bool(truncated))
+            name, array = str(self._env.agent_selection), self._split_mask(observation, info)
+            outcome = Outcome(name, *array, _number(reward), bool(terminated), bool(truncated))
             outcomes.append(outcome)
             if not outcome.has_ended:
                 break
@@ -168,18 +168,18 @@ class TurnBasedGame(Game):
         return outcomes
 
 
-def wrap_game(made: Any, env_id: str) -> Game:
+def wrap_game(env: Any, env_id: str) -> Game:
     """Return the game of an environment of PettingZoo's.
 
     Raises: ConfigInvalidError for anything else; as Game.
     """
     kinds = _pettingzoo_kinds()
-    if kinds is not None and isinstance(made, kinds[0]):
-        return SimultaneousGame(made, env_id)
-    if kinds is not None and isinstance(made, kinds[1]):
-        return TurnBasedGame(made, env_id)
+    if kinds is not None and isinstance(env, kinds[0]):
+        return SimultaneousGame(env, env_id)
+    if kinds is not None and isinstance(env, kinds[1]):
+        return TurnBasedGame(env, env_id)
     raise ConfigInvalidError(
-        f"environment {env_id}: found that it returned {type(made).__name__}, expected a "
+        f"environment {env_id}: found that it returned {type(env).__name__}, expected a "
         "gymnasium.Env, or a ParallelEnv or AECEnv of PettingZoo's. Return one of these."
     )
 
@@ -227,9 +227,9 @@ def _common_space(env_id: str, what: str, spaces: Mapping[Any, gymnasium.Space[A
     (first, space), *others = spaces.items()
     for agent, other in others:
         if other != space:
-            found, theirs = (describe(from_gymnasium(each)) for each in (other, space))
+            ours, theirs = (describe(from_gymnasium(each)) for each in (other, space))
             raise SchemaMismatchError(
-                f"environment {env_id}: agent {agent!r} has the {what} space {found}, {first!r} "
+                f"environment {env_id}: agent {agent!r} has the {what} space {ours}, {first!r} "
                 f"has {theirs}; expected the same of all agents, as a dataset has one. Pad them to "
                 "one (SuperSuit's pad_observations and pad_action_space do), or collect the "
                 "agents' steps into a dataset each, with a loop of your own and `Dataset.append`."

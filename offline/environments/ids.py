@@ -47,41 +47,41 @@ def make(env_id: str, /, **env_args: Any) -> Environment:
     installed; ConfigInvalidError for arguments that it does not take, for a function that returns
     something else, and for an environment of several agents.
     """
-    made = make_any(env_id, env_args)
-    if isinstance(made, Game):
-        made.close()
+    env = make_any(env_id, env_args)
+    if isinstance(env, Game):
+        env.close()
         raise ConfigInvalidError(
-            f"environment {env_id}: found one of several agents ({', '.join(made.agents)}), "
+            f"environment {env_id}: found one of several agents ({', '.join(env.agents)}), "
             "expected one of a single agent. `rollout` collects with several, and says what each "
             "returned."
         )
-    return made
+    return env
 
 
 def make_any(env_id: str, env_args: Mapping[str, Any] | None = None) -> Environment | Game:
     """Make an environment of one agent or of several. Raises: as make, and SchemaMismatchError."""
-    given = dict(env_args or {})
+    arguments = dict(env_args or {})
     module, colon, name = env_id.partition(":")
     if not colon or (_VERSIONED.search(name) and module != _PETTINGZOO):
-        return _of_gymnasium(env_id, given)
+        return _of_gymnasium(env_id, arguments)
     try:
         with warnings.catch_warnings():
             # PettingZoo's, of the modules that are named as its documentation still does.
             warnings.filterwarnings("ignore", message="The old environment creation API")
-            made = (
-                make_pettingzoo(name, given)
+            env = (
+                make_pettingzoo(name, arguments)
                 if _VERSIONED.search(name)
-                else _factory(env_id)(**given)
+                else _factory(env_id)(**arguments)
             )
     except ReplayLakeError:
         raise
     except ModuleNotFoundError as error:
         raise _missing_extra_error(env_id, error) from error
     except Exception as error:
-        raise _construction_error(env_id, given, error) from error
-    if isinstance(made, gymnasium.Env):
-        return made
-    return wrap_game(made, env_id)
+        raise _construction_error(env_id, arguments, error) from error
+    if isinstance(env, gymnasium.Env):
+        return env
+    return wrap_game(env, env_id)
 
 
 def spaces_of(env_id: str, env_args: Mapping[str, Any] | None = None) -> tuple[Space, Space]:
@@ -146,9 +146,9 @@ def _missing_extra_error(env_id: str, error: ModuleNotFoundError) -> ExtraMissin
 def _construction_error(
     env_id: str, env_args: Mapping[str, Any], error: Exception
 ) -> ConfigInvalidError:
-    given = ", ".join(f"{key}={value!r}" for key, value in env_args.items()) or "no arguments"
+    arguments = ", ".join(f"{key}={value!r}" for key, value in env_args.items()) or "no arguments"
     return ConfigInvalidError(
-        f"environment {env_id}: made with {given} it raised {type(error).__name__}: {error}. "
+        f"environment {env_id}: made with {arguments} it raised {type(error).__name__}: {error}. "
         "Expected an environment: check its arguments (`env_args`) and its code (a traceback shows "
         "where)."
     )

@@ -18,8 +18,8 @@ def make_rendering(env_id: str, env_args: Mapping[str, Any] | None = None) -> En
 
     Raises: as make; ConfigInvalidError if it cannot draw into an array.
     """
-    given = dict(env_args or {})
-    env = make(env_id, **given)
+    arguments = dict(env_args or {})
+    env = make(env_id, **arguments)
     modes = [str(mode) for mode in env.metadata.get("render_modes") or []]
     env.close()  # type: ignore[no-untyped-call]
     if "rgb_array" not in modes:
@@ -27,7 +27,7 @@ def make_rendering(env_id: str, env_args: Mapping[str, Any] | None = None) -> En
             f"environment {env_id}: found render modes {modes}, expected rgb_array among them: it "
             "cannot draw itself into pictures. Leave the video out."
         )
-    return make(env_id, **{**given, "render_mode": "rgb_array"})
+    return make(env_id, **{**arguments, "render_mode": "rgb_array"})
 
 
 def frames_per_second(env_id: str, env_args: Mapping[str, Any] | None = None) -> float:
@@ -44,12 +44,12 @@ def render_frame(env: Environment) -> Array:
     pictures.
     """
     try:
-        found: Any = env.render()
+        image: Any = env.render()
     except gymnasium.error.DependencyNotInstalled as error:
         raise ExtraMissingError(
             f"environment {env.spec.id if env.spec else env}: drawing it: {error}."
         ) from error
-    frame = np.asarray(found)
+    frame = np.asarray(image)
     if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
         raise ConfigInvalidError(
             f"environment {env.spec.id if env.spec else env}: its picture is {frame.dtype} "

@@ -106,17 +106,17 @@ def check_alignment(
 
 
 def _check_rows(env_id: str, env: Environment, rows: _LoggedRows, replay: _Replay) -> Alignment:
-    found = replay(rows)
+    outcome = replay(rows)
     answer = Alignment(
         environment=env_id,
         num_checked=len(rows),
-        num_agree=int(found.states.sum()),
-        num_rewards_agree=int(found.rewards.sum()),
-        num_ends_agree=int(found.ends.sum()),
+        num_agree=int(outcome.states.sum()),
+        num_rewards_agree=int(outcome.rewards.sum()),
+        num_ends_agree=int(outcome.ends.sum()),
     )
-    if found.share < _PASS_SHARE:
+    if outcome.share < _PASS_SHARE:
         return _find_cause(answer, env, rows, replay)
-    if found.rewards.mean() < _PASS_SHARE:
+    if outcome.rewards.mean() < _PASS_SHARE:
         return _find_reward_cause(answer, rows, replay)
     return answer
 
@@ -249,8 +249,8 @@ def _find_reward_cause(answer: Alignment, rows: _LoggedRows, replay: _Replay) ->
             replace(rows, rewards=rows.rewards_before).where(rows.has_before),
         ),
     ]
-    found = [(replay(moved).rewards, text, advice) for text, advice, moved in causes if len(moved)]
-    best = max(found, key=lambda item: float(item[0].mean()), default=None)
+    items = [(replay(moved).rewards, text, advice) for text, advice, moved in causes if len(moved)]
+    best = max(items, key=lambda item: float(item[0].mean()), default=None)
     if best is None or best[0].mean() < _CAUSE_SHARE:
         return replace(
             answer, advice="next observations agree and rewards do not: were they scaled or shaped?"
@@ -338,12 +338,12 @@ def _step_all(
     for row, (observation, action) in enumerate(zip(observations, actions, strict=True)):
         try:
             set_state(env, observation)
-            chosen = action.astype(env.action_space.dtype)
-            if env.action_space.dtype is not None and chosen.dtype.kind in "iu":
-                if not env.action_space.contains(chosen):
+            value = action.astype(env.action_space.dtype)
+            if env.action_space.dtype is not None and value.dtype.kind in "iu":
+                if not env.action_space.contains(value):
                     continue
-                chosen = chosen if chosen.ndim else int(chosen)
-            following[row], rewards[row], ends[row] = inner.step(chosen)[:3]
+                value = value if value.ndim else int(value)
+            following[row], rewards[row], ends[row] = inner.step(value)[:3]
         except (AssertionError, ValueError, IndexError, TypeError, ArithmeticError):
             # What it says to a state or action that is none of its own: the row disagrees.
             continue
@@ -365,7 +365,7 @@ def _check_against_table(table: Any, rows: _LoggedRows) -> _Agreement:
     return _Agreement(agree[0], agree[1], agree[2])
 
 
-def _within_tolerance(found: Array, expected: Array) -> _Mask:
+def _within_tolerance(actual: Array, expected: Array) -> _Mask:
     with np.errstate(invalid="ignore"):
-        near = np.abs(found - expected) <= _TOLERANCE * (1 + np.abs(expected))
+        near = np.abs(actual - expected) <= _TOLERANCE * (1 + np.abs(expected))
     return np.asarray(near.reshape(len(near), -1).all(axis=1))

@@ -57,11 +57,11 @@ def compare(
         )
     compared: list[PolicyComparison] = []
     for number, (name, policy) in enumerate(policies.items()):
-        told = None
+        report = None
         if on_progress is not None:
             before, total = number * config.episodes, len(policies) * config.episodes
-            told = _offset(on_progress, before, total)
-        evaluation = evaluate(policy, config, callbacks=Callbacks(on_progress=told))
+            report = _offset(on_progress, before, total)
+        evaluation = evaluate(policy, config, callbacks=Callbacks(on_progress=report))
         first = compared[0].evaluation if compared else None
         compared.append(_compare_with_first(name, evaluation, first))
     return compared

@@ -128,9 +128,9 @@ def evaluate(
     """
     config = EvaluationConfig(config) if isinstance(config, str) else config
     callbacks = callbacks or Callbacks()
-    episodes, seed, given = config.episodes, config.seed, dict(config.env_args)
+    episodes, seed, arguments = config.episodes, config.seed, dict(config.env_args)
     on_episode = _episode_reporter(callbacks)
-    env = make_any(config.env, given)
+    env = make_any(config.env, arguments)
     agents = env.agents if isinstance(env, Game) else ()
     theirs = from_gymnasium(env.observation_space), from_gymnasium(env.action_space)
     env.close()
@@ -142,7 +142,7 @@ def evaluate(
     try:
         for number in range(min(max(config.num_envs, num_filmed), episodes)):
             make_env = make_rendering if number < num_filmed else make_any
-            envs.append(make_env(config.env, given))
+            envs.append(make_env(config.env, arguments))
         if agents:
             play = SelfPlay(policies, seed, deterministic=config.deterministic)
             games = play.play_games(envs, episodes, on_episode)
@@ -151,9 +151,9 @@ def evaluate(
             run = _EvaluationRun(
                 policies[""], seed, config.deterministic, callbacks.on_frame, num_filmed
             )
-            done = run.run_episodes(envs, episodes, on_episode)
+            ends = run.run_episodes(envs, episodes, on_episode)
             outcome = _EpisodeReturns(
-                [slot.total for slot in done], [slot.length for slot in done], {}
+                [slot.total for slot in ends], [slot.length for slot in ends], {}
             )
     finally:
         for env in envs:
@@ -168,7 +168,7 @@ def evaluate(
         returns=tuple(outcome.returns),
         lengths=tuple(outcome.lengths),
         seeds=tuple(range(seed, seed + episodes)),
-        env_args=given,
+        env_args=arguments,
         agent_returns=outcome.by_agent,
     )
 
@@ -276,18 +276,18 @@ class _EvaluationRun:
         """Return the slots of all episodes, in their order."""
         waiting = iter(range(episodes))
         running = [self._start(env, next(waiting)) for env in envs]
-        done: list[_EnvState] = []
+        ends: list[_EnvState] = []
         while running:
             for group in _groups(running):
                 self._step(group)
             for slot in [slot for slot in running if slot.ended]:
                 running.remove(slot)
-                done.append(slot)
+                ends.append(slot)
                 if on_progress is not None:
-                    on_progress(len(done), episodes)
+                    on_progress(len(ends), episodes)
                 if (episode := next(waiting, None)) is not None:
                     running.append(self._start(slot.env, episode))
-        return sorted(done, key=lambda slot: slot.episode)
+        return sorted(ends, key=lambda slot: slot.episode)
 
     def _start(self, env: Environment, episode: int) -> _EnvState:
         observation, info = env.reset(seed=self._seed + episode)

@@ -70,17 +70,17 @@ class SelfPlay:
         """Play so many; return them in their order. on_progress: called after each one."""
         waiting = iter(range(episodes))
         running = [self._start(game, next(waiting)) for game in games]
-        done: list[GameState] = []
+        ends: list[GameState] = []
         while running:
             self._step(running)
             for played in [played for played in running if not played.to_act]:
                 running.remove(played)
-                done.append(played)
+                ends.append(played)
                 if on_progress is not None:
-                    on_progress(len(done), episodes)
+                    on_progress(len(ends), episodes)
                 if (episode := next(waiting, None)) is not None:
                     running.append(self._start(played.game, episode))
-        return sorted(done, key=lambda played: played.episode)
+        return sorted(ends, key=lambda played: played.episode)
 
     def _start(self, game: Game, episode: int) -> GameState:
         played = GameState(game, episode)
@@ -91,15 +91,15 @@ class SelfPlay:
         """Let all act whose turn it is, and step each game."""
         to_act = [player for played in running for player in played.to_act]
         policies = {id(player.policy): player.policy for player in to_act}
-        chosen: dict[int, Any] = {}
+        actions: dict[int, Any] = {}
         for policy in policies.values():
             players = [player for player in to_act if player.policy is policy]
-            chosen |= zip(map(id, players), self._actions(policy, players), strict=True)
+            actions |= zip(map(id, players), self._actions(policy, players), strict=True)
         for played in running:
-            given = {player.agent: chosen[id(player)] for player in played.to_act}
+            inputs = {player.agent: actions[id(player)] for player in played.to_act}
             played.to_act = []
             played.num_ticks += 1
-            self._apply_outcomes(played, played.game.step(given))
+            self._apply_outcomes(played, played.game.step(inputs))
 
     def _actions(self, policy: Policy, players: Sequence[_Player]) -> list[Any]:
         """Act once for all these players."""

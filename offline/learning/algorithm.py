@@ -153,5 +153,5 @@ def weighted_mean(loss_tm1: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def tensor(values: Any) -> torch.Tensor:
     """Say for the type checker that a Batch from to_torch holds tensors."""
-    found: torch.Tensor = values
-    return found
+    result: torch.Tensor = values
+    return result

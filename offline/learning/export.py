@@ -118,17 +118,17 @@ class _FlatOutputs(nn.Module):
 def _check_outputs(graph: PolicyGraph, session: GraphSession, num: int) -> None:
     inputs = random_inputs(graph, num)
     expected = run_graph(graph, inputs)
-    found = session.run(inputs)
+    outputs = session.run(inputs)
     for name, array in expected.items():
-        same = found[name].shape == array.shape
+        same = outputs[name].shape == array.shape
         if same:
-            rows = np.isclose(found[name], array, _RTOL, _ATOL).reshape(num, -1).all(axis=1)
+            rows = np.isclose(outputs[name], array, _RTOL, _ATOL).reshape(num, -1).all(axis=1)
             # It chooses among draws: of two that are worth the same either may be taken.
             is_choice = graph.spec.head == "sampled"
             same = bool(rows.mean() >= 0.9 or num == 1) if is_choice else bool(rows.all())
         if not same:
             raise PackageInvalidError(
-                f"exported policy graph: output {name} {list(found[name].shape)} differs from "
+                f"exported policy graph: output {name} {list(outputs[name].shape)} differs from "
                 f"torch's {list(array.shape)} on {num} random observations, expected the same "
                 f"within {_RTOL}. Is a parameter not finite, or a shape fixed in the module's "
                 "forward?"

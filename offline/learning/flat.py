@@ -37,7 +37,7 @@ class FlatGroup:
         self._sinks = [perceptron.sink for perceptron in perceptrons]
         for perceptron in perceptrons:
             perceptron.sink.views = [by_id[id(p)] for p in perceptron.sink_parameters()]
-        self._sunk = [
+        self._frozen = [
             [by_id[id(parameter)] for parameter in perceptron.sink_parameters()]
             for perceptron in perceptrons
         ]
@@ -51,15 +51,15 @@ class FlatGroup:
         for sink in self._sinks:
             sink.open()
         try:
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 loss, self.parameters, retain_graph=retain_graph, allow_unused=True
             )
         finally:
             written = [sink.close() for sink in self._sinks]
-        for views, is_written in zip(self._sunk, written, strict=True):
+        for views, is_written in zip(self._frozen, written, strict=True):
             if not is_written:
                 torch._foreach_zero_(views)
-        others = [g for g, is_other in zip(found, self._are_others, strict=True) if is_other]
+        others = [g for g, is_other in zip(gradients, self._are_others, strict=True) if is_other]
         for view, gradient in zip(self._others, others, strict=True):
             view.zero_() if gradient is None else view.copy_(gradient)
 

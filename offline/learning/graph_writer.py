@@ -95,19 +95,19 @@ def _template(graph: PolicyGraph) -> _Template | None:
 def _cut_template(graph: PolicyGraph, onnx: bytes) -> _Template | None:
     """Cut those weights out of a file that are there once; None where two of them overlap."""
     weights = _weights(graph.module)
-    found: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     for number, tensor in enumerate(weights):
         data = tensor.detach().numpy().tobytes()
         if data and onnx.count(data) == 1:
             start = onnx.index(data)
-            found.append((start, start + len(data), number))
-    found.sort()
-    ends = [0, *(end for _, end, _ in found)]
-    starts = [*(start for start, _, _ in found), len(onnx)]
+            spans.append((start, start + len(data), number))
+    spans.sort()
+    ends = [0, *(end for _, end, _ in spans)]
+    starts = [*(start for start, _, _ in spans), len(onnx)]
     if any(start < end for end, start in zip(ends, starts, strict=True)):
         return None
     pieces = [onnx[end:start] for end, start in zip(ends, starts, strict=True)]
-    return _Template(pieces, [n for *_, n in found], [end - start for start, end, _ in found])
+    return _Template(pieces, [n for *_, n in spans], [end - start for start, end, _ in spans])
 
 
 def _weights(module: nn.Module) -> list[torch.Tensor]:
@@ -124,5 +124,5 @@ def _perturb_weights(weights: Sequence[torch.Tensor]) -> None:
     rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in weights:
-            drawn = torch.rand(tensor.shape, generator=rng, dtype=tensor.dtype)
-            tensor.add_((0.1 * tensor.abs() + 0.05) * drawn)
+            noise = torch.rand(tensor.shape, generator=rng, dtype=tensor.dtype)
+            tensor.add_((0.1 * tensor.abs() + 0.05) * noise)

@@ -297,9 +297,9 @@ def torch_threads(num: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_groups(what: str, named: Iterable[str], networks: Networks) -> None:
+def _check_groups(what: str, groups: Iterable[str], networks: Networks) -> None:
     """Refuse what is not a parameter group. Raises: ConfigInvalidError."""
-    for group in named:
+    for group in groups:
         if group not in networks:
             raise ConfigInvalidError(
                 f"{what}: found parameter group {group!r}, expected one of {sorted(networks)}. "
@@ -310,12 +310,12 @@ def _check_groups(what: str, named: Iterable[str], networks: Networks) -> None:
 def _check_shapes(what: str, tree: Any, networks: Networks) -> None:
     """Refuse weights of another architecture. Raises: PackageInvalidError."""
     saved = tree.get(what, {}) if isinstance(tree, Mapping) else {}
-    found = {name: list(value.shape) for name, value in saved.items()}
+    shapes = {name: list(value.shape) for name, value in saved.items()}
     expected = {name: list(value.shape) for name, value in networks.state_dict().items()}
-    for name in [*expected, *found]:
-        if found.get(name) != expected.get(name):
+    for name in [*expected, *shapes]:
+        if shapes.get(name) != expected.get(name):
             raise PackageInvalidError(
-                f"learner state: {what}.{name}: found {found.get(name, 'none')}, expected "
+                f"learner state: {what}.{name}: found {shapes.get(name, 'none')}, expected "
                 f"{expected.get(name, 'none')}. It was saved by another algorithm, with other "
                 "options or for other spaces: make the learner with those."
             )

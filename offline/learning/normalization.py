@@ -139,10 +139,10 @@ def _range(
         return None
     measure = measures[schema.ACTION]
     dtype = np.dtype(box.dtype if box.dtype != "float64" else np.float32)
-    least, greatest = (
+    lowest, greatest = (
         bound.reshape(box.shape).astype(dtype) for bound in (measure.least, measure.greatest)
     )
-    return least, greatest
+    return lowest, greatest
 
 
 def _moments(measure: ElementMoments, shape: tuple[int, ...]) -> Moments:

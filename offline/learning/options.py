@@ -62,7 +62,7 @@ def near_matches(name: str, known: Iterable[str]) -> str:
     return " or ".join(near) if near else f"one of {', '.join(known)}"
 
 
-def expect(condition: bool, what: str, found: Any, expected: str) -> None:
+def expect(condition: bool, what: str, value: Any, expected: str) -> None:
     """Refuse a value out of range; for a config's __post_init__.
 
     what: whose value it is, and the field, as in `training: updates`.
@@ -70,7 +70,7 @@ def expect(condition: bool, what: str, found: Any, expected: str) -> None:
     """
     if not condition:
         raise ConfigInvalidError(
-            f"{what}: found {found!r}, expected {expected}.", parameter=what.rpartition(": ")[2]
+            f"{what}: found {value!r}, expected {expected}.", parameter=what.rpartition(": ")[2]
         )
 
 

@@ -29,14 +29,14 @@ def load_object(text: str, what: str, example: str) -> Any:
     """
     module_name, _, name = text.partition(":")
     module = _module(module_name, f"{what} {text!r}", example)
-    found = getattr(module, name, None)
-    if found is None:
+    item = getattr(module, name, None)
+    if item is None:
         callables = sorted(key for key, value in vars(module).items() if callable(value))
         raise NotFoundError(
             f"{what} {text!r}: module {module_name} ({getattr(module, '__file__', 'built in')}) "
             f"has no {name!r}, expected {near_matches(name, callables)}."
         )
-    return found
+    return item
 
 
 def import_user_module(module_name: str) -> ModuleType:

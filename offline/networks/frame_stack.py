@@ -87,17 +87,17 @@ class StackedFrames(nn.Module):
         self, observations: torch.Tensor, state: torch.Tensor, *noise: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         own, frames = state[:, : self._state_size], state[:, self._state_size : -1]
-        begun = state[:, -1:]
+        count = state[:, -1:]
         newest = observations.reshape(-1, self._size).float()
         first = newest.repeat(1, self._shape[0] - 1)
-        stack = torch.cat([torch.where(begun > 0, frames, first), newest], dim=1)
+        stack = torch.cat([torch.where(count > 0, frames, first), newest], dim=1)
         stacked = stack.reshape(-1, *self._shape).to(observations.dtype)
         inputs = (stacked, own, *noise) if self._state_size else (stacked, *noise)
         outputs = tuple(self._module(*inputs))
-        kept = [stack[:, self._size :], torch.ones_like(begun)]
+        states = [stack[:, self._size :], torch.ones_like(count)]
         if self._state_size:
-            outputs, kept = outputs[:-1], [outputs[-1], *kept]
-        return (*outputs, torch.cat(kept, dim=1))
+            outputs, states = outputs[:-1], [outputs[-1], *states]
+        return (*outputs, torch.cat(states, dim=1))
 
 
 def _check_float32_exact(space: Space) -> None:

@@ -292,7 +292,7 @@ def backward_pass(
         return _part_backward(
             gradient, inputs[0], parameters, into, adds, needs_features=needs_features
         )
-    found = []
+    gradients = []
     sizes = [len(part[0]) for part in inputs]
     for rows, part in zip(torch.split(gradient, sizes), inputs, strict=True):
         of_features = _part_backward(
@@ -300,8 +300,8 @@ def backward_pass(
         )
         adds = True
         if of_features is not None:
-            found.append(of_features)
-    return torch.cat(found) if found else None
+            gradients.append(of_features)
+    return torch.cat(gradients) if gradients else None
 
 
 def _part_backward(

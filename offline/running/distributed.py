@@ -194,12 +194,12 @@ def _wait_for_start(
     ray: Any, mailbox: Any, fitting: _FitThread, interruption: Interruption, callbacks: Callbacks
 ) -> None:
     """Wait until a learner runs, or all failed. Raises: KeyboardInterrupt, TrainingError."""
-    until, asked = time.monotonic() + START_TIMEOUT_S, mailbox.has_started.remote()
+    until, answer = time.monotonic() + START_TIMEOUT_S, mailbox.has_started.remote()
     while fitting.is_alive():
-        if ray.wait([asked], timeout=_POLL_S)[0]:
-            if ray.get(asked):
+        if ray.wait([answer], timeout=_POLL_S)[0]:
+            if ray.get(answer):
                 return
-            asked = mailbox.has_started.remote()
+            answer = mailbox.has_started.remote()
             fitting.join(_POLL_S)
         # There is no run yet that could save anything.
         if interruption.is_requested or callbacks.is_end_requested:
@@ -243,11 +243,11 @@ class _FitThread(threading.Thread):
 
     def check(self, failures: Mapping[int, _Failure]) -> None:
         """Raise what ended the learners, if anything did: what one failed of before its echo."""
-        told = sorted((failure.is_lost, rank) for rank, failure in failures.items())
-        if told and not told[0][0]:
-            rank = told[0][1]
+        losses = sorted((failure.is_lost, rank) for rank, failure in failures.items())
+        if losses and not losses[0][0]:
+            rank = losses[0][1]
             raise failures[rank].error(rank, self._num) from self._error
-        if self._error is None and not told:
+        if self._error is None and not losses:
             return
         of_ranks = getattr(self._error, "worker_failures", {})
         dead = sorted(rank for rank in of_ranks if rank not in failures)

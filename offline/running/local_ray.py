@@ -146,19 +146,19 @@ def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
     rooms = [
         min(
             (
-                node.get(name, 0.0) // asked
-                for name, asked in (("CPU", cpus), ("GPU", gpus))
-                if asked
+                node.get(name, 0.0) // required
+                for name, required in (("CPU", cpus), ("GPU", gpus))
+                if required
             ),
             default=num,
         )
         for node in nodes
     ]
     if sum(rooms) < num:
-        found = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
+        total = {name: sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
         each = f"{cpus:g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
         raise ConfigInvalidError(
-            f"{what}: found {found['CPU']:g} CPUs and {found['GPU']:g} GPUs on {len(nodes)} nodes "
+            f"{what}: found {total['CPU']:g} CPUs and {total['GPU']:g} GPUs on {len(nodes)} nodes "
             f"of the Ray cluster, expected {each} on one node for each of {num} {what}. Run fewer "
             "at once, or request less for each."
         )

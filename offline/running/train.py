@@ -265,12 +265,12 @@ def _register_policy(
     run: LakeObserver,
 ) -> TrainResult:
     """Package, evaluate and register the policy that was chosen; the checkpoints go."""
-    chosen = trainer.selection.chosen
-    if chosen.update != trainer.update:
-        job.learner.load_state_dict(run.checkpoints.load(chosen.update).arrays)
+    point = trainer.selection.chosen
+    if point.update != trainer.update:
+        job.learner.load_state_dict(run.checkpoints.load(point.update).arrays)
     manifest = job.manifest(record.run_id) | {
         "selection": trainer.selection.to_json(),
-        "metrics": dict(chosen.metrics),
+        "metrics": dict(point.metrics),
         "observation_statistics": job.observation_statistics(),
     }
     with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
@@ -282,10 +282,10 @@ def _register_policy(
             evaluate=make_final_evaluation(job.request),
         )
         if evaluation is not None:
-            run.record_metrics(chosen.update, {EVALUATION: evaluation.mean_return})
+            run.record_metrics(point.update, {EVALUATION: evaluation.mean_return})
         run.close()
-        found = {
-            "update": chosen.update,
+        fields = {
+            "update": point.update,
             "metrics": manifest["metrics"],
             "updates_per_s": trainer.updates_per_s,
             "selection": manifest["selection"],
@@ -299,12 +299,12 @@ def _register_policy(
             package,
             run_id=record.run_id,
             lineage={key: manifest[key] for key in keys},
-            run=record.to_finished(found),
+            run=record.to_finished(fields),
             # Whoever took the run over has changed its record.
             replaces=record.body,
         )
     run.checkpoints.remove()
-    return _make_result(ref, {**record.to_finished(found), "run_id": record.run_id})
+    return _make_result(ref, {**record.to_finished(fields), "run_id": record.run_id})
 
 
 def _first_record(job: TrainingJob, work: _RunSpec) -> dict[str, Any]:
@@ -325,8 +325,8 @@ def _check_same(job: TrainingJob, record: Mapping[str, Any]) -> None:
     run_id = record["run_id"]
     check_same_data(run_id, record["datasets"], job.data.lineage(job.request))
     # As JSON has it, which is how the record was kept.
-    found = json.loads(json.dumps(dict(job.learner.normalization)))
-    if found != record["normalisation"]:
+    actual = json.loads(json.dumps(dict(job.learner.normalization)))
+    if actual != record["normalisation"]:
         raise SchemaMismatchError(
             f"run {run_id}: found other numbers to normalise by than it began with, of the same "
             "steps. Another version of ReplayLake or DuckDB began it: go on with that, or train "
@@ -345,10 +345,10 @@ def _make_result(
     ref: PolicyRef, record: Mapping[str, Any], *, was_done: bool = False
 ) -> TrainResult:
     evaluation = None
-    if (told := record["evaluation"]) is not None:
+    if (score := record["evaluation"]) is not None:
         # As JSON has it: lists.
         fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in told.items()
+            key: tuple(value) if isinstance(value, list) else value for key, value in score.items()
         }
         evaluation = Evaluation(**fields)
     return TrainResult(

@@ -155,8 +155,8 @@ class _SweepRun:
         self._errors: dict[int, str] = {}
         self._trials = self._load_trials()
         cores = len(os.sched_getaffinity(0))
-        most = sweep.tune.concurrency or max(1, cores // sweep.tune.cpus_per_trial)
-        self._concurrency = min(most, len(self._trials))
+        limit = sweep.tune.concurrency or max(1, cores // sweep.tune.cpus_per_trial)
+        self._concurrency = min(limit, len(self._trials))
 
     def run(self, remarks: tuple[str, ...]) -> SweepResult:
         """Run the trials that are left; return what came of all. Raises: RunInterrupted."""
@@ -210,10 +210,10 @@ class _SweepRun:
             check_room(ray, 1, config.cpus_per_trial, config.gpus_per_trial, "trials")
             self._wait_for_orphans(interruption)
             for numbers, is_racing in self._phases():
-                left = [number for number in numbers if self._trials[number].is_unfinished]
-                if left:
+                remaining = [number for number in numbers if self._trials[number].is_unfinished]
+                if remaining:
                     run_trials(
-                        [self._make_trial_spec(self._trials[number]) for number in left],
+                        [self._make_trial_spec(self._trials[number]) for number in remaining],
                         self,
                         concurrency=self._concurrency,
                         cpus=config.cpus_per_trial,
@@ -268,11 +268,11 @@ class _SweepRun:
 
     def _load_trials(self) -> list[TrialResult]:
         """Return the trials as the lake has them, and as this process knows them to have ended."""
-        found = load_trials(self._lake, self._record.run_id, self._sweep, self._record.body)
+        trials = load_trials(self._lake, self._record.run_id, self._sweep, self._record.body)
         for number, error in self._errors.items():
-            if found[number].status in ("waiting", "running"):
-                found[number] = replace(found[number], status="failed", error=error)
-        return found
+            if trials[number].status in ("waiting", "running"):
+                trials[number] = replace(trials[number], status="failed", error=error)
+        return trials
 
     def _wait_for_orphans(self, interruption: Interruption) -> None:
         """Let trials end whose sweep was killed: Ray's processes notice after some seconds."""
@@ -286,8 +286,8 @@ class _SweepRun:
     def _record_result(self) -> SweepResult:
         """Write down what came of the trials. Raises: TrainingError, ConfigInvalidError."""
         trials, sweep_id = self._trials, self._record.run_id
-        done = [trial for trial in trials if trial.status == "done"]
-        if not done:
+        finished = [trial for trial in trials if trial.status == "done"]
+        if not finished:
             errors = [trial.error for trial in trials if trial.error]
             raise TrainingError(
                 f"sweep {sweep_id}: found no trial of {len(trials)} that came to its end "
@@ -295,8 +295,8 @@ class _SweepRun:
                 "`replaylake runs list` shows them."
             )
         value = value_name(self._measure)
-        if all(trial.value is None for trial in done):
-            raise self._unknown_measure_error(done[0], value)
+        if all(trial.value is None for trial in finished):
+            raise self._unknown_measure_error(finished[0], value)
         result = SweepResult(
             sweep_id=sweep_id,
             measure=self._measure,

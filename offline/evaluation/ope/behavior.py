@@ -135,27 +135,27 @@ def _fit_policy(
 ) -> TargetPolicy:
     """Clone the actions of some episodes, as long as it helps with a tenth of them left out."""
     rng = np.random.default_rng([seed, 8])
-    chosen = rng.permutation(np.flatnonzero(episodes))
-    num_left_out = min(len(chosen) - 1, int(np.ceil(_VALIDATION_SHARE * len(chosen))))
+    order = rng.permutation(np.flatnonzero(episodes))
+    num_left_out = min(len(order) - 1, int(np.ceil(_VALIDATION_SHARE * len(order))))
     is_left_out = np.zeros(steps.num_episodes, np.bool_)
-    is_left_out[chosen[:num_left_out]] = True
+    is_left_out[order[:num_left_out]] = True
     rows = np.flatnonzero((episodes & ~is_left_out)[steps.episode_of])
-    left_out = np.flatnonzero(is_left_out[steps.episode_of])[:_MAX_VALIDATION_STEPS]
+    validation = np.flatnonzero(is_left_out[steps.episode_of])[:_MAX_VALIDATION_STEPS]
     learner = _learner(steps, rows, config, seed)
     policy = TargetPolicy(TorchPolicy(learner.policy()), Exploration(temperature=1.0))
-    best, kept, num_worse = -np.inf, learner.state_dict(), 0
+    best, weights, num_worse = -np.inf, learner.state_dict(), 0
     for update in range(1, config.updates + 1):
         learner.update(_batch(steps, rng.choice(rows, config.batch_size)))
-        if not len(left_out) or update % _CHECK_UPDATES:
+        if not len(validation) or update % _CHECK_UPDATES:
             continue
-        found = _likelihood(policy, steps, left_out)
-        num_worse = 0 if found > best else num_worse + 1
-        if found > best:
-            best, kept = found, learner.state_dict()
+        likelihood = _likelihood(policy, steps, validation)
+        num_worse = 0 if likelihood > best else num_worse + 1
+        if likelihood > best:
+            best, weights = likelihood, learner.state_dict()
         if num_worse >= config.patience:
             break
-    if len(left_out):
-        learner.load_state_dict(kept)
+    if len(validation):
+        learner.load_state_dict(weights)
     return TargetPolicy(TorchPolicy(learner.policy()), Exploration(temperature=1.0))
 
 

@@ -65,17 +65,17 @@ class Tally:
     sum_short: float = 0.0
     sum_distances: float = 0.0
 
-    def add(self, asked: CandidateDecisions) -> None:
-        self.num += len(asked.agrees)
-        self.num_agreeing += int(asked.agrees.sum())
-        self.sum_distances += float(asked.distances.sum())
-        if asked.log_probs is None:
+    def add(self, candidate: CandidateDecisions) -> None:
+        self.num += len(candidate.agrees)
+        self.num_agreeing += int(candidate.agrees.sum())
+        self.sum_distances += float(candidate.distances.sum())
+        if candidate.log_probs is None:
             return
-        given = ~np.isnan(asked.log_probs)
-        self.num_densities += int(given.sum())
-        self.sum_probs += float(np.exp(asked.log_probs[given]).sum())
-        known = given & ~np.isnan(asked.logged)
-        log_ratios = asked.log_probs[known] - asked.logged[known]
+        has_prob = ~np.isnan(candidate.log_probs)
+        self.num_densities += int(has_prob.sum())
+        self.sum_probs += float(np.exp(candidate.log_probs[has_prob]).sum())
+        known = has_prob & ~np.isnan(candidate.logged)
+        log_ratios = candidate.log_probs[known] - candidate.logged[known]
         weights = np.exp(np.minimum(log_ratios, _MAX_LOG_WEIGHT))
         possible = np.isfinite(log_ratios)
         self.num_known += len(weights)
@@ -211,13 +211,13 @@ def replay_decisions(
     evaluated_policy.target.check_stateless()
     replay = _ReplayTotals(evaluated_policy.target)
     space = evaluated_policy.target.policy.spec.observation_space
-    seen = 0
+    num_read = 0
     for batch in reader.batches(limit):
         replay.add_batch(replace(batch, observations=as_dtypes(space, batch.observations)))
-        seen += batch.num
+        num_read += batch.num
         if on_progress is not None:
-            on_progress(seen, min(reader.num_rows, limit or reader.num_rows))
-    if not seen:
+            on_progress(num_read, min(reader.num_rows, limit or reader.num_rows))
+    if not num_read:
         raise EmptyReplayError(
             f"replay of {dataset}.{reader.name}: found no decision where {where or 'true'}, "
             "expected some. Widen the condition."
@@ -256,7 +256,7 @@ class _ReplayTotals:
     def add_batch(self, batch: LoggedDecisions) -> None:
         """Ask of more decisions: of halves of halves where one row makes the policy refuse all."""
         try:
-            asked = _query_candidate(self.target, batch)
+            candidate = _query_candidate(self.target, batch)
         except EpisodeInvalidError as error:
             if batch.num == 1:
                 self.num_errors += 1
@@ -267,17 +267,17 @@ class _ReplayTotals:
             self.add_batch(batch.slice_rows(slice(0, half)))
             self.add_batch(batch.slice_rows(slice(half, batch.num)))
             return
-        self.total.add(asked)
+        self.total.add(candidate)
         self._time(batch)
         if batch.groups is not None:
-            self._add_to_groups(asked, batch.groups)
+            self._add_to_groups(candidate, batch.groups)
 
-    def _add_to_groups(self, asked: CandidateDecisions, groups: Sequence[str]) -> None:
+    def _add_to_groups(self, candidate: CandidateDecisions, groups: Sequence[str]) -> None:
         rows: dict[str, list[int]] = {}
         for row, group in enumerate(groups):
             rows.setdefault(group, []).append(row)
-        for group, chosen in rows.items():
-            self.groups.setdefault(group, Tally()).add(asked.select_rows(np.asarray(chosen)))
+        for group, selection in rows.items():
+            self.groups.setdefault(group, Tally()).add(candidate.select_rows(np.asarray(selection)))
         if len(self.groups) > _MAX_GROUPS:
             raise ConfigInvalidError(
                 f"replay: by: found more than {_MAX_GROUPS:,} values, expected a column with few, "

@@ -143,9 +143,9 @@ class _RewardModel:
         rows = rng.permutation(rows)
         num_left_out = int(_VALIDATION_SHARE * len(rows))
         self.mean = float(arrays.rewards[rows].mean())
-        left_out, rows = rows[:num_left_out], rows[num_left_out:]
+        validation, rows = rows[:num_left_out], rows[num_left_out:]
         self._values = ActionValues(_select_rows(arrays, rows), config, seed, torch.device("cpu"))
-        rewards = arrays.rewards[left_out]
+        rewards = arrays.rewards[validation]
         mean = float(arrays.rewards[rows].mean())
         best = float(((rewards - mean) ** 2).mean()) if num_left_out else 0.0
         self.is_mean = True
@@ -153,21 +153,21 @@ class _RewardModel:
         data = TransitionRows(self._values, _select_rows(arrays, rows), None)
         network = self._values.online
         parameters, optimizer = make_adam(network, config.learning_rate)
-        kept, num_worse = network.state_dict(), 0
+        weights, num_worse = network.state_dict(), 0
         for update in range(1, config.updates + 1):
             batch = torch.from_numpy(rng.integers(len(rows), size=config.batch_size))
             parameters.differentiate(data.loss(batch), retain_graph=False)
             optimizer.step()
             if update % _CHECK_UPDATES:
                 continue
-            error = float(((rewards - self._q(left_out)) ** 2).mean()) if num_left_out else 0.0
+            error = float(((rewards - self._q(validation)) ** 2).mean()) if num_left_out else 0.0
             num_worse = 0 if error < best else num_worse + 1
             if error < best:
                 best, self.is_mean = error, False
-                kept = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+                weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
             if num_worse >= _PATIENCE:
                 break
-        network.load_state_dict(kept)
+        network.load_state_dict(weights)
 
     def predict(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return q of the logged action and v of the observation at some rows."""
@@ -194,10 +194,10 @@ class _RewardModel:
             observations = take(arrays.observations, at)
             if isinstance(target, TargetPolicy):
                 masks = None if arrays.action_masks is None else arrays.action_masks[at]
-                chosen = values.query_policy(target, observations, masks, rng)
+                actions = values.query_policy(target, observations, masks, rng)
             else:
-                chosen = values.tensor(target[at].astype(np.float32))
-            return values.v(values.online, observations, chosen)
+                actions = values.tensor(target[at].astype(np.float32))
+            return values.v(values.online, observations, actions)
 
         return map_chunks(len(rows), ask)
 

@@ -94,15 +94,15 @@ def estimate(
     EmptyReplayError for a single episode.
     """
     _check_options(names, level, clip, interval)
-    chosen = (
+    selection = (
         default_estimators(episodes.is_one_step) if names is None else list(dict.fromkeys(names))
     )
-    statistics, refused = _statistics(episodes, chosen, clip or math.sqrt(episodes.num_episodes))
+    statistics, refused = _statistics(episodes, selection, clip or math.sqrt(episodes.num_episodes))
     log = _log_statistic(episodes)
     differences = [difference_of(statistic, log) for statistic in statistics.values()]
     split = 1 + len(statistics)
-    found = all_intervals([log, *statistics.values(), *differences], level, seed)
-    of_log, of_values, of_differences = found[0], found[1:split], found[split:]
+    bounds = all_intervals([log, *statistics.values(), *differences], level, seed)
+    of_log, of_values, of_differences = bounds[0], bounds[1:split], bounds[split:]
     estimates = tuple(
         _estimate(ESTIMATORS[name], episodes, statistic, values, paired, intervals, interval, level)
         for (name, statistic), values, paired, intervals in zip(
@@ -153,15 +153,15 @@ def estimate_differences(
             f"comparison of two policies: found {first.num_episodes:,} and {second.num_episodes:,} "
             "episodes that differ, expected the same ones. Evaluate both on the same."
         )
-    chosen = list(dict.fromkeys(names))
+    selection = list(dict.fromkeys(names))
     clip = clip or math.sqrt(first.num_episodes)
-    of_first, refused = _statistics(first, chosen, clip)
-    of_second, also_refused = _statistics(second, chosen, clip)
-    both = [name for name in chosen if name in of_first and name in of_second]
+    of_first, refused = _statistics(first, selection, clip)
+    of_second, also_refused = _statistics(second, selection, clip)
+    both = [name for name in selection if name in of_first and name in of_second]
     paired = [difference_of(of_first[name], of_second[name]) for name in both]
-    found = all_intervals(paired, level, seed) if paired else []
+    bounds = all_intervals(paired, level, seed) if paired else []
     differences = []
-    for name, statistic, intervals in zip(both, paired, found, strict=True):
+    for name, statistic, intervals in zip(both, paired, bounds, strict=True):
         values = of_first[name].value, of_second[name].value, statistic.value
         if why := ESTIMATORS[name].no_interval:
             differences.append(Difference(name, *values, None, None, None, why))
@@ -176,9 +176,9 @@ def estimate_differences(
 
 def _log_statistic(episodes: LoggedEpisodes) -> Statistic:
     returns = episodes.returns
-    seen = Bounds(float(returns.min()), float(returns.max()), known=False)
+    bounds = Bounds(float(returns.min()), float(returns.max()), known=False)
     try:
-        return cluster_by(mean_of(returns, None, seen), episodes.clusters)
+        return cluster_by(mean_of(returns, None, bounds), episodes.clusters)
     except NotEstimableError as error:
         raise EmptyReplayError(
             "off-policy evaluation: found 1 episode, expected 2 or more: a single one does not "
@@ -226,9 +226,9 @@ def _statistics(
 
 def _unsuitable_log_reason(estimator: Estimator) -> str:
     kinds = ("one-step logs", "episodes of several steps")
-    expected, found = kinds if estimator.one_step else kinds[::-1]
+    expected, actual = kinds if estimator.one_step else kinds[::-1]
     instead = f": use {estimator.counterpart!r}" if estimator.counterpart else ""
-    return f"for {expected}, found {found}{instead}"
+    return f"for {expected}, found {actual}{instead}"
 
 
 def _estimate(
@@ -245,10 +245,10 @@ def _estimate(
     if estimator.no_interval:
         intervals, differences = {}, {}
     else:
-        wanted = method or "bootstrap"
+        kind = method or "bootstrap"
         headline, paired = (
-            _choose_interval(intervals, wanted),
-            _choose_interval(differences, wanted),
+            _choose_interval(intervals, kind),
+            _choose_interval(differences, kind),
         )
         if headline.low == headline.high and np.ptp(episodes.returns) > 0:
             # Not one episode that counts has a reward, though some in the log have: no certainty.

@@ -106,50 +106,50 @@ def evaluate_policy(
     """
     callbacks = callbacks or ProgressCallbacks()
     snapshot = lake.snapshot(request.dataset)
-    asked = load_evaluated_policy(lake, request, snapshot.spec)
-    holdout = request.holdout or asked.training.holdout_of(snapshot.dataset)
-    reward = evaluated_reward(asked, request, snapshot)
-    chosen = select_episodes(snapshot, request, reward, holdout, callbacks)
-    if asked.is_stateful:
-        chosen = drop_without_first_step(chosen)
-    return evaluate_on_episodes(lake, asked, request, chosen, callbacks).report
+    policy = load_evaluated_policy(lake, request, snapshot.spec)
+    holdout = request.holdout or policy.training.holdout_of(snapshot.dataset)
+    reward = evaluated_reward(policy, request, snapshot)
+    selection = select_episodes(snapshot, request, reward, holdout, callbacks)
+    if policy.is_stateful:
+        selection = drop_without_first_step(selection)
+    return evaluate_on_episodes(lake, policy, request, selection, callbacks).report
 
 
 def evaluate_on_episodes(
     lake: Lake,
-    asked: EvaluatedPolicy,
+    policy: EvaluatedPolicy,
     request: EvaluationRequest,
-    chosen: SelectedEpisodes,
+    selection: SelectedEpisodes,
     callbacks: ProgressCallbacks,
     doubts: Sequence[str] = (),
 ) -> PolicyEvaluation:
     """Evaluate a policy that was found on episodes that were read. Raises: as evaluate_policy.
 
-    chosen: of a policy that remembers each with its first step (drop_without_first_step).
+    selection: of a policy that remembers each with its first step (drop_without_first_step).
     doubts: those of an evaluation on more episodes, from which these were taken.
     """
-    snapshot, steps, left_out = chosen.snapshot, chosen.steps, dict(chosen.left_out)
+    snapshot, steps, left_out = selection.snapshot, selection.steps, dict(selection.left_out)
     callbacks.stage("looking up what the policy was trained on")
-    found = find_training_episodes(lake, asked.training, snapshot, steps)
-    seen, notes = found.episodes, asked.notes
-    is_seen = bool(seen.all())
+    training = find_training_episodes(lake, policy.training, snapshot, steps)
+    is_trained_on, notes = training.episodes, policy.notes
+    is_seen = bool(is_trained_on.all())
     doubts = list(doubts)
-    if found.unknown:
-        notes = (*notes, found.unknown)
+    if training.unknown:
+        notes = (*notes, training.unknown)
         if not request.unseen:
-            doubts.append(_unknown_training_note(found.unknown))
-    if seen.any() and not is_seen:
-        steps = steps.select(~seen)
-        left_out["in the policy's training set"] = int(seen.sum())
-        doubts += _selection_bias_notes(asked)
+            doubts.append(_unknown_training_note(training.unknown))
+    if is_trained_on.any() and not is_seen:
+        steps = steps.select(~is_trained_on)
+        left_out["in the policy's training set"] = int(is_trained_on.sum())
+        doubts += _selection_bias_notes(policy)
     callbacks.stage("asking the policy")
-    target = target_probabilities(asked, steps)
+    target = target_probabilities(policy, steps)
     steps, target = drop_unknown_target(steps, target, left_out)
     behavior = behavior_probabilities(steps, target, request, callbacks)
-    if asked.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
+    if policy.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
     trained_on = steps.num_episodes if is_seen else 0
-    values, model = _values(asked, steps, target, request, callbacks)
+    values, model = _values(policy, steps, target, request, callbacks)
     episodes = _make_logged_episodes(steps, request, target, behavior, values)
     callbacks.stage("estimating")
     cut_off = _CutOff(steps, request.discount)
@@ -162,17 +162,17 @@ def evaluate_on_episodes(
         names = ", ".join(one.estimator for one in without)
         notes = (*notes, f"{names}: {without[0].no_interval}")
     diagnostics = diagnose(episodes)
-    judged = judge(estimates, diagnostics, trained_on=trained_on)
-    if doubts and judged.verdict == SUPPORTED:
-        judged = Verdict(WEAK, doubts[0])
+    verdict = judge(estimates, diagnostics, trained_on=trained_on)
+    if doubts and verdict.verdict == SUPPORTED:
+        verdict = Verdict(WEAK, doubts[0])
     report = PolicyReport(
         dataset=snapshot.dataset,
         version=snapshot.version,
-        policy=asked.reference,
+        policy=policy.reference,
         request=request,
-        reward=chosen.reward,
-        training_discount=asked.discount,
-        holdout=None if chosen.holdout is None else chosen.holdout.to_json(),
+        reward=selection.reward,
+        training_discount=policy.discount,
+        holdout=None if selection.holdout is None else selection.holdout.to_json(),
         num_episodes=steps.num_episodes,
         num_steps=steps.num_steps,
         left_out=left_out,
@@ -182,7 +182,7 @@ def evaluate_on_episodes(
         notes=notes,
         estimates=estimates,
         diagnostics=diagnostics,
-        assessment=judged,
+        assessment=verdict,
         weights=_weights(episodes),
     )
     return PolicyEvaluation(report, steps, episodes, tuple(doubts))
@@ -195,18 +195,18 @@ def _unknown_training_note(unknown: str) -> str:
     )
 
 
-def _selection_bias_notes(asked: EvaluatedPolicy) -> list[str]:
+def _selection_bias_notes(policy: EvaluatedPolicy) -> list[str]:
     """Say why the episodes that the policy was not trained on may not be like the others."""
     return [
         f"The policy was trained on the episodes where {where}; the remaining episodes "
         "were selected by it too, and are representative only if the condition has nothing to do "
         "with outcomes. Train with `holdout`."
-        for where in asked.training.choices()
+        for where in policy.training.choices()
     ]
 
 
 def _values(
-    asked: EvaluatedPolicy,
+    policy: EvaluatedPolicy,
     steps: LoggedSteps,
     target: Probabilities,
     request: EvaluationRequest,
@@ -216,37 +216,37 @@ def _values(
     names = request.estimators
     if names is not None and not _USE_FITTED_VALUES & set(names):
         return None, "none: no estimator that was asked for uses one"
-    policy = target.distribution if asked.target is None or asked.is_stateful else asked.target
-    if policy is None and asked.is_stateful:
+    actor = target.distribution if policy.target is None or policy.is_stateful else policy.target
+    if actor is None and policy.is_stateful:
         return None, f"none: {_STATEFUL}"
-    if policy is None:
+    if actor is None:
         return None, "none: of the policy only the probability of the logged action is known"
-    given: dict[str, Any] = {"seed": request.seed, "on_progress": callbacks.progress}
+    options: dict[str, Any] = {"seed": request.seed, "on_progress": callbacks.progress}
     is_listed = has_table(steps.spec, request.fqe)
     try:
         if steps.num_steps == steps.num_episodes:
             callbacks.stage("fitting a model of the reward")
-            found = predict_rewards(
-                asked.cast_observations(steps), policy, config=request.reward_model, **given
+            model = predict_rewards(
+                policy.cast_observations(steps), actor, config=request.reward_model, **options
             )
-        elif asked.target is None:
+        elif policy.target is None:
             return None, f"none: {_LOGGED_OBSERVATIONS_ONLY}"
-        elif asked.is_stateful:
+        elif policy.is_stateful:
             return None, f"none: {_STATEFUL}"
         elif _CutOff(steps, request.discount).is_whole and not is_listed:
             return None, f"none: {_NO_BOUND}"
         else:
             callbacks.stage("fitted Q evaluation")
-            found = predict_values(
-                asked.cast_observations(steps),
-                asked.target,
+            model = predict_values(
+                policy.cast_observations(steps),
+                policy.target,
                 request.discount,
                 config=request.fqe,
-                **given,
+                **options,
             )
     except (SpaceUnsupportedError, TrainingError, EmptyReplayError) as error:
         return None, f"none: {error}"
-    return found, found.model
+    return model, model.model
 
 
 class _CutOff:
@@ -336,22 +336,22 @@ def _estimates(
     It would say the log's mean of any policy, or values a world without the log's time limit.
     Doubly robust estimators lose nothing by such a model.
     """
-    found = estimate(
+    result = estimate(
         episodes, request.estimators, level=request.level, seed=request.seed, clip=request.clip
     )
     refused = {}
-    if values is not None and values.is_empty and "dm" in _names(found):
+    if values is not None and values.is_empty and "dm" in _names(result):
         refused["dm"] = "its model found nothing that tells one action from another"
-    if not episodes.is_one_step and cut_off.is_whole and "fqe" in _names(found):
+    if not episodes.is_one_step and cut_off.is_whole and "fqe" in _names(result):
         refused["fqe"] = cut_off.why_no_fqe()
-    kept = [one for one in found.estimates if one.estimator not in refused]
+    estimates = [one for one in result.estimates if one.estimator not in refused]
     if not episodes.is_one_step:
-        kept = [cut_off.qualify(one) for one in kept]
-    return replace(found, estimates=tuple(kept), refused={**found.refused, **refused})
+        estimates = [cut_off.qualify(one) for one in estimates]
+    return replace(result, estimates=tuple(estimates), refused={**result.refused, **refused})
 
 
-def _names(found: Estimates) -> set[str]:
-    return {one.estimator for one in found.estimates}
+def _names(estimates: Estimates) -> set[str]:
+    return {one.estimator for one in estimates.estimates}
 
 
 def _weights(episodes: LoggedEpisodes) -> Array | None:

@@ -88,38 +88,38 @@ def load_evaluated_policy(
     Raises: NotFoundError, InvalidNameError, SchemaMismatchError, SpaceUnsupportedError.
     """
     if request.policy is None:
-        named: dict[str, Any] = {"policy": None, "target_prob": request.target_prob}
+        identity: dict[str, Any] = {"policy": None, "target_prob": request.target_prob}
         unknown = "whether the policy of `target_prob` was made from these episodes is not known"
-        return EvaluatedPolicy(None, named, TrainingSet(unknown=unknown))
+        return EvaluatedPolicy(None, identity, TrainingSet(unknown=unknown))
     if request.policy == RANDOM:
         uniform = UniformPolicy(spec.observation_space, spec.action_space)
-        named = {"policy": RANDOM, "policy_version": None, "acts": "uniform"}
-        return EvaluatedPolicy(TargetPolicy(uniform), named, TrainingSet())
+        identity = {"policy": RANDOM, "policy_version": None, "acts": "uniform"}
+        return EvaluatedPolicy(TargetPolicy(uniform), identity, TrainingSet())
     ref = lake.registry.resolve(request.policy)
     policy = load_policy(ref.path, ref.manifest_sha256)
     _check_spaces(str(ref), policy.spec, spec)
     target = TargetPolicy(policy, request.exploration)
     training = training_set(lake, ref)
-    named = {
+    identity = {
         "policy": ref.name,
         "policy_version": ref.version,
         "selected_by": ref.selected_by,
         "acts": target.describe(),
     }
     notes = []
-    chosen = policy.manifest.body.get("selection") or {}
-    if training.holdout is not None and chosen.get("measure") in _CHOSEN_ON_HELD_OUT_NOTE:
-        num = len(chosen.get("history") or ())
+    selection = policy.manifest.body.get("selection") or {}
+    if training.holdout is not None and selection.get("measure") in _CHOSEN_ON_HELD_OUT_NOTE:
+        num = len(selection.get("history") or ())
         notes.append(
-            f"{ref} is the best of {num} checkpoints by {chosen['measure']} on the held-out "
+            f"{ref} is the best of {num} checkpoints by {selection['measure']} on the held-out "
             "episodes: estimates on them may be a little too high"
         )
     discount = (policy.manifest.body.get("config") or {}).get("discount")
-    return EvaluatedPolicy(target, named, training, tuple(notes), discount)
+    return EvaluatedPolicy(target, identity, training, tuple(notes), discount)
 
 
 def evaluated_reward(
-    asked: EvaluatedPolicy, request: EvaluationRequest, snapshot: Snapshot
+    policy: EvaluatedPolicy, request: EvaluationRequest, snapshot: Snapshot
 ) -> EvaluatedReward:
     """Return which reward a policy is evaluated by: what is asked for, else its training's.
 
@@ -127,13 +127,13 @@ def evaluated_reward(
     Raises: QueryRefusedError; QueryError where the snapshot lacks a column of the training's;
     ConfigInvalidError where it was trained with several and none is asked for.
     """
-    found = asked.training.rewards()
-    training = " and ".join(found) or None
+    rewards = policy.training.rewards()
+    training = " and ".join(rewards) or None
     if request.reward is not None:
         return EvaluatedReward(canonical_reward(request.reward), ASKED, training)
-    if len(found) > 1:
+    if len(rewards) > 1:
         raise ConfigInvalidError(
-            f"{_name(asked)}: was trained with different rewards, {training}; expected "
+            f"{_name(policy)}: was trained with different rewards, {training}; expected "
             "one for the evaluation. Name one with `reward`."
         )
     if training is None:
@@ -142,15 +142,15 @@ def evaluated_reward(
         check_reward(snapshot.table, training)
     except QueryError as error:
         raise QueryError(
-            f"{_name(asked)}: was trained with the reward {training}, which has no numeric value "
+            f"{_name(policy)}: was trained with the reward {training}, which has no numeric value "
             f"for the steps of {snapshot.dataset}@{snapshot.version}: {error} Name another with "
             f"`reward`; `reward` {REWARD} is the stored one."
         ) from error
     return EvaluatedReward(training, TRAINING, training)
 
 
-def _name(asked: EvaluatedPolicy) -> str:
-    return f"{asked.reference['policy']}:{asked.reference['policy_version']}"
+def _name(policy: EvaluatedPolicy) -> str:
+    return f"{policy.reference['policy']}:{policy.reference['policy_version']}"
 
 
 def _check_spaces(name: str, policy: PolicySpec, dataset: DatasetSpec) -> None:

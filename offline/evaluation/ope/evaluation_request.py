@@ -161,30 +161,30 @@ class PolicyReport:
 
     def to_json(self) -> dict[str, Any]:
         log = self.estimates.log_interval
-        asked = self.request
+        request = self.request
         return {
             "dataset": self.dataset,
             "version": self.version,
             **self.policy,
-            "where": asked.where,
+            "where": request.where,
             "reward": self.reward.expression,
             "reward_source": self.reward.source,
             "training_reward": self.reward.training,
-            "gamma": asked.discount,
+            "gamma": request.discount,
             "training_gamma": self.training_discount,
             "holdout": self.holdout,
-            "seed": asked.seed,
+            "seed": request.seed,
             "num_episodes": self.num_episodes,
             "num_steps": self.num_steps,
             "left_out": dict(self.left_out),
             "trained_on": self.trained_on,
-            "unseen": asked.unseen,
+            "unseen": request.unseen,
             "log_mean": self.estimates.log_mean,
             "log_mean_low": log.low,
             "log_mean_high": log.high,
             "verdict": self.verdict,
             "reason": self.assessment.reason,
-            "estimates": [_estimate(found) for found in self.estimates.estimates],
+            "estimates": [_estimate(estimate) for estimate in self.estimates.estimates],
             "refused": dict(self.estimates.refused),
             "propensities": dict(self.propensities),
             "model": self.model,
@@ -193,8 +193,8 @@ class PolicyReport:
         }
 
 
-def _estimate(found: Estimate) -> dict[str, Any]:
-    body = asdict(found)
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    body = asdict(estimate)
     return {key: None if _is_unbounded(value) else value for key, value in body.items()}
 
 

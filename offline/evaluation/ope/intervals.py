@@ -56,8 +56,8 @@ def empirical_bernstein(statistic: Statistic, level: float) -> Interval:
     n where R is known beforehand, and is wide. Source: Maurer & Pontil 2009, theorem 4.
     """
     contributions = statistic.value + statistic.influence
-    seen = Bounds(float(contributions.min()), float(contributions.max()), known=False)
-    bounds = statistic.bounds or seen
+    limits = Bounds(float(contributions.min()), float(contributions.max()), known=False)
+    bounds = statistic.bounds or limits
     low, high = bounds.low, bounds.high
     basis = "at most" if bounds.known else "by the largest weights and rewards seen"
     note = f"an episode contributes {low:.4g} to {high:.4g} {basis}"
@@ -84,8 +84,8 @@ def bootstrap(
     """
     groups = _groups([statistic.influence for statistic in statistics], seed)
     moments = np.concatenate([groups, groups**2], axis=1)
-    drawn = _resampled_means(moments, np.random.default_rng(seed), replicates)
-    means, squares = drawn[:, : len(statistics)], drawn[:, len(statistics) :]
+    resamples = _resampled_means(moments, np.random.default_rng(seed), replicates)
+    means, squares = resamples[:, : len(statistics)], resamples[:, len(statistics) :]
     # A replicate of equal values has variance 0 but for rounding.
     variances = np.maximum(squares - means**2, 0)
     variances[variances < 1e-12 * squares] = 0
@@ -103,11 +103,11 @@ def all_intervals(
 ) -> list[dict[str, Interval]]:
     """Return every method's interval of each statistic, by method."""
     direct: tuple[Callable[[Statistic, float], Interval], ...] = (student_t, empirical_bernstein)
-    found = [
-        [drawn, *(method(statistic, level) for method in direct)]
-        for statistic, drawn in zip(statistics, bootstrap(statistics, level, seed), strict=True)
+    rows = [
+        [means, *(method(statistic, level) for method in direct)]
+        for statistic, means in zip(statistics, bootstrap(statistics, level, seed), strict=True)
     ]
-    return [{interval.method: interval for interval in intervals} for intervals in found]
+    return [{interval.method: interval for interval in intervals} for intervals in rows]
 
 
 def widen_to_rounding(
@@ -150,9 +150,9 @@ def _resampled_means(columns: Array, rng: np.random.Generator, replicates: int) 
     means = np.empty((replicates, columns.shape[1]))
     for start in range(0, replicates, at_once):
         size = min(at_once, replicates - start)
-        drawn = rng.integers(0, num, (size, num))
-        drawn += np.arange(size)[:, None] * num
-        counts = np.bincount(drawn.ravel(), minlength=size * num).reshape(size, num)
+        rows = rng.integers(0, num, (size, num))
+        rows += np.arange(size)[:, None] * num
+        counts = np.bincount(rows.ravel(), minlength=size * num).reshape(size, num)
         means[start : start + size] = counts.astype(np.float64) @ columns / num
     return means
 

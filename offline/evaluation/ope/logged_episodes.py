@@ -126,8 +126,8 @@ def one_step_episodes(rewards: Array, **columns: object) -> LoggedEpisodes:
     return LoggedEpisodes(offsets, np.asarray(rewards, np.float64), **columns)  # type: ignore[arg-type]
 
 
-def _invalid_column_error(name: str, found: str, expected: str) -> EpisodeInvalidError:
-    return EpisodeInvalidError(f"logged episodes, {name}: found {found}, expected {expected}.")
+def _invalid_column_error(name: str, actual: str, expected: str) -> EpisodeInvalidError:
+    return EpisodeInvalidError(f"logged episodes, {name}: found {actual}, expected {expected}.")
 
 
 def _check_offsets(offsets: Array, num_steps: int) -> None:
@@ -177,8 +177,8 @@ def _check_distribution(name: str, probs: Array | None, num_steps: int) -> None:
     sums = probs.sum(axis=1)
     wrong = np.flatnonzero(~(np.abs(sums - 1) <= _PROBABILITY_SLACK) | (probs < 0).any(axis=1))
     if len(wrong):
-        found = f"row {wrong[0]} with sum {sums[wrong[0]]:.6g}, least {probs[wrong[0]].min():.6g}"
-        raise _invalid_column_error(name, found, "probabilities that sum to 1")
+        actual = f"row {wrong[0]} with sum {sums[wrong[0]]:.6g}, least {probs[wrong[0]].min():.6g}"
+        raise _invalid_column_error(name, actual, "probabilities that sum to 1")
 
 
 def _check_actions(episodes: LoggedEpisodes) -> None:
@@ -192,10 +192,10 @@ def _check_actions(episodes: LoggedEpisodes) -> None:
         probs = getattr(episodes, name)
         if probs is None:
             continue
-        least, greatest = episodes.actions.min(), episodes.actions.max()
-        if least < 0 or greatest >= probs.shape[1]:
+        lowest, greatest = episodes.actions.min(), episodes.actions.max()
+        if lowest < 0 or greatest >= probs.shape[1]:
             expected = f"0 .. {probs.shape[1] - 1} as {name} has columns"
-            raise _invalid_column_error("actions", f"{least} .. {greatest}", expected)
+            raise _invalid_column_error("actions", f"{lowest} .. {greatest}", expected)
         _check_agreement(name, probs, episodes)
 
 
@@ -217,7 +217,7 @@ def _check_reward_range(episodes: LoggedEpisodes) -> None:
     if episodes.reward_range is None:
         return
     low, high = episodes.reward_range
-    least, greatest = float(episodes.rewards.min()), float(episodes.rewards.max())
-    if not (low <= least and greatest <= high):
+    lowest, greatest = float(episodes.rewards.min()), float(episodes.rewards.max())
+    if not (low <= lowest and greatest <= high):
         expected = f"rewards in the range {low} .. {high} that was given"
-        raise _invalid_column_error("rewards", f"{least} .. {greatest}", expected)
+        raise _invalid_column_error("rewards", f"{lowest} .. {greatest}", expected)

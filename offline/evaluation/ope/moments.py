@@ -24,13 +24,13 @@ def observation_moments(space: Space, observations: Values) -> dict[str, Moments
 
     The deviation of an element that hardly varies is 1.
     """
-    found = {}
+    moments = {}
     for (name, leaf), array in zip(leaves(space), _leaf_arrays(space, observations), strict=True):
         if isinstance(leaf, Box) and np.dtype(leaf.dtype).kind == "f":
             mean = array.mean(axis=0, dtype=np.float64).astype(np.float32)
             std = array.std(axis=0, dtype=np.float64)
-            found[name] = Moments(mean, np.where(std > 1e-6, std, 1.0).astype(np.float32))
-    return found
+            moments[name] = Moments(mean, np.where(std > 1e-6, std, 1.0).astype(np.float32))
+    return moments
 
 
 def _leaf_arrays(space: Space, values: Any) -> list[Array]:

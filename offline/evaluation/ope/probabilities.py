@@ -46,16 +46,16 @@ class BehaviorProbabilities(Probabilities):
     is_fitted: bool = False
 
 
-def target_probabilities(asked: EvaluatedPolicy, steps: LoggedSteps) -> Probabilities:
+def target_probabilities(policy: EvaluatedPolicy, steps: LoggedSteps) -> Probabilities:
     """Ask the target policy, or take what SQL gave.
 
     One that remembers is followed along each episode, whose first step has to be there (see
     chosen_episodes.drop_without_first_step). Raises: QueryRefusedError, SpaceUnsupportedError.
     """
-    if asked.target is None:
+    if policy.target is None:
         return _from_sql(steps, TARGET)
-    target, masks = asked.target, steps.action_masks
-    observations = asked.get_observations(steps)
+    target, masks = policy.target, steps.action_masks
+    observations = policy.get_observations(steps)
     if target.is_discrete:
         if target.is_stateful:
             every = target.action_probs_along(steps.offsets, observations, masks)
@@ -74,8 +74,8 @@ def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:
     """Return what an expression gave: a probability a step, or a list of all actions'."""
     values, parameter = steps.columns[name], name.replace("-", "_")
     space = steps.spec.action_space
-    most = np.inf if isinstance(space, Box) else 1 + _SLACK
-    wrong = values[(values < 0) | (values > most) | np.isinf(values)]
+    limit = np.inf if isinstance(space, Box) else 1 + _SLACK
+    wrong = values[(values < 0) | (values > limit) | np.isinf(values)]
     if len(wrong):
         kind = "densities of 0 or more" if isinstance(space, Box) else "probabilities from 0 to 1"
         raise QueryRefusedError(
@@ -86,10 +86,10 @@ def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:
     if values.ndim == 1:
         return Probabilities(values)
     if not isinstance(space, Discrete) or values.shape[1] != space.n:
-        found = f"{space.n} actions" if isinstance(space, Discrete) else "other actions"
+        text = f"{space.n} actions" if isinstance(space, Discrete) else "other actions"
         raise QueryRefusedError(
             f"`{parameter}`: found lists of {values.shape[1]} numbers, but the dataset has "
-            f"{found}, expected a probability for each. Give only the probability of the logged "
+            f"{text}, expected a probability for each. Give only the probability of the logged "
             "action.",
             parameter=parameter,
         )
@@ -97,8 +97,8 @@ def _from_sql(steps: LoggedSteps, name: str) -> Probabilities:
 
 
 def _pick_logged(steps: LoggedSteps, every: NDArray[np.float64]) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = every[np.arange(len(every)), steps.action_numbers]
-    return found
+    probs: NDArray[np.float64] = every[np.arange(len(every)), steps.action_numbers]
+    return probs
 
 
 def drop_unknown_target(
@@ -136,15 +136,15 @@ def behavior_probabilities(
     callbacks: ProgressCallbacks,
 ) -> BehaviorProbabilities:
     """Return what the log says of its own probabilities, fitted where it says nothing."""
-    said = "logged"
+    source = "logged"
     if BEHAVIOR in steps.columns:
-        given = _from_sql(steps, BEHAVIOR)
-        logged, every, said = given.logged, given.distribution, "given in SQL"
+        from_sql = _from_sql(steps, BEHAVIOR)
+        logged, every, source = from_sql.logged, from_sql.distribution, "given in SQL"
         assert logged is not None
     else:
         logged, every = np.exp(steps.behavior_log_probs), None
     unknown = np.isnan(logged)
-    about: dict[str, Any] = {"source": said, "fitted_steps": 0}
+    about: dict[str, Any] = {"source": source, "fitted_steps": 0}
     if target.logged is None:
         # No weight can be made, with or without them.
         return BehaviorProbabilities(None if unknown.any() else logged, every, about=about)
@@ -159,7 +159,7 @@ def behavior_probabilities(
         return BehaviorProbabilities(None, about={**about, "source": "unknown", "why": str(error)})
     is_all = bool(unknown.all())
     about = {
-        "source": "fitted" if is_all else f"{said}, and fitted where missing",
+        "source": "fitted" if is_all else f"{source}, and fitted where missing",
         "fitted_steps": int(unknown.sum()),
         **fitted.to_json(),
     }

@@ -92,11 +92,11 @@ class GateResult:
 
     def to_record(self) -> dict[str, Any]:
         """Return what a promotion keeps of it, JSON-able: about 1 kB."""
-        report, asked = self.candidate, self.candidate.request
+        report, request = self.candidate, self.candidate.request
         return {
             "passed": self.passed,
             "reasons": list(self.reasons),
-            **_describe_request(asked, self.alpha, self.margin),
+            **_describe_request(request, self.alpha, self.margin),
             "reward": report.reward.expression,
             "reward_source": report.reward.source,
             "version": report.version,
@@ -227,9 +227,9 @@ def _evaluate_both(
 ) -> tuple[PolicyEvaluation, PolicyEvaluation | None]:
     """Evaluate both on the episodes that neither learned from, where there are any."""
     snapshot = lake.snapshot(request.dataset)
-    asked = load_evaluated_policy(lake, request, snapshot.spec)
-    holdout = request.holdout or asked.training.holdout_of(snapshot.dataset)
-    other, reward = None, evaluated_reward(asked, request, snapshot)
+    policy = load_evaluated_policy(lake, request, snapshot.spec)
+    holdout = request.holdout or policy.training.holdout_of(snapshot.dataset)
+    other, reward = None, evaluated_reward(policy, request, snapshot)
     against = reward
     if champion is not None:
         other = load_evaluated_policy(lake, replace(request, policy=str(champion)), snapshot.spec)
@@ -240,24 +240,24 @@ def _evaluate_both(
             f"{_judged_by(against)}: returns of different rewards cannot be compared. Select one "
             f"reward with `reward`; `reward` {REWARD} is the stored one."
         )
-    chosen = select_episodes(snapshot, request, reward, holdout, callbacks)
-    both = [one for one in (asked, other) if one is not None]
+    selection = select_episodes(snapshot, request, reward, holdout, callbacks)
+    both = [one for one in (policy, other) if one is not None]
     if any(one.is_stateful for one in both):
-        chosen = drop_without_first_step(chosen)
+        selection = drop_without_first_step(selection)
     if request.estimators is None:
-        request = replace(request, estimators=_default_estimators(chosen, both))
+        request = replace(request, estimators=_default_estimators(selection, both))
     if other is None:
-        return evaluate_on_episodes(lake, asked, request, chosen, callbacks), None
+        return evaluate_on_episodes(lake, policy, request, selection, callbacks), None
     of_champion = replace(request, policy=str(champion))
     theirs = evaluate_on_episodes(
-        lake, other, of_champion, replace(chosen, reward=against), callbacks
+        lake, other, of_champion, replace(selection, reward=against), callbacks
     )
     fewer = replace(
-        chosen, steps=theirs.steps, left_out=_label_champion_drops(theirs.report.left_out)
+        selection, steps=theirs.steps, left_out=_label_champion_drops(theirs.report.left_out)
     )
-    ours = evaluate_on_episodes(lake, asked, request, fewer, callbacks)
+    ours = evaluate_on_episodes(lake, policy, request, fewer, callbacks)
     if ours.steps.num_episodes < theirs.steps.num_episodes:
-        fewer = replace(chosen, reward=against, steps=ours.steps, left_out=ours.report.left_out)
+        fewer = replace(selection, reward=against, steps=ours.steps, left_out=ours.report.left_out)
         theirs = evaluate_on_episodes(lake, other, of_champion, fewer, callbacks, theirs.caveats)
     return ours, theirs
 
@@ -269,10 +269,10 @@ def _judged_by(reward: EvaluatedReward) -> str:
 
 
 def _default_estimators(
-    chosen: SelectedEpisodes, both: Sequence[EvaluatedPolicy]
+    selection: SelectedEpisodes, both: Sequence[EvaluatedPolicy]
 ) -> tuple[str, ...]:
-    is_one_step = chosen.steps.num_steps == chosen.steps.num_episodes
-    is_listed = isinstance(chosen.steps.spec.action_space, Discrete)
+    is_one_step = selection.steps.num_steps == selection.steps.num_episodes
+    is_listed = isinstance(selection.steps.spec.action_space, Discrete)
     if any(one.is_stateful for one in both) and not (is_one_step and is_listed):
         return _OF_ONE_STEP[:1] if is_one_step else _OF_EPISODES[:1]
     return _OF_ONE_STEP if is_one_step else _OF_EPISODES
@@ -286,9 +286,9 @@ def _label_champion_drops(left_out: Mapping[str, int]) -> dict[str, int]:
 def _compare_reports(
     ours: PolicyEvaluation, theirs: PolicyEvaluation | None
 ) -> tuple[tuple[EstimatorComparison, ...], Mapping[str, str]]:
-    estimates, asked = ours.report.estimates, ours.report.request
+    estimates, request = ours.report.estimates, ours.report.request
     if theirs is None:
-        found = [
+        comparisons = [
             EstimatorComparison(
                 one.estimator,
                 one.value,
@@ -301,14 +301,14 @@ def _compare_reports(
             )
             for one in estimates.estimates
         ]
-        return tuple(found), estimates.refused
+        return tuple(comparisons), estimates.refused
     differences, refused = estimate_differences(
         ours.episodes,
         theirs.episodes,
-        asked.estimators or (),
-        level=asked.level,
-        seed=asked.seed,
-        clip=asked.clip,
+        request.estimators or (),
+        level=request.level,
+        seed=request.seed,
+        clip=request.clip,
     )
     return tuple(EstimatorComparison(*astuple(one)) for one in differences), refused
 

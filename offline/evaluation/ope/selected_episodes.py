@@ -48,20 +48,20 @@ def select_episodes(
     return SelectedEpisodes(snapshot, reward, holdout, steps, left_out)
 
 
-def drop_without_first_step(chosen: SelectedEpisodes) -> SelectedEpisodes:
+def drop_without_first_step(selection: SelectedEpisodes) -> SelectedEpisodes:
     """Leave out episodes whose first step is not there: a policy that remembers needs it.
 
     Steps count from 0, or from 1 where no step of the whole snapshot is a 0. Raises:
     EmptyReplayError where no episode is left.
     """
-    snapshot, steps = chosen.snapshot, chosen.steps
+    snapshot, steps = selection.snapshot, selection.steps
     begins = steps.step_numbers[steps.offsets[:-1]]
     if not begins.any():
-        return chosen
-    (least,) = snapshot.sql("SELECT min(first_step) FROM episodes").column(0).to_pylist()
-    late = begins > min(1, int(least))
+        return selection
+    (first,) = snapshot.sql("SELECT min(first_step) FROM episodes").column(0).to_pylist()
+    late = begins > min(1, int(first))
     if not late.any():
-        return chosen
+        return selection
     if late.all():
         raise EmptyReplayError(
             f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found "
@@ -70,8 +70,8 @@ def drop_without_first_step(chosen: SelectedEpisodes) -> SelectedEpisodes:
             "or ingest the earlier steps."
         )
     reason = "without the first step, for a stateful policy"
-    left_out = {**chosen.left_out, reason: int(late.sum())}
-    return replace(chosen, steps=steps.select(~late), left_out=left_out)
+    left_out = {**selection.left_out, reason: int(late.sum())}
+    return replace(selection, steps=steps.select(~late), left_out=left_out)
 
 
 def _read(
@@ -84,8 +84,8 @@ def _read(
     if holdout is not None:
         holdout.check(snapshot, where)
         where = holdout.within(where, True)
-    asked = {TARGET: request.target_prob, BEHAVIOR: request.behavior_prob}
-    columns = {name: sql for name, sql in asked.items() if sql is not None}
+    expressions = {TARGET: request.target_prob, BEHAVIOR: request.behavior_prob}
+    columns = {name: sql for name, sql in expressions.items() if sql is not None}
     expression = None if reward.is_stored else reward.expression
     steps = read_logged_steps(snapshot, where, reward=expression, columns=columns)
     if not steps.num_episodes:
@@ -115,9 +115,9 @@ def _drop_unusable(
             left_out[reason] = num
         keep &= ~flags
     if not keep.any():
-        said = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
+        drops = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
         raise EmptyReplayError(
-            f"off-policy evaluation: found {steps.num_episodes:,} episodes, none usable ({said}), "
+            f"off-policy evaluation: found {steps.num_episodes:,} episodes, none usable ({drops}), "
             "expected at least two with an end and all rewards. `incomplete` includes episodes "
             "without an end; `reward` 'coalesce(reward, 0)' counts unknown rewards as 0."
         )

@@ -70,13 +70,13 @@ def ratio_of(
         raise NotEstimableError(
             "no episode has any weight: the policy would have done none of them"
         )
-    left_out = mean - weights / len(weights)
-    if left_out.min() <= 1e-12 * mean:
+    jackknife = mean - weights / len(weights)
+    if jackknife.min() <= 1e-12 * mean:
         raise NotEstimableError("a single episode carries all the weight: nothing tells its error")
     ratio = float(numerators.mean()) / mean
     errors = numerators - ratio * weights
     moved = float(np.mean(rounding * np.abs(errors))) / mean
-    return Statistic(ratio, errors / left_out, spread, bounds, moved)
+    return Statistic(ratio, errors / jackknife, spread, bounds, moved)
 
 
 def cluster_by(statistic: Statistic, clusters: Array | None) -> Statistic:
@@ -141,13 +141,13 @@ def ratio_per_step(
     tops = np.bincount(episodes.steps, numerators, horizon) / episodes.num_episodes
     means = sum_by_step(episodes, weights) / episodes.num_episodes
     ratios, steps = tops / means, episodes.steps
-    left_out = means[steps] - weights / episodes.num_episodes
-    alone = np.flatnonzero(left_out <= 1e-12 * means[steps])
+    jackknife = means[steps] - weights / episodes.num_episodes
+    alone = np.flatnonzero(jackknife <= 1e-12 * means[steps])
     if len(alone):
         step = steps[alone].min()
         raise NotEstimableError(f"at step {step} a single episode carries all the weight")
     errors, lasts = numerators - ratios[steps] * weights, episodes.offsets[1:] - 1
-    influence = episodes.sum_by_episode(errors / left_out)
+    influence = episodes.sum_by_episode(errors / jackknife)
     # Past its end an episode's last weight still lowers every later ratio.
     later = np.append((ratios / means)[::-1].cumsum()[::-1], 0.0)[episodes.lengths]
     influence -= weights[lasts] * later

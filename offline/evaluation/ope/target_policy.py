@@ -159,9 +159,9 @@ class TargetPolicy:
         step, of all episodes at once. Memory: states of 256 MB two or three times over.
         """
 
-        def ask(rows: NDArray[np.int64], seen: Values, **now: Any) -> Array:
+        def ask(rows: NDArray[np.int64], part: Values, **now: Any) -> Array:
             return self.policy.action_probs(
-                seen, epsilon=self.exploration.epsilon, **now, **self._mode
+                part, epsilon=self.exploration.epsilon, **now, **self._mode
             )
 
         return self._along(offsets, observations, masks, ask)
@@ -178,9 +178,9 @@ class TargetPolicy:
         offsets as of action_probs_along.
         """
 
-        def ask(rows: NDArray[np.int64], seen: Values, **now: Any) -> Array:
+        def ask(rows: NDArray[np.int64], part: Values, **now: Any) -> Array:
             return self.policy.log_probs(
-                seen, take(actions, rows), epsilon=self.exploration.epsilon, **now, **self._mode
+                part, take(actions, rows), epsilon=self.exploration.epsilon, **now, **self._mode
             )
 
         return self._along(offsets, observations, masks, ask)
@@ -201,7 +201,7 @@ class TargetPolicy:
         order = np.argsort(-lengths, kind="stable")
         size = self.policy.spec.state_size * np.dtype(np.float32).itemsize
         num_at_once = max(1, min(_ROWS_AT_ONCE, _STATE_BYTES // max(1, size)))
-        found: NDArray[np.float64] | None = None
+        result: NDArray[np.float64] | None = None
         for first in range(0, len(order), num_at_once):
             episodes = order[first : first + num_at_once]
             num, state = len(episodes), self.policy.initial_state(len(episodes))
@@ -209,15 +209,15 @@ class TargetPolicy:
                 going = offsets[episodes[:num]] + step
                 state = None if state is None else state[:num]
                 mask = None if masks is None else masks[going]
-                seen = take(observations, going)
-                asked = ask(going, seen, state=state, action_mask=mask)
-                if found is None:
-                    found = np.empty((int(offsets[-1]), *asked.shape[1:]))
-                found[going] = asked
+                part = take(observations, going)
+                answer = ask(going, part, state=state, action_mask=mask)
+                if result is None:
+                    result = np.empty((int(offsets[-1]), *answer.shape[1:]))
+                result[going] = answer
                 num = int(np.searchsorted(-lengths[episodes], -step - 1))
                 if num:
-                    state = self.policy.act(seen, state, action_mask=mask).state
-        return np.empty(0) if found is None else found
+                    state = self.policy.act(part, state, action_mask=mask).state
+        return np.empty(0) if result is None else result
 
     @property
     def _mode(self) -> dict[str, Any]:

@@ -43,12 +43,12 @@ class TrainingSet:
         Empty where no dataset is named; lineage from before expressions were kept says the stored
         reward.
         """
-        found = [canonical_reward(selection.get("reward")) for selection in self.selections]
-        return tuple(dict.fromkeys(found))
+        rewards = [canonical_reward(selection.get("reward")) for selection in self.selections]
+        return tuple(dict.fromkeys(rewards))
 
     def of_dataset(self, name: str) -> tuple[Mapping[str, Any], ...]:
         """Return the selections of one dataset."""
-        return tuple(found for found in self.selections if found["dataset"] == name)
+        return tuple(selection for selection in self.selections if selection["dataset"] == name)
 
     def holdout_of(self, name: str) -> Holdout | None:
         """Return what was kept of a dataset; None of one that it was not trained on."""
@@ -56,10 +56,10 @@ class TrainingSet:
 
     def choices(self) -> tuple[str, ...]:
         """Return the conditions that chose training episodes by more than the holdout's hash."""
-        held = None if self.holdout is None else canonical_expression(self.holdout.condition(False))
+        rule = None if self.holdout is None else canonical_expression(self.holdout.condition(False))
         wheres = [selection.get("where") for selection in self.selections]
         return tuple(
-            where for where in wheres if where is not None and canonical_expression(where) != held
+            where for where in wheres if where is not None and canonical_expression(where) != rule
         )
 
 
@@ -95,7 +95,7 @@ def find_training_episodes(
     as seen. A version whose shards were removed since is stood in for by what is there now.
     Cost: a query over `episodes` a dataset.
     """
-    seen = np.zeros(steps.num_episodes, np.bool_)
+    is_known = np.zeros(steps.num_episodes, np.bool_)
     unknown = [training.unknown] if training.unknown else []
     for selection in training.selections:
         name, version = selection["dataset"], selection["version"]
@@ -114,8 +114,8 @@ def find_training_episodes(
                 f"{name}@{version}, which the policy was trained on, is gone: its training "
                 f"episodes were looked up in version {pinned.version}"
             )
-        seen |= steps.are_among(_episodes(pinned, where))
-    return TrainingOverlap(seen, "; ".join(unknown))
+        is_known |= steps.are_among(_episodes(pinned, where))
+    return TrainingOverlap(is_known, "; ".join(unknown))
 
 
 def _find_readable_snapshot(lake: Lake, name: str, version: int) -> Snapshot | None:

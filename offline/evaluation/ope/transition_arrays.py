@@ -135,9 +135,9 @@ def returns_to_go(steps: LoggedSteps, discount: float) -> NDArray[np.float64]:
     Cost: a pass over the episodes for each step of the longest one.
     """
     returns = steps.rewards.copy()
-    left = np.repeat(steps.offsets[1:], steps.lengths) - np.arange(steps.num_steps)
-    by_left = np.argsort(left, kind="stable")
-    starts = np.searchsorted(left[by_left], np.arange(1, left.max() + 2))
+    remaining = np.repeat(steps.offsets[1:], steps.lengths) - np.arange(steps.num_steps)
+    by_left = np.argsort(remaining, kind="stable")
+    starts = np.searchsorted(remaining[by_left], np.arange(1, remaining.max() + 2))
     for first, last in pairwise(starts[1:]):
         rows = by_left[first:last]
         returns[rows] += discount * returns[rows + 1]

@@ -63,10 +63,10 @@ class ValueModel:
         masks = arrays.initial_action_masks
         watched = slice(0, _NUM_CONVERGENCE_ROWS)
         first = take(arrays.initial_observations, watched)
-        chosen = model.query_policy(target, first, None if masks is None else masks[watched], rng)
+        actions = model.query_policy(target, first, None if masks is None else masks[watched], rng)
 
         def value_now() -> float:
-            return float(model.v(model.frozen, first, chosen).mean())
+            return float(model.v(model.frozen, first, actions).mean())
 
         self.num_updates = _fit(model, rows, config, seed, value_now, on_progress)
         # q' is the mean of q over its last updates.
@@ -90,8 +90,8 @@ class ValueModel:
         def ask(some: slice) -> Array:
             part = take(observations, some)
             masks = None if action_masks is None else action_masks[some]
-            chosen = self._model.query_policy(self._target, part, masks, rng)
-            return self._model.v(self._model.online, part, chosen)
+            actions = self._model.query_policy(self._target, part, masks, rng)
+            return self._model.v(self._model.online, part, actions)
 
         return map_chunks(num_values(observations), ask)
 
@@ -109,13 +109,13 @@ def _fit(
     frozen = FlatGroup(model.frozen).flat
     generator = torch.Generator(model.device).manual_seed(seed)
     history: list[float] = []
-    drawn: list[torch.Tensor] = []
+    batches: list[torch.Tensor] = []
     for update in range(config.updates):
-        if not drawn:
+        if not batches:
             size = (_DRAWN_AT_ONCE, config.batch_size)
             some = torch.randint(len(rows), size, generator=generator, device=model.device)
-            drawn = list(some.unbind())
-        batch = drawn.pop()
+            batches = list(some.unbind())
+        batch = batches.pop()
         if update % 50 == 0:
             for group in optimizer.param_groups:
                 group["lr"] = config.learning_rate * (1 - update / config.updates)
@@ -165,14 +165,14 @@ class TransitionRows:
         self,
         model: ActionValues,
         arrays: TransitionArrays,
-        chosen: torch.Tensor | None,
+        actions: torch.Tensor | None,
     ) -> None:
         """Take what the policy does next, as ActionValues.chosen has it; None: no step goes on."""
         self._model = model
         self._observations = model.tensors(arrays.observations)
         self._next = model.tensors(arrays.next_observations)
         self._actions = model.actions.encode(arrays.actions)
-        self._chosen = chosen
+        self._next_actions = actions
         shift, scale = model.shift, model.scale
         # In units of the model: q = shift + scale * output.
         rewards = (arrays.rewards + arrays.discounts * shift - shift) / scale
@@ -186,10 +186,10 @@ class TransitionRows:
         """Return the mean squared error of a batch: Le et al. 2019, algorithm 3, line 3 and 4."""
         model = self._model
         target_tm1 = self._rewards[rows]
-        if self._chosen is not None:
+        if self._next_actions is not None:
             with torch.no_grad():
                 v_t = model.outputs_v(
-                    model.frozen, select_rows(self._next, rows), self._chosen[rows]
+                    model.frozen, select_rows(self._next, rows), self._next_actions[rows]
                 )
                 target_tm1 = target_tm1 + self._discounts[rows] * v_t
         q_tm1 = model.outputs_q(
@@ -235,15 +235,15 @@ class ActionValues:
         return outputs
 
     def outputs_v(
-        self, network: nn.Module, observations: Any, chosen: torch.Tensor
+        self, network: nn.Module, observations: Any, actions: torch.Tensor
     ) -> torch.Tensor:
-        """Return the mean output [N] over what the policy does, as `chosen` has it."""
-        if self.actions.is_discrete and chosen.dim() == 1:
-            return self.outputs_q(network, observations, chosen)
+        """Return the mean output [N] over what the policy does, as `actions` has it."""
+        if self.actions.is_discrete and actions.dim() == 1:
+            return self.outputs_q(network, observations, actions)
         if self.actions.is_discrete:
             every: torch.Tensor = network(observations)[0]
-            return (chosen * every).sum(dim=1)
-        sampled = [self.outputs_q(network, observations, one) for one in chosen.unbind(1)]
+            return (actions * every).sum(dim=1)
+        sampled = [self.outputs_q(network, observations, one) for one in actions.unbind(1)]
         return torch.stack(sampled).mean(dim=0)
 
     def query_policy(
@@ -260,8 +260,8 @@ class ActionValues:
         if self.actions.is_discrete and not target.is_deterministic:
             return self.tensor(target.action_probs(observations, masks).astype(np.float32))
         num = 1 if target.is_deterministic else self._samples
-        drawn = [self.actions.encode(target.actions(observations, rng, masks)) for _ in range(num)]
-        return drawn[0] if self.actions.is_discrete else torch.stack(drawn, dim=1)
+        draws = [self.actions.encode(target.actions(observations, rng, masks)) for _ in range(num)]
+        return draws[0] if self.actions.is_discrete else torch.stack(draws, dim=1)
 
     def q(self, network: nn.Module, observations: Values, actions: torch.Tensor) -> Array:
         """Return values float64 [N] in the environment's units."""
@@ -269,10 +269,10 @@ class ActionValues:
             outputs = self.outputs_q(network, self.tensors(observations), actions)
         return self._in_units(outputs)
 
-    def v(self, network: nn.Module, observations: Values, chosen: torch.Tensor) -> Array:
+    def v(self, network: nn.Module, observations: Values, actions: torch.Tensor) -> Array:
         """Return the values float64 [N] of observations, in the environment's units."""
         with torch.no_grad():
-            outputs = self.outputs_v(network, self.tensors(observations), chosen)
+            outputs = self.outputs_v(network, self.tensors(observations), actions)
         return self._in_units(outputs)
 
     def tensor(self, array: Array) -> torch.Tensor:
@@ -330,12 +330,12 @@ class ActionInputs:
 
     def encode(self, actions: Values) -> torch.Tensor:
         """Return actions [N, *act] as int64 [N], or float32 [N, size]."""
-        given = torch.from_numpy(np.ascontiguousarray(np.asarray(actions))).to(self._device)
+        values = torch.from_numpy(np.ascontiguousarray(np.asarray(actions))).to(self._device)
         if isinstance(self._space, Discrete):
-            return given.long() - self._space.start
+            return values.long() - self._space.start
         if isinstance(self._space, MultiDiscrete):
-            columns = [F.one_hot(given[:, i].long(), n) for i, n in enumerate(self._space.nvec)]
+            columns = [F.one_hot(values[:, i].long(), n) for i, n in enumerate(self._space.nvec)]
             return torch.cat(columns, dim=1).float()
         if self._scaling is None:
-            return given.float()
-        return self._scaling.normalize(given)
+            return values.float()
+        return self._scaling.normalize(values)

@@ -50,16 +50,16 @@ class ValueTable:
 
     def q(self, observations: Values, actions: Values) -> NDArray[np.float64]:
         """Return values float64 [N] of actions at observations, both [N]."""
-        found: NDArray[np.float64] = self._q[self._states(observations), self._numbers(actions)]
-        return found
+        values: NDArray[np.float64] = self._q[self._states(observations), self._numbers(actions)]
+        return values
 
     def v(
         self, observations: Values, action_masks: NDArray[np.bool_] | None = None
     ) -> NDArray[np.float64]:
         """Return values float64 [N] of observations under the policy."""
         probs = self._target.action_probs(observations, action_masks)
-        found: NDArray[np.float64] = (probs * self._q[self._states(observations)]).sum(axis=1)
-        return found
+        values: NDArray[np.float64] = (probs * self._q[self._states(observations)]).sum(axis=1)
+        return values
 
     def _states(self, observations: Values) -> Array:
         return np.asarray(observations) - self._observations.start

@@ -149,13 +149,13 @@ def _explain_mean_weight(estimates: Estimates, diagnostics: Diagnostics) -> str:
 
 
 def _explain_calibration(estimates: Estimates, diagnostics: Diagnostics) -> str:
-    found = diagnostics.calibration
-    if found is None or found.p_value >= CALIBRATION_P:
+    calibration = diagnostics.calibration
+    if calibration is None or calibration.p_value >= CALIBRATION_P:
         return ""
     return (
-        f"The log's propensities do not fit its actions (p = {found.p_value:.1g}): action "
-        f"{found.worst_action} was logged {found.observed:,.0f} times where they say "
-        f"{found.expected:,.0f}."
+        f"The log's propensities do not fit its actions (p = {calibration.p_value:.1g}): action "
+        f"{calibration.worst_action} was logged {calibration.observed:,.0f} times where they say "
+        f"{calibration.expected:,.0f}."
     )
 
 

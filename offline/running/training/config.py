@@ -231,10 +231,10 @@ class TrainRequest:
     def from_json(body: Mapping[str, Any]) -> TrainRequest:
         """Return what to_json wrote down. Raises: ConfigInvalidError."""
         try:
-            given = dict(body["config"])
-            kept = {name: body[key] for key, name in _STORED_NAMES.items() if key in body}
-            kept["options"] = given.pop("options")
-            config = replace(from_options(TrainConfig, given, "training"), **kept)
+            options = dict(body["config"])
+            fields = {name: body[key] for key, name in _STORED_NAMES.items() if key in body}
+            fields["options"] = options.pop("options")
+            config = replace(from_options(TrainConfig, options, "training"), **fields)
             return TrainRequest(tuple(body["datasets"]), config, tuple(body["named"]))
         except (KeyError, TypeError) as error:
             raise ConfigInvalidError(

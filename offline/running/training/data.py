@@ -114,10 +114,10 @@ def open_data(
 
 
 def check_same_data(
-    run_id: str, recorded: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
+    run_id: str, recorded: Sequence[Mapping[str, Any]], actual: Sequence[Mapping[str, Any]]
 ) -> None:
     """Refuse to go on with other steps than a run began with. Raises: SchemaMismatchError."""
-    for was, now in zip(recorded, found, strict=True):
+    for was, now in zip(recorded, actual, strict=True):
         if was["content_hash"] != now["content_hash"]:
             raise SchemaMismatchError(
                 f"run {run_id}: {now['dataset']}@{now['version']}: found content hash "
@@ -207,9 +207,9 @@ def _of_reward(request: TrainRequest, measure: MeasureName) -> Sequence[str]:
         return ()
     if measure == "environment":
         return (f"the policy is chosen by the reward of {env}, and learns from {reward}",)
-    chosen = "the last one is taken" if measure == "last" else f"it is chosen by {measure}"
+    rule = "the last one is taken" if measure == "last" else f"it is chosen by {measure}"
     return (
-        f"the policy learns from {reward}, which {env} does not reward: {chosen}"
+        f"the policy learns from {reward}, which {env} does not reward: {rule}"
         "; select = 'environment' chooses by the environment's own reward",
     )
 

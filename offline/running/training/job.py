@@ -80,8 +80,8 @@ class TrainingJob:
         By element of each Box leaf, as `normalisation` says them. Cost: where the learner did not
         scale them, a pass over them, about 40 ns an element.
         """
-        said = self.learner.normalization.get("observations")
-        if said is None:
+        statistics = self.learner.normalization.get("observations")
+        if statistics is None:
             request = self.request
             facts = fit_statistics(
                 self.data.snapshots,
@@ -91,8 +91,8 @@ class TrainingJob:
                 observations=True,
                 actions=False,
             )
-            said = facts.to_json().get("observations") or {}
-        return dict(said)
+            statistics = facts.to_json().get("observations") or {}
+        return dict(statistics)
 
     def _sampling(self) -> dict[str, Any]:
         sampler = self.sampler.sampler

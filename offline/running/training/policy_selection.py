@@ -161,8 +161,8 @@ def _losses(policy: Policy, batch: Batch[Array]) -> Array:
     """Return each row's loss, float64 [M]."""
     if isinstance(policy.spec.action_space, Box):
         # Of a clipped gaussian the density at a bound is not known, and logs are full of those.
-        acted = policy.act(batch.observations, rng=np.random.default_rng(0)).actions
-        distances: Array = acted.astype(np.float64) - np.asarray(batch.actions)
+        actions = policy.act(batch.observations, rng=np.random.default_rng(0)).actions
+        distances: Array = actions.astype(np.float64) - np.asarray(batch.actions)
         squares: Array = distances.reshape(len(distances), -1) ** 2
         return np.asarray(squares.mean(axis=1))
     log_probs = policy.log_probs(
@@ -279,9 +279,9 @@ class PolicySelection:
     @property
     def chosen(self) -> SelectionPoint:
         """The policy to register."""
-        chosen = self.best or self.last
-        assert chosen is not None, "a run ends with a measurement"
-        return chosen
+        point = self.best or self.last
+        assert point is not None, "a run ends with a measurement"
+        return point
 
     @property
     def is_exhausted(self) -> bool:
@@ -323,8 +323,8 @@ class PolicySelection:
         return sign * value > sign * self.best.value
 
 
-def _missing_input_error(select: str, found: str, expected: str, advice: str) -> ConfigInvalidError:
+def _missing_input_error(select: str, value: str, expected: str, advice: str) -> ConfigInvalidError:
     return ConfigInvalidError(
-        f"training: select {select!r}: found {found}, expected {expected}. {advice}, or leave "
+        f"training: select {select!r}: found {value}, expected {expected}. {advice}, or leave "
         "select out."
     )

@@ -85,17 +85,17 @@ class DataParallelLearner(LearnerWrapper):
     ) -> None:
         """learner: averages its gradients over the group. device: where it computes."""
         super().__init__(learner)
-        self._team = group
+        self._group = group
         self._device = torch.device(device)
         # Reading the leader's decision waits for a GPU.
         self._read_updates = 1 if self._device.type == "cpu" else GPU_CHECK_UPDATES
         self._num_updates = 0
-        self._asked: Callable[[], bool] = lambda: False
+        self._is_requested: Callable[[], bool] = lambda: False
         self._is_ending = False
 
     def should_end(self, is_requested: Callable[[], bool]) -> Callable[[], bool]:
         """Return whether the leader was asked to end in the last update, by what it knows."""
-        self._asked = is_requested
+        self._is_requested = is_requested
         return lambda: self._is_ending
 
     def update(self, batch: Batch) -> Update:
@@ -104,16 +104,16 @@ class DataParallelLearner(LearnerWrapper):
         Raises: ConfigInvalidError for a batch that cannot be divided; TrainingError where another
         learner is gone.
         """
-        num, size = len(batch), self._team.size
+        num, size = len(batch), self._group.size
         if num % size:
             raise ConfigInvalidError(
                 f"training: found a batch of {num} rows for {size} learners, expected a multiple."
             )
-        part = slice(num // size * self._team.rank, num // size * (self._team.rank + 1))
+        part = slice(num // size * self._group.rank, num // size * (self._group.rank + 1))
         result = self._learner.update(batch_part(batch, part))
         names, priorities = sorted(result.metrics), result.priorities
         # One exchange for all: it costs the same for one number and for some hundreds.
-        is_asked = self._team.rank == 0 and self._asked()
+        is_asked = self._group.rank == 0 and self._is_requested()
         shared = torch.zeros(1 + len(names) + (0 if priorities is None else num))
         shared[0] = float(is_asked)
         if priorities is not None:
@@ -121,7 +121,7 @@ class DataParallelLearner(LearnerWrapper):
         shared = shared.to(self._device)
         for i, name in enumerate(names):
             shared[1 + i] = result.metrics[name] / size  # type: ignore[operator]
-        self._team.all_reduce(shared)
+        self._group.all_reduce(shared)
         self._num_updates += 1
         if self._num_updates % self._read_updates == 0:
             self._is_ending = bool(shared[0])

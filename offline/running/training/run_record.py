@@ -73,13 +73,13 @@ class RunRecord:
         with suppress(ReplayLakeError):
             self._replace({**self.body, **ended})
 
-    def add_fields(self, **found: Any) -> None:
+    def add_fields(self, **fields: Any) -> None:
         """Write more down. Raises: StorageError, CommitConflictError."""
-        self._replace({**self.body, **found})
+        self._replace({**self.body, **fields})
 
-    def to_finished(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def to_finished(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of the run's end, to be committed together with its policy."""
-        return {**self.body, "status": "done", "ended_ms": _now_ms(), **found}
+        return {**self.body, "status": "done", "ended_ms": _now_ms(), **fields}
 
     def _replace(self, body: Mapping[str, Any]) -> None:
         self._registry.record_run(self.run_id, body, replaces=self.body)

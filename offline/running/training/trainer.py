@@ -108,8 +108,8 @@ class Trainer:
         is not finite; ConfigInvalidError for priorities that the learner does not give; what the
         observer raises.
         """
-        began, first = time.perf_counter(), self.update
-        entered = reported = began
+        start, first = time.perf_counter(), self.update
+        entered = reported = start
         last = self._config.updates
         while self.update < last and not self.selection.is_exhausted:
             batch = self._sampler.sample()
@@ -128,7 +128,7 @@ class Trainer:
             ):
                 reported = now
                 spent = self._update_s + now - entered
-                left_s = (now - began) / (self.update - first) * (last - self.update)
+                left_s = (now - start) / (self.update - first) * (last - self.update)
                 rate = self.update / spent
                 self._on_progress(TrainProgress(self.update, last, _read(metrics), rate, left_s))
             if is_due:

@@ -88,15 +88,15 @@ class TuneConfig:
         """Return the options of each combination: draws, and within each draw the lists' grid."""
         rng = np.random.default_rng(self.sample_seed)
         grid = {key: values for key, values in self.vary.items() if isinstance(values, list)}
-        drawn = {key: values for key, values in self.vary.items() if key not in grid}
-        num = self.num_samples if drawn else 1
-        draws = [{key: _draw(values, rng) for key, values in drawn.items()} for _ in range(num)]
+        random = {key: values for key, values in self.vary.items() if key not in grid}
+        num = self.num_samples if random else 1
+        draws = [{key: _draw(values, rng) for key, values in random.items()} for _ in range(num)]
         points = [
             dict(zip(grid, point, strict=True)) for point in itertools.product(*grid.values())
         ]
         # In the order of the file, as tables show them.
-        found = [{**draw, **point} for draw in draws for point in points]
-        return [{key: options[key] for key in self.vary} for options in found]
+        product = [{**draw, **point} for draw in draws for point in points]
+        return [{key: options[key] for key in self.vary} for options in product]
 
     def trial_config(self, options: Mapping[str, Any], seed: int) -> TrainConfig:
         """Return what a trial trains with these options. Raises: ConfigInvalidError."""
@@ -106,26 +106,26 @@ class TuneConfig:
         return replace(self.train, **own, seed=seed, options=merged)
 
 
-def tune_config(given: Mapping[str, Any]) -> tuple[tuple[str, ...], TuneConfig]:
+def tune_config(body: Mapping[str, Any]) -> tuple[tuple[str, ...], TuneConfig]:
     """Read a file's keys: those of a training, `datasets`, and a table `tune`.
 
     Returns: the datasets and the configuration. Raises: ConfigInvalidError.
     """
-    options = dict(given)
+    options = dict(body)
     table = options.pop(_TUNE, None)
     if not isinstance(table, dict):
-        raise _missing_key_error(_TUNE, given, "a table [tune] with seeds = [0, 1, 2]")
+        raise _missing_key_error(_TUNE, body, "a table [tune] with seeds = [0, 1, 2]")
     check_keys(table, _TABLE_KEYS, _TUNE)
-    datasets = _datasets(options, given)
+    datasets = _datasets(options, body)
     config = _tune_config(table)
-    for refused in ("seed", "learners"):
-        if refused in options:
-            raise _refused_option_error(refused)
+    for key in ("seed", "learners"):
+        if key in options:
+            raise _refused_option_error(key)
     if "policy" not in options:
-        raise _missing_key_error("policy", given, "policy = 'swept'")
+        raise _missing_key_error("policy", body, "policy = 'swept'")
     # A misspelt key is taken for the algorithm's: its check knows ours for near matches.
     if "algorithm" not in options and "algorithm" not in config.vary:
-        raise _missing_key_error("algorithm", given, "algorithm = 'iql'")
+        raise _missing_key_error("algorithm", body, "algorithm = 'iql'")
     return datasets, replace(config, train=train_config(options))
 
 
@@ -227,9 +227,9 @@ def _check_values(key: str, values: Any) -> None:
         return
     numbers = isinstance(bounds, list) and len(bounds) == 2 and all(map(_is_number, bounds))
     expect(numbers, what, bounds, "[least, greatest]")
-    least, greatest = bounds
-    expect(least < greatest, what, bounds, "the least first")
-    expect(kind == "uniform" or least > 0, what, bounds, "more than 0")
+    lowest, greatest = bounds
+    expect(lowest < greatest, what, bounds, "the least first")
+    expect(kind == "uniform" or lowest > 0, what, bounds, "more than 0")
 
 
 def _is_number(value: Any) -> bool:
@@ -245,20 +245,20 @@ def _draw(values: Mapping[str, Any], rng: np.random.Generator) -> Any:
     return float(math.exp(rng.uniform(math.log(bounds[0]), math.log(bounds[1]))))
 
 
-def _missing_key_error(key: str, given: Mapping[str, Any], example: str) -> ConfigInvalidError:
-    near = difflib.get_close_matches(key, given, n=1)
-    found = f"{near[0]!r} but no {key}" if near else f"no {key}"
-    return ConfigInvalidError(f"sweep: found {found}, expected one, as in {example}.")
+def _missing_key_error(key: str, body: Mapping[str, Any], example: str) -> ConfigInvalidError:
+    near = difflib.get_close_matches(key, body, n=1)
+    actual = f"{near[0]!r} but no {key}" if near else f"no {key}"
+    return ConfigInvalidError(f"sweep: found {actual}, expected one, as in {example}.")
 
 
-def _datasets(options: dict[str, Any], given: Mapping[str, Any]) -> tuple[str, ...]:
+def _datasets(options: dict[str, Any], body: Mapping[str, Any]) -> tuple[str, ...]:
     if "datasets" not in options:
-        raise _missing_key_error("datasets", given, "datasets = ['cartpole@3']")
-    found = options.pop("datasets")
-    named = [found] if isinstance(found, str) else found
-    is_list = isinstance(named, list) and all(isinstance(one, str) for one in named)
-    expect(is_list and bool(named), "sweep: datasets", found, "a list such as ['cartpole@3']")
-    return tuple(named)
+        raise _missing_key_error("datasets", body, "datasets = ['cartpole@3']")
+    value = options.pop("datasets")
+    names = [value] if isinstance(value, str) else value
+    is_list = isinstance(names, list) and all(isinstance(one, str) for one in names)
+    expect(is_list and bool(names), "sweep: datasets", value, "a list such as ['cartpole@3']")
+    return tuple(names)
 
 
 def _refused_option_error(key: str) -> ConfigInvalidError:

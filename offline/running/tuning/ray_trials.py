@@ -104,11 +104,11 @@ def _trainable(tune: Any, works: Sequence[TrialSpec]) -> type:
             self._trial = Trial(self._work)
 
         def step(self) -> dict[str, Any]:
-            told = self._trial.next()
-            if isinstance(told, TrialEnd):
-                return {"done": True, "error": told.error}
-            value = to_comparable(told.value, self._work.mode)
-            return {"update": told.update, "value": value}
+            result = self._trial.next()
+            if isinstance(result, TrialEnd):
+                return {"done": True, "error": result.error}
+            value = to_comparable(result.value, self._work.mode)
+            return {"update": result.update, "value": value}
 
         def cleanup(self) -> None:
             self._trial.stop()
@@ -154,7 +154,7 @@ def _callback(tune: Any, observer: TrialObserver, is_stopped: Callable[[int], bo
     class Told(tune.Callback):  # type: ignore[misc]
         # What it tells goes in here: of a class in a function all that it names would be copied.
         def __init__(self, observer: TrialObserver, is_stopped: Callable[[int], bool]) -> None:
-            self._listener, self._is_stopped = observer, is_stopped
+            self._observer, self._is_stopped = observer, is_stopped
             self._errors: dict[int, str] = {}
 
         def __getstate__(self) -> dict[str, Any]:
@@ -167,18 +167,18 @@ def _callback(tune: Any, observer: TrialObserver, is_stopped: Callable[[int], bo
             if result.get("error") is not None:
                 self._errors[number] = result["error"]
             elif "update" in result and not result.get("done"):
-                self._listener.on_measurement(number, result["update"], result["value"])
+                self._observer.on_measurement(number, result["update"], result["value"])
 
         def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             number = trial.config["number"]
             error, stopped = self._errors.get(number), self._is_stopped(number)
-            self._listener.on_trial_end(number, is_stopped=stopped, error=error)
+            self._observer.on_trial_end(number, is_stopped=stopped, error=error)
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
             # The trial's own errors are results: what ends here is its process.
             lines = str(trial.get_error() or "killed, or crashed").strip().splitlines()
             error = f"its process is gone ({lines[-1].strip()}): look at memory"
-            self._listener.on_trial_end(trial.config["number"], is_stopped=False, error=error)
+            self._observer.on_trial_end(trial.config["number"], is_stopped=False, error=error)
 
     return Told(observer, is_stopped)
 

@@ -128,7 +128,7 @@ def find_trial_runs(lake: Lake, sweep_id: str) -> dict[int, Mapping[str, Any]]:
 def combine_trials(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combination, ...]:
     """Return each combination's mean over its seeds, the best first."""
     numbers = dict.fromkeys(trial.combination for trial in trials)
-    found = [
+    combinations = [
         _summarize_combination([trial for trial in trials if trial.combination == number], mode)
         for number in numbers
     ]
@@ -140,7 +140,7 @@ def combine_trials(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combinati
             math.inf if one.mean is None else sign * one.mean,
         )
 
-    return tuple(sorted(found, key=rank))
+    return tuple(sorted(combinations, key=rank))
 
 
 def value_name(measure: str) -> str:

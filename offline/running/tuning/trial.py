@@ -57,7 +57,7 @@ class Trial:
 
     def __init__(self, work: TrialSpec) -> None:
         self._work = work
-        self._told: queue.Queue[TrialMeasurement | TrialEnd] = queue.Queue()
+        self._results: queue.Queue[TrialMeasurement | TrialEnd] = queue.Queue()
         self._may_go_on = threading.Semaphore(0)
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"trial {work.number}")
@@ -68,7 +68,7 @@ class Trial:
             self._thread.start()
         else:
             self._may_go_on.release()
-        return self._told.get()
+        return self._results.get()
 
     def stop(self) -> None:
         """Let the run save and end after its next update, and wait for that."""
@@ -89,11 +89,11 @@ class Trial:
             else:
                 start_run(lake, work.request, callbacks, sweep=work.sweep)
         except RunInterrupted:
-            self._told.put(TrialEnd())
+            self._results.put(TrialEnd())
         except BaseException as error:
-            self._told.put(TrialEnd(f"{type(error).__name__}: {error}"))
+            self._results.put(TrialEnd(f"{type(error).__name__}: {error}"))
         else:
-            self._told.put(TrialEnd())
+            self._results.put(TrialEnd())
 
     def _report_measurement(self, update: int, values: Mapping[str, float]) -> None:
         config, measure = self._work.request.config, self._work.measure
@@ -101,5 +101,5 @@ class Trial:
         is_due = update % config.measure_interval_updates == 0 or update == config.updates
         if measure not in values or not is_due or self._is_stopped.is_set():
             return
-        self._told.put(TrialMeasurement(update, values[measure]))
+        self._results.put(TrialMeasurement(update, values[measure]))
         self._may_go_on.acquire()
