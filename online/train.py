@@ -123,10 +123,10 @@ def _run_in_actor(lake: Lake, work: RunSpec, callbacks: Callbacks) -> OnlineResu
 
 def _train_here(lake: Lake, work: RunSpec, **callbacks: Any) -> str:
     """Do a run in this process, which is an actor's; returns its id."""
-    told = Callbacks(**callbacks)
+    listener = Callbacks(**callbacks)
     if work.run_id is not None:
-        return _resume(lake, work.run_id, told).run_id
-    return _start(lake, work.request, told).run_id
+        return _resume(lake, work.run_id, listener).run_id
+    return _start(lake, work.request, listener).run_id
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class TrainerActor:
 
     def __init__(self, lake: str, train: Train) -> None:
         self._lake, self._train = lake, train
-        self._told: list[tuple[str, tuple[Any, ...]]] = []
+        self._events: list[tuple[str, tuple[Any, ...]]] = []
         self._lock = threading.Lock()
         self._is_ending = False
 
@@ -170,8 +170,8 @@ class TrainerActor:
     def events(self) -> list[tuple[str, tuple[Any, ...]]]:
         """Return the calls of callbacks since the last time, in order."""
         with self._lock:
-            told, self._told = self._told, []
-        return told
+            events, self._events = self._events, []
+        return events
 
     def end(self) -> None:
         """Let the run save a checkpoint and end."""
@@ -180,7 +180,7 @@ class TrainerActor:
     def _make_forwarder(self, name: str) -> Callable[..., None]:
         def tell(*values: Any) -> None:
             with self._lock:
-                self._told.append((name, values))
+                self._events.append((name, values))
 
         return tell
 
@@ -216,11 +216,11 @@ def _num_cpus(config: OnlineConfig) -> float:
 
 def _check_own_gpus(request: OnlineRequest) -> None:
     """Refuse GPUs that this machine lacks: a Ray started here would accept any number."""
-    asked, found = request.config.learner_gpus, torch.cuda.device_count()
+    num_gpus, here = request.config.learner_gpus, torch.cuda.device_count()
     is_ours = request.config.address is None and not import_ray(_NEEDS).is_initialized()
-    if is_ours and asked > found:
+    if is_ours and num_gpus > here:
         raise ConfigInvalidError(
-            f"online: learner_gpus: found {found} GPUs on this machine, expected {asked:g} or "
+            f"online: learner_gpus: found {here} GPUs on this machine, expected {num_gpus:g} or "
             "more. Connect to a Ray cluster that has them with `address`, or leave `learner_gpus` "
             "out."
         )
@@ -239,10 +239,10 @@ def _check_room(ray: Any, request: OnlineRequest) -> None:
             "on a machine that has them (`ray start --num-gpus N` where it does not see them), or "
             "leave `learner_gpus` out."
         )
-    num_cpus, found = _num_cpus(config), sum(float(node.get("CPU", 0)) for node in nodes)
-    if num_cpus > found:
+    num_cpus, available = _num_cpus(config), sum(float(node.get("CPU", 0)) for node in nodes)
+    if num_cpus > available:
         raise ConfigInvalidError(
-            f"{where}: found {found:g} CPUs, expected {num_cpus:g}: one for the learner, and "
+            f"{where}: found {available:g} CPUs, expected {num_cpus:g}: one for the learner, and "
             f"{config.worker_cpus:g} for each of {config.num_workers} workers. Take fewer "
             "`workers`, or a smaller `worker_cpus`."
         )
@@ -302,11 +302,11 @@ class _RemoteRun:
 
     def _wait_for_place(self) -> None:
         """Wait until the actor's process runs. Raises: TrainingError where it finds no place."""
-        began, is_told = time.monotonic(), False
+        start, is_told = time.monotonic(), False
         while not self._ray.wait([self._ready], timeout=_POLL_S)[0]:
             if self._should_end():
                 raise KeyboardInterrupt
-            waited_s = time.monotonic() - began
+            waited_s = time.monotonic() - start
             if waited_s > self._config.start_timeout_s:
                 raise TrainingError(
                     f"learner: found no process in {self._config.start_timeout_s:g} s, expected "
@@ -319,10 +319,10 @@ class _RemoteRun:
 
     def _place(self) -> str:
         free = self._ray.available_resources()
-        asked = {"CPU": 1.0, "GPU": self._config.learner_gpus}
+        resources = {"CPU": 1.0, "GPU": self._config.learner_gpus}
         return " and ".join(
             f"{num:g} {name} of which Ray has {free.get(name, 0.0):g} free"
-            for name, num in asked.items()
+            for name, num in resources.items()
             if num
         )
 
@@ -339,8 +339,8 @@ class _RemoteRun:
                 # What it told last came after what was asked for before.
                 if self._ray.wait([events], timeout=_SILENT_S)[0]:
                     self._hand_on(events)
-                found: str | _InterruptedRun = self._ray.get(self._done)
-                return found
+                result: str | _InterruptedRun = self._ray.get(self._done)
+                return result
             if ending_at == math.inf and self._should_end():
                 self._actor.end.remote()
                 ending_at = now
@@ -357,8 +357,8 @@ class _RemoteRun:
         for name, values in self._ray.get(events):
             if name == "on_start":
                 self._run_id = values[0].run_id
-            if (told := getattr(self._callbacks, name)) is not None:
-                told(*values)
+            if (callback := getattr(self._callbacks, name)) is not None:
+                callback(*values)
 
     def _should_end(self) -> bool:
         return self._interruption.is_requested or self._callbacks.is_end_requested

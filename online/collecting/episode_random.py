@@ -114,12 +114,12 @@ class _StreamBuffer:
         for dim in shape[1:]:
             count *= dim
         if self._at + count > width:
-            left = self._numbers[:, self._at :]
+            rest = self._numbers[:, self._at :]
             self._numbers = np.empty((num, max(_NUMBERS, _CALLS * count)))
-            self._numbers[:, : left.shape[1]] = left
+            self._numbers[:, : rest.shape[1]] = rest
             for stream, row in zip(self._streams, self._numbers, strict=True):
-                self._draw(stream, row[left.shape[1] :])
+                self._draw(stream, row[rest.shape[1] :])
             self._at = 0
-        drawn = self._numbers[:, self._at : self._at + count]
+        part = self._numbers[:, self._at : self._at + count]
         self._at += count
-        return drawn.copy().reshape(shape)
+        return part.copy().reshape(shape)

@@ -78,14 +78,14 @@ class MultiAgentWorker:
         self._producer = producer
         self._worker = worker
         self._tables: list[_GameSlot] = []
-        self._ended: list[Episode] = []
+        self._episodes: list[Episode] = []
         self._ends: list[EpisodeEnd] = []
         self._first_at: float | None = None
         self.timings = Timings()
         self._probe = self._make_game()
         try:
-            self._cast = AgentActors(config.env, self._probe)
-            self._is_discrete = isinstance(self._cast.action_space, Discrete)
+            self._agents = AgentActors(config.env, self._probe)
+            self._is_discrete = isinstance(self._agents.action_space, Discrete)
             self.set_behavior_policy(behavior_policy)
             for number in islice(episodes, config.envs_per_worker):
                 self._tables.append(self._start_game(self._make_game(), number))
@@ -121,7 +121,7 @@ class MultiAgentWorker:
     @property
     def policy(self) -> Policy:
         """The policy of the agent that is named first."""
-        return self._cast.policy
+        return self._agents.policy
 
     def set_behavior_policy(self, behavior_policy: BehaviorPolicies) -> None:
         """Act with other policies from the next step on; open games go on under them.
@@ -129,10 +129,10 @@ class MultiAgentWorker:
         Of a mapping, agents that are not in it keep theirs. Raises: ConfigInvalidError,
         SchemaMismatchError.
         """
-        self._cast.set_behavior_policy(behavior_policy)
+        self._agents.set_behavior_policy(behavior_policy)
         for table in self._tables:
             for player in table.players.values():
-                self._cast.reset_state(player)
+                self._agents.reset_state(player)
 
     def advance(self, num_steps: int, interval_s: float) -> int:
         """Play until so many steps or seconds have passed or nothing is left.
@@ -143,32 +143,32 @@ class MultiAgentWorker:
         if self._first_at is None and self._tables:
             self._first_at = time.time()
         until = time.monotonic() + interval_s
-        made = 0
-        while self._tables and made < num_steps and time.monotonic() < until:
-            made += self._step()
-        return made
+        num = 0
+        while self._tables and num < num_steps and time.monotonic() < until:
+            num += self._step()
+        return num
 
     def take_episodes(self, with_open: bool) -> Sequence[Episode]:
         """Return what was recorded since the last call: of games that ended, all agents' episodes.
 
         with_open: of those that are played as well, as pieces: the steps whose rewards are known.
         """
-        taken, self._ended, self._first_at = self._ended, [], None
+        episodes, self._episodes, self._first_at = self._episodes, [], None
         if with_open:
             players = [
                 (table, player) for table in self._tables for player in table.players.values()
             ]
-            taken += [
+            episodes += [
                 player.take_piece(table.episode_id, table.seed, self._worker)
                 for table, player in players
                 if player.rewards
             ]
-        return taken
+        return episodes
 
     def take_ends(self) -> list[EpisodeEnd]:
         """Return the agents' episodes of the games that ended since the last call."""
-        taken, self._ends = self._ends, []
-        return taken
+        ends, self._ends = self._ends, []
+        return ends
 
     def close(self) -> None:
         """Close the games; what was not taken is dropped."""
@@ -180,7 +180,7 @@ class MultiAgentWorker:
         """Let all act whose turn it is, and step each game."""
         to_act = [player for table in self._tables for player in table.to_act]
         with self.timings.measure("inference", len(to_act)):
-            self._cast.act(to_act)
+            self._agents.act(to_act)
         started = time.perf_counter()
         for table in self._tables:
             self._step_game(table)
@@ -190,9 +190,9 @@ class MultiAgentWorker:
         return len(to_act)
 
     def _step_game(self, table: _GameSlot) -> None:
-        acted, table.to_act = table.to_act, []
+        agents, table.to_act = table.to_act, []
         actions = {}
-        for player in acted:
+        for player in agents:
             player.ticks.append(table.tick)
             action = player.actions[-1]
             # Python's int, as PettingZoo's games expect; a copy, because a game may write into it.
@@ -218,7 +218,7 @@ class MultiAgentWorker:
             )
         reward = player.apply_outcome(outcome)
         if reward is not None:
-            self._cast.observe(player, reward)
+            self._agents.observe(player, reward)
         if not outcome.has_ended:
             table.to_act.append(player)
 
@@ -245,13 +245,13 @@ class MultiAgentWorker:
             end = (table.number, table.seed, player.episode_return, player.num_steps, player.agent)
             self._ends.append(EpisodeEnd(*end))
             if player.rewards:
-                self._ended.append(player.take_piece(table.episode_id, table.seed, self._worker))
+                self._episodes.append(player.take_piece(table.episode_id, table.seed, self._worker))
 
     def _make_game(self) -> Game:
-        made = make_any(self._config.env, self._config.env_args)
-        if isinstance(made, Game):
-            return made
-        made.close()  # type: ignore[no-untyped-call]
+        game = make_any(self._config.env, self._config.env_args)
+        if isinstance(game, Game):
+            return game
+        game.close()  # type: ignore[no-untyped-call]
         raise ConfigInvalidError(
             f"{self._config.env}: found an environment of one agent, expected one of several. "
             "Name one policy, and no agents."
@@ -282,7 +282,7 @@ class MultiAgentWorker:
             )
         # The 1 as in a RolloutWorker: not the stream that the environment seeds with.
         rng = np.random.default_rng([table.seed, 1, agents.index(outcome.agent)])
-        state = self._cast.first_state(outcome.agent)
+        state = self._agents.first_state(outcome.agent)
         return Player(outcome.agent, rng, outcome.observation, outcome.mask, state)
 
     def _game_error(self, table: _GameSlot, call: str, error: Exception) -> RolloutError:
@@ -369,19 +369,19 @@ class AgentActors:
         if actor.first_state is not None:
             state = np.stack([cast(Array, player.state) for player in players])
         masks = stack_masks([player.mask for player in players])
-        chosen = actor.act(observations, state, masks, cast(Any, self._streams))
+        act = actor.act(observations, state, masks, cast(Any, self._streams))
         log_probs = [np.nan] * len(players)
-        if chosen.log_probs is not None:
-            log_probs = chosen.log_probs.tolist()
+        if act.log_probs is not None:
+            log_probs = act.log_probs.tolist()
         for i, player in enumerate(players):
             player.observations.append(take(observations, i))
             player.masks.append(player.mask)
             player.states.append(self._pad_state(player))
-            player.actions.append(chosen.actions[i])
+            player.actions.append(act.actions[i])
             player.log_probs.append(log_probs[i])
             player.actors.append(actor.acting)
-            if chosen.state is not None:
-                player.state = chosen.state[i]
+            if act.state is not None:
+                player.state = act.state[i]
 
     def _pad_state(self, player: Player) -> Array:
         """Return what is recorded of a policy's state: as wide for all agents, zeros beyond."""

@@ -32,7 +32,7 @@ class Player:
     state: Array | None
     first_step: int = 0
     episode_return: float = 0.0
-    carried: float = 0.0
+    pending_reward: float = 0.0
     observations: list[Any] = field(default_factory=list)
     masks: list[Array | None] = field(default_factory=list)
     states: list[Array] = field(default_factory=list)
@@ -59,13 +59,13 @@ class Player:
 
         What is paid before the first action is kept with it.
         """
-        reward = outcome.reward + self.carried
+        reward = outcome.reward + self.pending_reward
         self.observation, self.mask = outcome.observation, outcome.mask
         self.terminated, self.truncated = outcome.terminated, outcome.truncated
         if len(self.rewards) == len(self.actions):
-            self.carried = reward
+            self.pending_reward = reward
             return None
-        self.carried = 0.0
+        self.pending_reward = 0.0
         self.rewards.append(reward)
         self.episode_return += reward
         return reward
@@ -118,10 +118,10 @@ def stack_masks(masks: Sequence[Array | None]) -> Array | None:
 
     Raises: RolloutError if only some are there.
     """
-    found = [mask for mask in masks if mask is not None]
-    if found and len(found) < len(masks):
+    masks_set = [mask for mask in masks if mask is not None]
+    if masks_set and len(masks_set) < len(masks):
         raise RolloutError(
             "rollout: found an action_mask beside some observations, expected it beside all or "
             "none."
         )
-    return np.stack(found) if found else None
+    return np.stack(masks_set) if masks_set else None

@@ -69,8 +69,8 @@ class RecentReturns:
         for end in ends:
             games[end.number] = games.get(end.number, 0.0) + end.episode_return
             if end.agent_id:
-                kept = self._by_agent.setdefault(end.agent_id, deque(maxlen=_MAX_RECENT))
-                kept.append(end.episode_return)
+                recent = self._by_agent.setdefault(end.agent_id, deque(maxlen=_MAX_RECENT))
+                recent.append(end.episode_return)
                 self._has_return |= end.episode_return != 0
         self._sums.extend(games.values())
         self._has_sum |= any(abs(total) > _ZERO for total in games.values())
@@ -92,16 +92,16 @@ class RecentReturns:
 
     def metrics(self) -> dict[str, float]:
         """Return each agent's mean return over its last hundred episodes, as `return/<agent>`."""
-        means = {agent: float(np.mean(kept)) for agent, kept in sorted(self._by_agent.items())}
+        means = {agent: float(np.mean(recent)) for agent, recent in sorted(self._by_agent.items())}
         return {f"return/{agent}": mean for agent, mean in means.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        by_agent = {agent: list(kept) for agent, kept in self._by_agent.items()}
-        seen = {"has_sum": self._has_sum, "has_return": self._has_return}
-        return {"sums": list(self._sums), "by_agent": by_agent, **seen}
+        by_agent = {agent: list(recent) for agent, recent in self._by_agent.items()}
+        flags = {"has_sum": self._has_sum, "has_return": self._has_return}
+        return {"sums": list(self._sums), "by_agent": by_agent, **flags}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums.extend(state["sums"])
-        for agent, kept in state["by_agent"].items():
-            self._by_agent[agent] = deque(kept, maxlen=_MAX_RECENT)
+        for agent, recent in state["by_agent"].items():
+            self._by_agent[agent] = deque(recent, maxlen=_MAX_RECENT)
         self._has_sum, self._has_return = state["has_sum"], state["has_return"]

@@ -94,8 +94,8 @@ class RecordingWorker:
     ) -> RolloutBatch:
         """Collect so many steps or seconds, and write what there is, durably.
 
-        behavior_policy: who acts from now on; None: as before. with_open: the steps so far of open episodes
-        are handed over as well, as pieces. Where the storage refuses, the shipment says so in
+        behavior_policy: who acts from now on; None: as before. with_open: the steps so far of open
+        episodes are handed over as well, as pieces. Where the storage refuses, the batch says so in
         `trouble` and is tried again by the next call, which collects nothing before.
 
         Raises: RolloutError, NotFoundError, EpisodeInvalidError, SpaceUnsupportedError,
@@ -124,7 +124,7 @@ class RecordingWorker:
     def _collect(
         self, worker: Worker, num_steps: int, interval_s: float, with_open: bool
     ) -> RolloutBatch:
-        made = worker.advance(num_steps, interval_s)
+        num = worker.advance(num_steps, interval_s)
         stepped = time.time()
         first_step_at = worker.first_step_at
         return RolloutBatch(
@@ -132,9 +132,9 @@ class RecordingWorker:
             pieces=worker.take_episodes(with_open),
             ends=worker.take_ends(),
             open_episodes=worker.open_episodes,
-            num_steps=made,
+            num_steps=num,
             first_step_at=first_step_at,
-            last_step_at=stepped if made else None,
+            last_step_at=stepped if num else None,
             timings=worker.timings.take(),
             exhausted=worker.exhausted,
         )

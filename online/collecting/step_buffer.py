@@ -113,18 +113,18 @@ def _take_first_steps(track: StepBuffer, num_steps: int) -> list[dict[str, Any]]
 
     As it came it is a view of what all environments did, which would stay in memory for it.
     """
-    taken: list[dict[str, Any]] = []
+    columns: list[dict[str, Any]] = []
     parts, track.parts = track.parts, []
     for part in parts:
         num = len(part["rewards"])
         now = min(max(num_steps, 0), num)
         num_steps -= now
         if now:
-            taken.append(take(part, slice(now)))
+            columns.append(take(part, slice(now)))
         if now < num:
-            left = take(part, slice(now, num)) if now else part
-            track.parts.append(left if left["rewards"].base is None else _copy_values(left))
-    return taken
+            rest = take(part, slice(now, num)) if now else part
+            track.parts.append(rest if rest["rewards"].base is None else _copy_values(rest))
+    return columns
 
 
 def _join_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:

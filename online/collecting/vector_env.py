@@ -86,7 +86,7 @@ class VectorEnv:
         self._actor = actor
         self._draws = EpisodeRandom()
         self._closed: list[StepBuffer] = []
-        self._lanes: list[_EnvSlot] = []
+        self._slots: list[_EnvSlot] = []
         self.ends: list[EpisodeEnd] = []
         self.mask_size: int | None = None
         first = []
@@ -95,10 +95,10 @@ class VectorEnv:
                 env.close()
                 continue
             lane = _EnvSlot(env, env.step, StepBuffer(None))
-            self._lanes.append(lane)
+            self._slots.append(lane)
             first.append(self._reset(lane, number))
-        self._draws.restart([_require_open_episode(lane).seed for lane in self._lanes])
-        self._state = _first_states(actor, len(self._lanes))
+        self._draws.restart([_require_open_episode(lane).seed for lane in self._slots])
+        self._state = _first_states(actor, len(self._slots))
         if first and (mask := first[0][1].get("action_mask")) is not None:
             self.mask_size = len(mask)
         self._block = self._allocate_block(actor.recorded_state_size)
@@ -106,20 +106,20 @@ class VectorEnv:
             self._put(0, i, observation, info)
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self._slots)
 
     @property
     def open_episodes(self) -> list[RolloutEpisode]:
         """The episodes that go on."""
-        return [_require_open_episode(lane) for lane in self._lanes]
+        return [_require_open_episode(lane) for lane in self._slots]
 
     def set_actor(self, actor: Actor) -> None:
         """Act otherwise from the next step on; what is remembered stays if it is as much."""
         if actor.state_size != self._actor.state_size:
-            self._state = _first_states(actor, len(self._lanes))
+            self._state = _first_states(actor, len(self._slots))
         if actor.recorded_state_size != self._actor.recorded_state_size:
             self.flush_block()
-            self._replace_block(range(len(self._lanes)), actor.recorded_state_size)
+            self._replace_block(range(len(self._slots)), actor.recorded_state_size)
         self._actor = actor
 
     def act(self, actor_number: int) -> Array:
@@ -132,15 +132,15 @@ class VectorEnv:
         block, row = self._block, self._block.row
         masks = None if block.masks is None else block.masks[row]
         observations = take(block.observations, row)
-        chosen = self._actor.act(observations, self._state, masks, self._draws)
-        block.actions[row] = chosen.actions
-        block.log_probs[row] = np.nan if chosen.log_probs is None else chosen.log_probs
+        act = self._actor.act(observations, self._state, masks, self._draws)
+        block.actions[row] = act.actions
+        block.log_probs[row] = np.nan if act.log_probs is None else act.log_probs
         block.actors[row] = actor_number
         if block.states is not None:
             assert self._state is not None  # what is recorded is a part of it
             block.states[row] = self._state[:, : block.states.shape[-1]]
-        self._state = chosen.state
-        return chosen.actions
+        self._state = act.state
+        return act.actions
 
     def step(self, actions: Array) -> None:
         """Step each environment, and begin the next episode where one ended.
@@ -152,12 +152,12 @@ class VectorEnv:
         put, is_masked = block.put, self.mask_size is not None
         # Python ints, which the step of an environment handles several times faster. Others are
         # copied, because an environment may write into what it is given.
-        given = actions.tolist() if self._is_discrete else actions.copy()
-        rewards = [0.0] * len(self._lanes)
+        inputs = actions.tolist() if self._is_discrete else actions.copy()
+        rewards = [0.0] * len(self._slots)
         ended: list[tuple[int, Any, bool, bool]] = []
-        for i, lane in enumerate(self._lanes):
+        for i, lane in enumerate(self._slots):
             try:
-                observation, reward, terminated, truncated, info = lane.step(given[i])
+                observation, reward, terminated, truncated, info = lane.step(inputs[i])
                 if type(reward) is not float:
                     reward = float(reward.item() if isinstance(reward, np.ndarray) else reward)
             except Exception as error:
@@ -181,7 +181,7 @@ class VectorEnv:
         """Move what was stepped to the tracks."""
         block = self._block
         if block.row:
-            for i, (lane, part) in enumerate(zip(self._lanes, block.copy_columns(), strict=True)):
+            for i, (lane, part) in enumerate(zip(self._slots, block.copy_columns(), strict=True)):
                 if lane.buffer.open is not None:
                     self._count(lane, i, block.row)
                 lane.first_row = 0
@@ -197,19 +197,19 @@ class VectorEnv:
         block = self._block
         return [
             *((track, None) for track in closed),
-            *((lane.buffer, block.observation(0, i)) for i, lane in enumerate(self._lanes)),
+            *((lane.buffer, block.observation(0, i)) for i, lane in enumerate(self._slots)),
         ]
 
     def close(self) -> None:
-        for lane in self._lanes:
+        for lane in self._slots:
             lane.env.close()
-        self._lanes = []
+        self._slots = []
         self._closed = []
 
     def _allocate_block(self, state_size: int) -> StepBlock:
         return StepBlock(
             self._spaces,
-            len(self._lanes),
+            len(self._slots),
             mask_size=self.mask_size,
             state_size=state_size,
             name=f"{self._name}: {self._env_id}",
@@ -246,36 +246,36 @@ class VectorEnv:
 
     def _begin_next_episodes(self, ended: Sequence[tuple[int, Any, bool, bool]]) -> None:
         """Begin the next episodes where some ended; an environment without one is closed."""
-        gone = set()
+        idle = set()
         row = self._block.row
         for i, final_observation, terminated, truncated in ended:
-            lane = self._lanes[i]
+            lane = self._slots[i]
             self._count(lane, i, row)
             self.ends.append(
                 lane.buffer.end(final_observation, terminated=terminated, truncated=truncated)
             )
             if (number := next(self._numbers, None)) is None:
-                gone.add(i)
+                idle.add(i)
                 continue
             self._put(row, i, *self._reset(lane, number))
             self._draws.start(i, _require_open_episode(lane).seed)
             if self._state is not None:
                 self._state[i] = self._actor.first_state[0]  # type: ignore[index]
-        if gone:
-            self._close(gone)
+        if idle:
+            self._close(idle)
 
-    def _close(self, gone: Collection[int]) -> None:
+    def _close(self, idle: Collection[int]) -> None:
         """Close environments, and go on with the others."""
         self.flush_block()
-        for i in gone:
-            self._lanes[i].env.close()
-            self._closed.append(self._lanes[i].buffer)
-        kept = [i for i in range(len(self._lanes)) if i not in gone]
-        self._lanes = [self._lanes[i] for i in kept]
-        if kept:
-            self._replace_block(kept, self._actor.recorded_state_size)
-            self._draws.select_rows(kept)
-            self._state = None if self._state is None else self._state[kept]
+        for i in idle:
+            self._slots[i].env.close()
+            self._closed.append(self._slots[i].buffer)
+        rest = [i for i in range(len(self._slots)) if i not in idle]
+        self._slots = [self._slots[i] for i in rest]
+        if rest:
+            self._replace_block(rest, self._actor.recorded_state_size)
+            self._draws.select_rows(rest)
+            self._state = None if self._state is None else self._state[rest]
 
     def _env_error(self, lane: _EnvSlot, row: int, call: str, error: Exception) -> RolloutError:
         episode = _require_open_episode(lane)
@@ -356,13 +356,13 @@ class StepBlock:
                 "rollout: found an action_mask in the info of some steps, expected it in all or "
                 "none."
             )
-        found = np.asarray(mask)
-        if found.shape != self.masks.shape[2:]:
+        array = np.asarray(mask)
+        if array.shape != self.masks.shape[2:]:
             raise RolloutError(
-                f"rollout: found an action_mask of shape {list(found.shape)}, expected "
+                f"rollout: found an action_mask of shape {list(array.shape)}, expected "
                 f"{list(self.masks.shape[2:])} as before."
             )
-        self.masks[row, column] = found
+        self.masks[row, column] = array
 
     def observation(self, row: int, column: int) -> Any:
         """Return a copy of one observation."""

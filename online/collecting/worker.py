@@ -111,7 +111,7 @@ class RolloutWorker:
                 envs.append(make(config.env, **config.env_args))
             self._env = envs[0]
             self._actor = Actor(behavior_policy, self._env)
-            self._lanes = VectorEnv(
+            self._envs = VectorEnv(
                 envs,
                 (from_gymnasium(envs[0].observation_space), from_gymnasium(envs[0].action_space)),
                 episodes,
@@ -133,17 +133,17 @@ class RolloutWorker:
     @property
     def exhausted(self) -> bool:
         """Whether every episode has been collected."""
-        return not len(self._lanes)
+        return not len(self._envs)
 
     @property
     def open_episodes(self) -> list[str]:
         """Ids of the open episodes of which pieces were taken."""
-        return [open_.episode_id for open_ in self._lanes.open_episodes if open_.num_taken]
+        return [open_.episode_id for open_ in self._envs.open_episodes if open_.num_taken]
 
     @property
     def mask_size(self) -> int | None:
         """Width of the environment's action masks; None if it gives none."""
-        return self._lanes.mask_size
+        return self._envs.mask_size
 
     @property
     def first_step_at(self) -> float | None:
@@ -160,7 +160,7 @@ class RolloutWorker:
         if not self.exhausted:
             one = require_single(behavior_policy)
             self._actor = Actor(one, self._env)
-            self._lanes.set_actor(self._actor)
+            self._envs.set_actor(self._actor)
             self._actors.append((one.name, one.version))
 
     def advance(self, num_steps: int, interval_s: float) -> int:
@@ -170,31 +170,31 @@ class RolloutWorker:
         naming the episode if the environment raises, EpisodeInvalidError if it gives what its
         spaces do not hold.
         """
-        lanes, clock, actor = self._lanes, time.perf_counter, len(self._actors) - 1
+        lanes, clock, actor = self._envs, time.perf_counter, len(self._actors) - 1
         if self._first_at is None and len(lanes):
             self._first_at = time.time()
-        made, inference_s, env_s = 0, 0.0, 0.0
+        num_done, inference_s, env_s = 0, 0.0, 0.0
         started = now = clock()
-        while (num := len(lanes)) and made < num_steps and now - started < interval_s:
+        while (num := len(lanes)) and num_done < num_steps and now - started < interval_s:
             actions = lanes.act(actor)
-            acted = clock()
+            middle = clock()
             lanes.step(actions)
-            made += num
-            inference_s += acted - now
+            num_done += num
+            inference_s += middle - now
             now = clock()
-            env_s += now - acted
-        self.timings.add("inference", inference_s, made)
-        self.timings.add("env_step", env_s, made)
-        return made
+            env_s += now - middle
+        self.timings.add("inference", inference_s, num_done)
+        self.timings.add("env_step", env_s, num_done)
+        return num_done
 
     def take_episodes(self, with_open: bool) -> Sequence[Episode]:
         """Return what was recorded since the last call: the episodes that ended.
 
         with_open: the steps so far of open ones as well, as pieces; later pieces go on from there.
         """
-        self._lanes.flush_block()
-        taken = take_steps(
-            self._lanes.take_buffers(),
+        self._envs.flush_block()
+        steps = take_steps(
+            self._envs.take_buffers(),
             self._actors,
             producer=self._producer,
             worker=self._worker,
@@ -204,13 +204,13 @@ class RolloutWorker:
         if with_open:
             # Steps that wait name who acted by number; now none does.
             self._actors = self._actors[-1:]
-        return taken
+        return steps
 
     def take_ends(self) -> list[EpisodeEnd]:
         """Return the episodes that ended since the last call."""
-        taken, self._lanes.ends = self._lanes.ends, []
-        return taken
+        ends, self._envs.ends = self._envs.ends, []
+        return ends
 
     def close(self) -> None:
         """Close the environments; what was not taken is dropped."""
-        self._lanes.close()
+        self._envs.close()

@@ -154,14 +154,14 @@ def _intervals(
 
 
 def _totals(values: Mapping[str, float]) -> dict[Link, Total]:
-    found: dict[Link, Total] = {}
+    totals: dict[Link, Total] = {}
     for link in LINKS:
         if (seconds := values.get(f"{PROFILE}/{link}/seconds")) is not None:
             items, num_bytes = (
                 round(values.get(f"{PROFILE}/{link}/{what}", 0)) for what in ("items", "bytes")
             )
-            found[link] = Total(seconds, items, num_bytes)
-    return found
+            totals[link] = Total(seconds, items, num_bytes)
+    return totals
 
 
 def _sum(
@@ -271,21 +271,21 @@ def find_bottleneck(
             if max(_share(one, seconds, wall_s, num_workers) for one in groups) < _IDLE:
                 why = "they take turns" if is_sync else "neither may run further ahead"
                 return Bottleneck("rate limiter", None, f"{why}{waits}")
-    most = max(groups, key=lambda one: _share(one, seconds, wall_s, num_workers))
+    slowest = max(groups, key=lambda one: _share(one, seconds, wall_s, num_workers))
     shares = {
-        link: _share(_Group(most.cause, most.place, (link,)), seconds, wall_s, num_workers)
-        for link in most.links
+        link: _share(_Group(slowest.cause, slowest.place, (link,)), seconds, wall_s, num_workers)
+        for link in slowest.links
     }
-    link = max(most.links, key=lambda link: shares[link])
-    whose = "the run's" if num_workers == 0 else f"the {most.place}'s".replace("s's", "s'")
+    link = max(slowest.links, key=lambda link: shares[link])
+    whose = "the run's" if num_workers == 0 else f"the {slowest.place}'s".replace("s's", "s'")
     text = f"{link} takes {_percent(shares[link])} of {whose} time"
-    others = [one for one in most.links if one != link and shares[one] >= _MIN_SHARE_SHOWN]
+    others = [one for one in slowest.links if one != link and shares[one] >= _MIN_SHARE_SHOWN]
     if others:
         text += f", {_percent(sum(shares.values()))} with {' and '.join(others)}"
-    unseen = _unaccounted_share(most.place, seconds, wall_s, num_workers)
+    unseen = _unaccounted_share(slowest.place, seconds, wall_s, num_workers)
     if unseen > sum(shares.values()):
         text += f", while {_percent(unseen)} of it is in no link"
-    return Bottleneck(most.cause, link, text + waits)
+    return Bottleneck(slowest.cause, link, text + waits)
 
 
 def _unaccounted_share(

@@ -39,9 +39,9 @@ class MetricsServer:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
-            found = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+            reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
             raise ConfigInvalidError(
-                f"metrics at {host}:{port}: {found}, expected a free port of an address of this "
+                f"metrics at {host}:{port}: {reason}, expected a free port of an address of this "
                 "machine. Give another, or port 0 for any that is free."
             ) from error
         self.host, self.port = host, int(self._server.server_port)
@@ -101,13 +101,13 @@ class _RunValues(Collector):
         if self.labels is None:
             return
         with self._lock:
-            values = {family: dict(found) for family, found in self._values.items() if found}
-        for family, found in values.items():
+            values = {family: dict(samples) for family, samples in self._values.items() if samples}
+        for family, samples in values.items():
             cls = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-            made = cls(family.name, family.description, labels=list(_labels_of(family)))
-            for label, value in found.items():
-                made.add_metric([*self.labels, *([] if label is None else [label])], value)
-            yield made
+            metric = cls(family.name, family.description, labels=list(_labels_of(family)))
+            for label, value in samples.items():
+                metric.add_metric([*self.labels, *([] if label is None else [label])], value)
+            yield metric
 
 
 _Kind = Literal["counter", "gauge"]

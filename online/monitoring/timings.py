@@ -63,8 +63,8 @@ class Timings:
 
     def take(self) -> Timings:
         """Return the totals, and begin anew."""
-        taken, self.totals = Timings(self.totals), {}
-        return taken
+        timings, self.totals = Timings(self.totals), {}
+        return timings
 
     def to_metrics(self) -> Mapping[str, float]:
         return {

@@ -23,8 +23,8 @@ class LocalPool:
         self._workers = [RecordingWorker(spec) for spec in orders]
         self._interval_s = interval_s
         self._with_open = with_open
-        self._asked: dict[int, int] = {}
-        self._acting: list[BehaviorPolicies | None] = [None] * len(orders)
+        self._requests: dict[int, int] = {}
+        self._behavior: list[BehaviorPolicies | None] = [None] * len(orders)
 
     @property
     def size(self) -> int:
@@ -32,19 +32,19 @@ class LocalPool:
 
     def request_steps(self, worker: int, num_steps: int) -> None:
         """Let a worker that owes no answer collect so many steps and hand them over."""
-        self._asked[worker] = num_steps
+        self._requests[worker] = num_steps
 
     def broadcast(self, policy: BehaviorPolicies) -> None:
         """Let whatever is asked from now on be collected with this policy."""
-        self._acting = [policy] * self.size
+        self._behavior = [policy] * self.size
 
     def receive(self, timeout_s: float) -> RolloutBatch | None:
         """Do what was asked for first; None if nothing was. Raises: as RecordingWorker.ship."""
-        if not self._asked:
+        if not self._requests:
             return None
-        worker = next(iter(self._asked))
-        num_steps = self._asked.pop(worker)
-        policy, self._acting[worker] = self._acting[worker], None
+        worker = next(iter(self._requests))
+        num_steps = self._requests.pop(worker)
+        policy, self._behavior[worker] = self._behavior[worker], None
         return self._workers[worker].ship(num_steps, self._interval_s, policy, self._with_open)
 
     def close(self) -> None:

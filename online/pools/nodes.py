@@ -74,8 +74,8 @@ class Nodes:
     def remarks(self) -> tuple[str, ...]:
         """What the user should know of the nodes: a line for each that does not see the lake."""
         return tuple(
-            f"{found}: its workers send what they collect to this node, which writes it"
-            for found in self.without_lake.values()
+            f"{remark}: its workers send what they collect to this node, which writes it"
+            for remark in self.without_lake.values()
         )
 
     def num_cpus(self) -> float:
@@ -91,12 +91,12 @@ class Nodes:
         try:
             arguments = (self.lake, self.dataset, folder, nonce, version)
             task = self.ray.remote(num_cpus=0, max_retries=0)(_check_lake_visible)
-            asked = {
+            checks = {
                 task.options(scheduling_strategy=pin_to_node(node)).remote(*arguments, node): node
                 for node in nodes
             }
-            ready = self._answered(list(asked))
-            for reference, node in asked.items():
+            ready = self._answered(list(checks))
+            for reference, node in checks.items():
                 name = f"node {nodes[node]['NodeManagerAddress']} ({node[:8]})"
                 missing: str | None = f"found no answer in {_TIMEOUT_S:.0f} s"
                 if reference in ready:
@@ -112,15 +112,15 @@ class Nodes:
             answers = [_answer_path(folder, node) for node in nodes]
             handle.storage.delete([_nonce_path(folder), *answers])
 
-    def _answered(self, asked: Sequence[Any]) -> list[Any]:
+    def _answered(self, references: Sequence[Any]) -> list[Any]:
         """Wait for all of them, and return those that were answered in time."""
         until = time.monotonic() + _TIMEOUT_S
         while True:
             ready: list[Any]
-            ready, left = self.ray.wait(
-                asked, num_returns=len(asked), timeout=_POLL_S, fetch_local=False
+            ready, pending = self.ray.wait(
+                references, num_returns=len(references), timeout=_POLL_S, fetch_local=False
             )
-            if not left or time.monotonic() > until:
+            if not pending or time.monotonic() > until:
                 return ready
             if self.should_end():
                 raise KeyboardInterrupt

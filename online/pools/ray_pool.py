@@ -84,11 +84,11 @@ class RayPool:
         self._interval_s, self._with_open = interval_s, with_open
         self._cpus = cpus_per_worker
         self._start_timeout_s, self._answer_timeout_s = start_timeout_s, answer_timeout_s
-        self._seats = [WorkerState(spec) for spec in orders]
+        self._workers = [WorkerState(spec) for spec in orders]
         self._pending: dict[Any, int] = {}
-        self._acting: Any = None
+        self._behavior: Any = None
         self._writer: Any = None
-        self._looked_at = self._checked_at = time.monotonic()
+        self._polled_at = self._checked_at = time.monotonic()
         self._stack = ExitStack()
         try:
             self._cluster = Cluster(
@@ -101,7 +101,7 @@ class RayPool:
                 should_end=should_end,
             )
             self._ray = self._cluster.ray
-            for seat in self._seats:
+            for seat in self._workers:
                 self._start_worker(seat)
         except BaseException:
             self.close()
@@ -109,7 +109,7 @@ class RayPool:
 
     @property
     def size(self) -> int:
-        return len(self._seats)
+        return len(self._workers)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -118,10 +118,10 @@ class RayPool:
 
     def request_steps(self, worker: int, num_steps: int) -> None:
         """Let a worker that owes no answer collect so many steps and hand them over."""
-        seat = self._seats[worker]
+        seat = self._workers[worker]
         if seat.unwritten is None:
-            seat.owed += num_steps
-            seat.asked = num_steps
+            seat.num_owed += num_steps
+            seat.num_requested = num_steps
         self._send(worker)
 
     def broadcast(self, policy: BehaviorPolicies) -> None:
@@ -129,7 +129,7 @@ class RayPool:
 
         It is put into Ray's object store once, and loaded once by each worker that is asked.
         """
-        self._acting = self._ray.put(self._cluster.embed_graphs(policy))
+        self._behavior = self._ray.put(self._cluster.embed_graphs(policy))
 
     def receive(self, timeout_s: float) -> RolloutBatch | WorkerLost | None:
         """Return the next answer, the one asked for first if there are several; None if none comes.
@@ -139,8 +139,8 @@ class RayPool:
         """
         until = time.monotonic() + timeout_s
         while self._pending:
-            left = max(0.0, until - time.monotonic())
-            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=left)
+            wait_s = max(0.0, until - time.monotonic())
+            ready, _ = self._ray.wait(list(self._pending), num_returns=1, timeout=wait_s)
             # Also while others answer: they may do so for hours beside one that hangs.
             if (lost := self._late()) is not None:
                 return lost
@@ -154,12 +154,12 @@ class RayPool:
 
     def close(self) -> None:
         """End the workers, and a Ray of our own; what was not handed over is dropped."""
-        actors = [seat.actor for seat in self._seats] + [self._writer]
+        actors = [seat.actor for seat in self._workers] + [self._writer]
         for actor in filter(None, actors):
             self._ray.kill(actor)
-        for seat in self._seats:
+        for seat in self._workers:
             seat.actor = seat.unwritten = None
-        self._pending, self._writer, self._acting = {}, None, None
+        self._pending, self._writer, self._behavior = {}, None, None
         self._stack.close()
 
     # Where.
@@ -186,18 +186,18 @@ class RayPool:
             False,
         )
         seat.ready = seat.actor.__ray_ready__.remote()
-        seat.seated_at, seat.started_at = time.monotonic(), None
+        seat.placed_at, seat.started_at = time.monotonic(), None
 
     def _restart_unscheduled(self) -> None:
         """Start again, without CPUs of its own, what no node has room for since one was lost."""
         now = time.monotonic()
-        if now - self._looked_at < _UNSCHEDULED_TIMEOUT_S:
+        if now - self._polled_at < _UNSCHEDULED_TIMEOUT_S:
             return
-        self._looked_at = now
+        self._polled_at = now
         if self._cluster.has_free_cpus:
             return
         for reference, worker in list(self._pending.items()):
-            seat = self._seats[worker]
+            seat = self._workers[worker]
             if not seat.has_answered and seat.num_cpus and seat.unwritten is None:
                 del self._pending[reference]
                 self._ray.kill(seat.actor)
@@ -213,12 +213,12 @@ class RayPool:
             return None
         self._checked_at = now
         for reference, worker in list(self._pending.items()):
-            seat = self._seats[worker]
+            seat = self._workers[worker]
             if seat.unwritten is None and not self._has_started(seat):
-                if now - seat.seated_at > self._start_timeout_s:
+                if now - seat.placed_at > self._start_timeout_s:
                     self._share(worker, reference)
                 continue
-            asked_at = max(seat.asked_at, seat.started_at or 0.0)
+            asked_at = max(seat.requested_at, seat.started_at or 0.0)
             if now - asked_at > self._answer_timeout_s:
                 del self._pending[reference]
                 if seat.unwritten is not None:
@@ -240,7 +240,7 @@ class RayPool:
 
     def _share(self, worker: int, reference: Any) -> None:
         """Let a replacement share CPUs. Raises: RolloutError where it does, or none was there."""
-        seat = self._seats[worker]
+        seat = self._workers[worker]
         if seat.is_first or not seat.num_cpus:
             free = self._ray.available_resources().get("CPU", 0.0)
             raise RolloutError(
@@ -256,21 +256,21 @@ class RayPool:
     # What is asked, and answered.
 
     def _send(self, worker: int) -> None:
-        seat = self._seats[worker]
+        seat = self._workers[worker]
         if seat.unwritten is not None:
             reference = self._writer_actor().write.remote(seat.unwritten)
         else:
-            policy = None if seat.behavior_policy is self._acting else self._acting
-            seat.behavior_policy = self._acting
+            policy = None if seat.behavior_policy is self._behavior else self._behavior
+            seat.behavior_policy = self._behavior
             reference = seat.actor.ship.remote(
-                seat.asked, self._interval_s, policy, self._with_open
+                seat.num_requested, self._interval_s, policy, self._with_open
             )
-        self._pending[reference], seat.asked_at = worker, time.monotonic()
+        self._pending[reference], seat.requested_at = worker, time.monotonic()
 
     def _take_answer(self, reference: Any) -> RolloutBatch | WorkerLost | None:
         """Take what has come; None where it goes on to the writer."""
         worker = self._pending.pop(reference)
-        seat, exceptions = self._seats[worker], self._ray.exceptions
+        seat, exceptions = self._workers[worker], self._ray.exceptions
         try:
             batch: RolloutBatch = self._ray.get(reference)
         except exceptions.RayTaskError as error:
@@ -289,7 +289,7 @@ class RayPool:
 
     def _replace_lost(self, worker: int, error: Exception) -> WorkerLost | None:
         """Replace a worker that is gone, or the writer, which then writes what it was given."""
-        seat, reason = self._seats[worker], death_reason(error)
+        seat, reason = self._workers[worker], death_reason(error)
         seat.deaths += 1
         if seat.deaths > _MAX_DEATHS:
             raise RolloutError(
@@ -307,13 +307,13 @@ class RayPool:
             self._ray.kill(seat.actor)
         lost = WorkerLost(worker, reason, seat.open_episodes)
         seat.spec = seat.remaining_spec()
-        seat.num_ended, seat.owed, seat.open_episodes, seat.unwritten = 0, 0, (), None
+        seat.num_ended, seat.num_owed, seat.open_episodes, seat.unwritten = 0, 0, (), None
         self._start_worker(seat, is_first=False)
         return lost
 
     def _writer_actor(self) -> Any:
         if self._writer is None:
-            spec = self._seats[0].spec
+            spec = self._workers[0].spec
             actor = self._ray.remote(num_cpus=0, scheduling_strategy=pin_to_node(current_node()))(
                 RolloutBatchWriter
             )
@@ -381,7 +381,7 @@ class WorkerState:
     spec: what that process was made with. ended: numbers of its episodes that ended; num_begun: at
     most so many were begun. owed: steps that were asked for and not handed over. unwritten: a
     shipment that the writer has still to write. deaths: in a row, without a shipment in between.
-    ready: what is answered once the process runs. seated_at, started_at, asked_at: when it was
+    ready: what is answered once the process runs. placed_at, started_at, requested_at: when it was
     asked for, was found to run, and was asked for what it owes, by the monotonic clock (s).
     """
 
@@ -391,17 +391,17 @@ class WorkerState:
     behavior_policy: Any = None
     ended: set[int] = field(default_factory=set)
     num_ended: int = 0
-    owed: int = 0
-    asked: int = 0
+    num_owed: int = 0
+    num_requested: int = 0
     open_episodes: tuple[str, ...] = ()
     unwritten: Any = None
     deaths: int = 0
     has_answered: bool = False
     is_first: bool = True
     ready: Any = None
-    seated_at: float = 0.0
+    placed_at: float = 0.0
     started_at: float | None = None
-    asked_at: float = 0.0
+    requested_at: float = 0.0
 
     def apply_batch(self, batch: RolloutBatch) -> None:
         """Take what a shipment tells of the episodes."""
@@ -409,17 +409,17 @@ class WorkerState:
         if not isinstance(self.spec.episodes, EpisodeNumbers):
             self.ended |= numbers
         self.num_ended += len(numbers)
-        self.owed = 0
+        self.num_owed = 0
         self.open_episodes = tuple(batch.open_episodes)
 
     def remaining_spec(self) -> WorkerSpec:
         """Return what a replacement is to collect: what has not ended, or fresh episodes."""
         episodes = self.spec.episodes
         if not isinstance(episodes, EpisodeNumbers):
-            left = [number for number in episodes if number not in self.ended]
-            return replace(self.spec, episodes=left)
+            remaining = [number for number in episodes if number not in self.ended]
+            return replace(self.spec, episodes=remaining)
         # An episode has a step at least, and every environment may have begun another.
-        num_begun = self.num_ended + self.owed + 2 * self.spec.config.envs_per_worker
+        num_begun = self.num_ended + self.num_owed + 2 * self.spec.config.envs_per_worker
         fresh = EpisodeNumbers(episodes.first + episodes.step * num_begun, episodes.step)
         return replace(self.spec, episodes=fresh)
 
@@ -427,9 +427,9 @@ class WorkerState:
 def death_reason(error: Exception) -> str:
     """Return in one line what Ray says of a death in a dozen."""
     text = str(error)
-    found = {
+    reasons = {
         name: match.group(1) for name, one in _DEATH_PATTERNS.items() if (match := one.search(text))
     }
-    cause = found.get("cause") or next(iter(text.splitlines()), "") or type(error).__name__
-    where = " ".join(f"{name} {found[name]}" for name in ("pid", "ip") if name in found)
+    cause = reasons.get("cause") or next(iter(text.splitlines()), "") or type(error).__name__
+    where = " ".join(f"{name} {reasons[name]}" for name in ("pid", "ip") if name in reasons)
     return f"{where}: {cause}" if where else cause

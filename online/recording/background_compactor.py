@@ -74,7 +74,7 @@ class BackgroundCompactor:
         self._new_shards = new_shards
         self._look_s = look_s
         self._on_remark = on_remark
-        self._left = 0
+        self._num_left = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replaylake-keep", daemon=True)
         self._thread.start()
@@ -101,9 +101,9 @@ class BackgroundCompactor:
             # The dataset may be gone, and the store not answer: the run itself says so.
             with suppress(ReplayLakeError):
                 num = self._num_shards()
-                if num >= self._left + self._new_shards:
+                if num >= self._num_left + self._new_shards:
                     self._round()
-                    self._left = self._num_shards()
+                    self._num_left = self._num_shards()
 
     def _num_shards(self) -> int:
         return len(self._dataset.table.log.newest().files)
@@ -112,12 +112,12 @@ class BackgroundCompactor:
         process = _start_process(self._lake, self._dataset.name)
         while process.poll() is None and not self._closing.wait(0.1):
             pass
-        kept = _wait_or_terminate(process, self._dataset.name)
-        if kept is None:
+        error = _wait_or_terminate(process, self._dataset.name)
+        if error is None:
             return
-        self.rounds.append(kept)
-        if kept.blocked_reason is not None:
-            self._on_remark(f"housekeeping of {self._dataset.name!r}: {kept.blocked_reason}")
+        self.rounds.append(error)
+        if error.blocked_reason is not None:
+            self._on_remark(f"housekeeping of {self._dataset.name!r}: {error.blocked_reason}")
 
 
 def _start_process(lake: str, dataset: str) -> subprocess.Popen[bytes]:
@@ -144,14 +144,14 @@ def _wait_or_terminate(process: subprocess.Popen[bytes], dataset: str) -> Compac
         process.terminate()
     try:
         # Closes its standard input too, with which it would end by itself.
-        said, _ = process.communicate(timeout=_END_S)
+        output, _ = process.communicate(timeout=_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        said, _ = process.communicate()
+        output, _ = process.communicate()
     if not is_done:
         return None
     with suppress(ValueError, TypeError):
-        return CompactionRound(**json.loads(said))
+        return CompactionRound(**json.loads(output))
     return CompactionRound(
         blocked_reason=f"its process ended with {process.returncode}, expected a report of it. "
         f"Run `replaylake maintain run {dataset}` to see why; nothing is lost meanwhile."
@@ -170,15 +170,15 @@ def main(lake: str, dataset: str) -> None:
 def compact_and_vacuum(lake: str, dataset: str) -> CompactionRound:
     """Compact a dataset, and delete the files that nothing needs any more; here and now."""
     try:
-        opened = open_lake(lake)
-        retention = read_retention(opened.dataset(dataset).snapshot().table)
+        store = open_lake(lake)
+        retention = read_retention(store.dataset(dataset).snapshot().table)
         # Once: what comes meanwhile would be merged a few shards at a time, without an end.
         target = retention.target_shard_bytes
-        steps, *_ = compact(opened, dataset, target_bytes=target, once=True)
-        found = vacuum(opened, [dataset], delete=True)
+        steps, *_ = compact(store, dataset, target_bytes=target, once=True)
+        receipt = vacuum(store, [dataset], delete=True)
     except ReplayLakeError as error:
         return CompactionRound(blocked_reason=f"{type(error).__name__}: {error}")
-    return CompactionRound(steps.shards_before, steps.shards_after, len(found.garbage))
+    return CompactionRound(steps.shards_before, steps.shards_after, len(receipt.garbage))
 
 
 def _exit_with_parent() -> None:

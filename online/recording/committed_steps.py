@@ -98,6 +98,6 @@ def read_committed(dataset: Dataset, run_id: str, *, since: int) -> CommittedSte
         own,
     )
     infos = dataset.table.log.history(since)
-    named = {episode for info in infos for episode in info.get(ABANDONED, ())}
-    left_open = tuple(e for e in rows["episode_id"].to_pylist() if e not in named)
+    abandoned = {episode for info in infos for episode in info.get(ABANDONED, ())}
+    left_open = tuple(e for e in rows["episode_id"].to_pylist() if e not in abandoned)
     return CommittedSteps(snapshot.version, **totals, left_open=left_open)

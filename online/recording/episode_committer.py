@@ -62,15 +62,15 @@ class EpisodeCommitter:
         self.last_version: int | None = None
         self._dataset = dataset
         self._interval_s = interval_s
-        self._news = threading.Condition()
+        self._condition = threading.Condition()
         self._waiting: list[WrittenEpisodes | Sequence[Episode]] = []
         self._num_waiting = 0
-        self._lost: list[str] = []
-        self._done: list[AcknowledgedCommit] = []
+        self._losses: list[str] = []
+        self._acknowledged: list[AcknowledgedCommit] = []
         self._num_done = 0
         self._is_committing = False
         self._answer_timeout_s = answer_timeout_s
-        self._asked_at: float | None = None
+        self._retry_at: float | None = None
         self._failure: BaseException | None = None
         self._is_urgent = False
         self._is_closing = False
@@ -89,11 +89,11 @@ class EpisodeCommitter:
         Raises: what went wrong before, other than a store that refuses; StorageError for one that
         hangs.
         """
-        with self._news:
+        with self._condition:
             self._check()
             self._waiting.append(part)
             self._num_waiting += _num_steps(part)
-            self._news.notify_all()
+            self._condition.notify_all()
 
     @property
     def is_behind(self) -> bool:
@@ -109,43 +109,43 @@ class EpisodeCommitter:
 
         At the latest `flush` and `close` make one.
         """
-        with self._news:
-            self._lost += episode_ids
+        with self._condition:
+            self._losses += episode_ids
 
     def take_acknowledged(self) -> list[AcknowledgedCommit]:
         """Return the commits since the last call. Raises: as add, where there was none."""
-        with self._news:
-            if not self._done:
+        with self._condition:
+            if not self._acknowledged:
                 self._check()
-            done, self._done = self._done, []
-            return done
+            ends, self._acknowledged = self._acknowledged, []
+            return ends
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Commit all of it now and wait; return whether it was done in time. Raises: as add."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._news:
+        with self._condition:
             self._is_urgent = True
-            self._news.notify_all()
-            while self._waiting or self._lost or self._is_committing:
+            self._condition.notify_all()
+            while self._waiting or self._losses or self._is_committing:
                 self._check()
-                left = None if until is None else until - time.monotonic()
-                if left is not None and left <= 0:
+                wait_s = None if until is None else until - time.monotonic()
+                if wait_s is not None and wait_s <= 0:
                     return False
-                self._news.wait(0.1 if left is None else min(left, 0.1))
+                self._condition.wait(0.1 if wait_s is None else min(wait_s, 0.1))
             self._check()
         return True
 
     def close(self) -> None:
         """Commit what is left, if the store takes it, and end the thread; not where that hangs."""
-        with self._news:
+        with self._condition:
             self._is_closing = True
-            self._news.notify_all()
+            self._condition.notify_all()
         while self._thread.is_alive() and not self._is_hung:
             self._thread.join(0.1)
 
     @property
     def _is_hung(self) -> bool:
-        asked_at = self._asked_at
+        asked_at = self._retry_at
         return asked_at is not None and time.monotonic() - asked_at > self._answer_timeout_s
 
     def _check(self) -> None:
@@ -162,35 +162,35 @@ class EpisodeCommitter:
     def _run(self) -> None:
         due = time.monotonic()
         while True:
-            with self._news:
-                while not (self._waiting or self._is_closing or (self._lost and self._is_urgent)):
+            with self._condition:
+                while not (self._waiting or self._is_closing or (self._losses and self._is_urgent)):
                     self._is_urgent = False
-                    self._news.wait()
-                if not (self._waiting or self._lost):
+                    self._condition.wait()
+                if not (self._waiting or self._losses):
                     return
-                while (left := due - time.monotonic()) > 0 and not (
+                while (wait_s := due - time.monotonic()) > 0 and not (
                     self._is_closing or self._is_urgent
                 ):
-                    self._news.wait(left)
+                    self._condition.wait(wait_s)
                 parts, self._waiting, self._num_waiting = self._waiting, [], 0
-                lost, self._lost = self._lost, []
+                lost, self._losses = self._losses, []
                 self._is_committing = True
             try:
                 commit = self._commit_group(parts, lost)
             except BaseException as error:
-                with self._news:
+                with self._condition:
                     # Whoever waits for the trouble to end is to look, and so to be told.
                     self._failure, self.blocked_reason = error, None
                     self._num_waiting = 0
-                    self._news.notify_all()
+                    self._condition.notify_all()
                 return
             due = time.monotonic() + self._interval_s
-            with self._news:
+            with self._condition:
                 self._num_done += len(parts)
                 self._is_committing = False
                 if parts:
-                    self._done.append(AcknowledgedCommit(commit, self._num_done - 1))
-                self._news.notify_all()
+                    self._acknowledged.append(AcknowledgedCommit(commit, self._num_done - 1))
+                self._condition.notify_all()
 
     def _commit_group(
         self, parts: list[WrittenEpisodes | Sequence[Episode]], lost: Sequence[str]
@@ -205,7 +205,7 @@ class EpisodeCommitter:
         # Together, or each round of a worker in this process would be a shard.
         episodes = [e for part in parts if not isinstance(part, WrittenEpisodes) for e in part]
         while True:
-            self._asked_at = time.monotonic()
+            self._retry_at = time.monotonic()
             try:
                 if episodes:
                     written.append(self._write_episodes(episodes))
@@ -215,13 +215,13 @@ class EpisodeCommitter:
                 seconds = time.perf_counter() - started
                 self.timings.add("commit", seconds, 1, commit.num_bytes)
             except TransientStorageError as error:
-                self._asked_at, self.blocked_reason = None, str(error)
-                with self._news:
+                self._retry_at, self.blocked_reason = None, str(error)
+                with self._condition:
                     if self._is_closing:
                         raise
-                    self._news.wait_for(lambda: self._is_closing, RETRY_S)
+                    self._condition.wait_for(lambda: self._is_closing, RETRY_S)
                 continue
-            self._asked_at = None
+            self._retry_at = None
             self._sequence += 1
             self.last_version, self.blocked_reason = commit.version, None
             return commit

@@ -73,7 +73,7 @@ class DirectFeed:
     def __init__(self, view: LiveView, recorder: EpisodeCommitter | None) -> None:
         self._view = view
         self._recorder = recorder
-        self._arrived: list[ArrivedSteps] = []
+        self._arrivals: list[ArrivedSteps] = []
 
     @property
     def blocked_reason(self) -> str | None:
@@ -89,7 +89,7 @@ class DirectFeed:
             self._view.put(batch.pieces)
             if self._recorder is not None:
                 self._recorder.add(batch.pieces)
-        self._arrived.append(ArrivedSteps(batch.num_steps, _latency(batch)))
+        self._arrivals.append(ArrivedSteps(batch.num_steps, _latency(batch)))
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
         if self._recorder is not None:
@@ -97,7 +97,7 @@ class DirectFeed:
 
     def take_arrived(self) -> list[ArrivedSteps]:
         """Return what was added since the last call."""
-        arrived, self._arrived = self._arrived, []
+        arrived, self._arrivals = self._arrivals, []
         if self._recorder is not None:
             self._recorder.take_acknowledged()
         return arrived
@@ -133,11 +133,11 @@ class LakeFeed:
         self._view = view
         self._recorder = recorder
         # Handed over and not committed; then committed and not there yet, by version.
-        self._handed: deque[RolloutBatch] = deque()
+        self._batches: deque[RolloutBatch] = deque()
         self._committed: deque[tuple[int, RolloutBatch]] = deque()
         self._num_committed = 0
         # Of shipments in which there was nothing to write.
-        self._without: list[ArrivedSteps] = []
+        self._empty: list[ArrivedSteps] = []
 
     @property
     def blocked_reason(self) -> str | None:
@@ -150,10 +150,10 @@ class LakeFeed:
     def add(self, batch: RolloutBatch) -> None:
         """Hand it on to be committed."""
         if batch.written is None:
-            self._without.append(ArrivedSteps(batch.num_steps, None))
+            self._empty.append(ArrivedSteps(batch.num_steps, None))
             return
         self._recorder.add(batch.written)
-        self._handed.append(batch)
+        self._batches.append(batch)
 
     def abandon(self, episode_ids: Sequence[str]) -> None:
         self._recorder.abandon(episode_ids)
@@ -162,9 +162,9 @@ class LakeFeed:
         """Return what the view has of what was committed."""
         for acknowledged in self._recorder.take_acknowledged():
             while self._num_committed <= acknowledged.last:
-                self._committed.append((acknowledged.commit.version, self._handed.popleft()))
+                self._committed.append((acknowledged.commit.version, self._batches.popleft()))
                 self._num_committed += 1
-        arrived, self._without = self._without, []
+        arrived, self._empty = self._empty, []
         if not self._committed:
             return arrived
         version = self._view.version
@@ -188,9 +188,9 @@ class LakeFeed:
 
 def _take_follow_timings(view: FollowedView) -> Timings:
     """Return what the view's thread has been at since the last call."""
-    found, timings = view.timings(), Timings()
-    timings.add("tail", found.tail.seconds, found.tail.items, found.tail.num_bytes)
-    timings.add("decode", found.decode.seconds, found.decode.items, found.decode.num_bytes)
+    totals, timings = view.timings(), Timings()
+    timings.add("tail", totals.tail.seconds, totals.tail.items, totals.tail.num_bytes)
+    timings.add("decode", totals.decode.seconds, totals.decode.items, totals.decode.num_bytes)
     return timings
 
 

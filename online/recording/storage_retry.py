@@ -24,23 +24,23 @@ class StorageRetry:
         should_end: whether the run was asked to end, which it then does without what is refused.
         """
         self._on_remark, self._should_end = on_remark, should_end
-        self._refused: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
 
     @property
     def blocked_reason(self) -> str | None:
         """Why the run waits, if it does."""
-        return next(iter(self._refused.values()), None)
+        return next(iter(self._reasons.values()), None)
 
     def set_blocked(self, who: str, trouble: str | None) -> None:
         """Take what somebody was refused now; None: nothing any more."""
-        was_refused = bool(self._refused)
+        was_refused = bool(self._reasons)
         if trouble is None:
-            self._refused.pop(who, None)
+            self._reasons.pop(who, None)
         else:
-            self._refused[who] = trouble
+            self._reasons[who] = trouble
         if trouble is not None and not was_refused:
             self._on_remark(f"the run waits, and goes on by itself. {trouble}")
-        elif was_refused and not self._refused:
+        elif was_refused and not self._reasons:
             self._on_remark("the store takes what is written again: the run goes on")
 
     def retry(self, who: str, call: Callable[[], _T]) -> _T:
@@ -51,7 +51,7 @@ class StorageRetry:
         """
         while True:
             try:
-                made = call()
+                result = call()
             except TransientStorageError as error:
                 self.set_blocked(who, str(error))
                 if self._should_end():
@@ -59,4 +59,4 @@ class StorageRetry:
                 time.sleep(RETRY_S)
                 continue
             self.set_blocked(who, None)
-            return made
+            return result

@@ -46,7 +46,7 @@ def build_packages(
 
 
 def register_packages(
-    registry: Registry, record: RunRecord, packages: Mapping[str, Path], found: Mapping[str, Any]
+    registry: Registry, record: RunRecord, packages: Mapping[str, Path], fields: Mapping[str, Any]
 ) -> tuple[PolicyRef, dict[str, Any]]:
     """Register each agent's package under the name it says, the run's end with the last one.
 
@@ -68,25 +68,25 @@ def register_packages(
         policies[agent] = f"{name}:{version}"
     if last:
         policies[last] = None
-    done = record.to_finished({**found, "policies": policies})
+    finished = record.to_finished({**fields, "policies": policies})
     ref = registry.register(
         check_package(packages[last]).body["name"],
         packages[last],
         run_id=record.run_id,
         lineage=_lineage(packages[last]),
-        run=done,
+        run=finished,
         replaces=record.body,
     )
-    return ref, done
+    return ref, finished
 
 
 def load_registered_policies(
     registry: Registry, last: PolicyRef, record: Mapping[str, Any]
 ) -> dict[str, PolicyRef]:
     """Return the agents' policies that the record of a run that is done names; see register."""
-    named = record.get("policies") or {}
+    policies = record.get("policies") or {}
     return {
-        agent: last if text is None else registry.resolve(text) for agent, text in named.items()
+        agent: last if text is None else registry.resolve(text) for agent, text in policies.items()
     }
 
 

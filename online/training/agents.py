@@ -200,9 +200,9 @@ class AgentBatches:
 
     def take_metrics(self) -> dict[str, float]:
         """Return each one's, by agent; of the staleness, which is the run's, the mean as well."""
-        told = {agent: supply.take_metrics() for agent, supply in self._supplies.items()}
-        values = {f"{_AGENT}/{a}/{name}": v for a, each in told.items() for name, v in each.items()}
-        staleness = [each["staleness"] for each in told.values() if "staleness" in each]
+        metrics = {agent: supply.take_metrics() for agent, supply in self._supplies.items()}
+        values = {f"{_AGENT}/{a}/{name}": v for a, m in metrics.items() for name, v in m.items()}
+        staleness = [each["staleness"] for each in metrics.values() if "staleness" in each]
         return values | ({"staleness": float(np.mean(staleness))} if staleness else {})
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,18 +58,18 @@ class Collector:
         self._broadcaster = Broadcaster(parts, config)
         self.num_steps = self.num_episodes = 0
         self.returns = RecentReturns(max(_MAX_RETURNS, config.until_episodes))
-        self._said_zero_sum = False
+        self._has_warned = False
         # Steps that workers may still hand over, by worker; and those handed over and not arrived.
-        self._promised: dict[int, int] = {}
+        self._permits: dict[int, int] = {}
         self._num_under_way = 0
         # By worker: episodes that it is in the middle of, and when it is asked again after the
         # store refused what it has.
         self._open: dict[int, Sequence[str]] = {}
-        self._refused_until: dict[int, float] = {}
+        self._retry_at: dict[int, float] = {}
         self._latencies: deque[float] = deque(maxlen=_MAX_LATENCIES)
-        self._looked_at = -math.inf
+        self._polled_at = -math.inf
         # When something came, arrived or was learned last.
-        self._moved_at = time.monotonic()
+        self._active_at = time.monotonic()
 
     @property
     def can_update(self) -> bool:
@@ -102,8 +102,8 @@ class Collector:
         """
         now = time.perf_counter()
         if can_update:
-            self._moved_at = time.monotonic()
-        if can_update and (self._takes_turns or now - self._looked_at < _POLL_S):
+            self._active_at = time.monotonic()
+        if can_update and (self._takes_turns or now - self._polled_at < _POLL_S):
             return
         self._record_arrived()
         self._issue_permits(update)
@@ -113,10 +113,10 @@ class Collector:
         if self._is_local and not (can_update or came):
             # A disk that is full: whoever works in this process waits for nothing else.
             time.sleep(_WAIT_S)
-        self._looked_at = time.perf_counter()
+        self._polled_at = time.perf_counter()
         self._check_moves()
         if not can_update and not self._is_local:
-            self._parts.timings.add("learner_wait", self._looked_at - now)
+            self._parts.timings.add("learner_wait", self._polled_at - now)
 
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Take in what is under way, and give up what is open: nothing more comes of it.
@@ -125,9 +125,9 @@ class Collector:
         """
         # What workers that are at it have collected is not to be lost.
         until = time.monotonic() + 10 * self._config.flush_interval_s + 5
-        while self._promised and time.monotonic() < until:
+        while self._permits and time.monotonic() < until:
             self._handle_answer(self._parts.pool.receive(_WAIT_S))
-        self._promised.clear()
+        self._permits.clear()
         self._parts.feed.abandon([episode for ids in self._open.values() for episode in ids])
         self.settle(on_wait)
         self._record_arrived()
@@ -137,7 +137,7 @@ class Collector:
 
         on_wait: called now and then meanwhile. Raises: TrainingError where nothing moves.
         """
-        self._moved_at = time.monotonic()
+        self._active_at = time.monotonic()
         while not self._parts.feed.drain(_SETTLE_S):
             self._record_arrived()
             on_wait()
@@ -169,19 +169,19 @@ class Collector:
             "limiter": self._parts.limiter.state_dict(),
         }
 
-    def start_from(self, found: CommittedSteps) -> None:
+    def start_from(self, steps: CommittedSteps) -> None:
         """Begin with what the run has recorded; before the first look."""
-        self.num_steps, self.num_episodes = found.num_steps, found.num_episodes
-        self._broadcaster.begin_at(found.policy_version + 1)
-        self._parts.limiter.insert(found.num_steps)
+        self.num_steps, self.num_episodes = steps.num_steps, steps.num_episodes
+        self._broadcaster.begin_at(steps.policy_version + 1)
+        self._parts.limiter.insert(steps.num_steps)
 
-    def load_state_dict(self, state: Mapping[str, Any], found: CommittedSteps) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], steps: CommittedSteps) -> None:
         """Go on from it, and with all that the run has recorded by now."""
         # What acted after the state was saved was of versions that name nothing else.
-        self._broadcaster.begin_at(max(state["version"], found.policy_version) + 1)
+        self._broadcaster.begin_at(max(state["version"], steps.policy_version) + 1)
         records = self._config.record
-        self.num_steps = found.num_steps if records else state["num_steps"]
-        self.num_episodes = found.num_episodes if records else state["num_episodes"]
+        self.num_steps = steps.num_steps if records else state["num_steps"]
+        self.num_episodes = steps.num_episodes if records else state["num_episodes"]
         self.returns.load_state_dict(state["returns"])
         num_inserts = max(self.num_steps, state["limiter"]["num_inserts"])
         self._parts.limiter.load_state_dict({**state["limiter"], "num_inserts": num_inserts})
@@ -189,7 +189,7 @@ class Collector:
     @property
     def _has_remaining_steps(self) -> bool:
         """Whether there are steps to come that were asked for."""
-        return bool(self._promised or self._num_under_way)
+        return bool(self._permits or self._num_under_way)
 
     def _check_moves(self) -> None:
         """Raise where all wait for each other, and not for a store that refuses.
@@ -197,9 +197,9 @@ class Collector:
         For workers that owe an answer the pool has its own limit.
         """
         now, timeout_s = time.monotonic(), self._config.answer_timeout_s
-        if self._promised or self._refused_until or self._parts.feed.blocked_reason is not None:
-            self._moved_at = now
-        if now - self._moved_at > timeout_s:
+        if self._permits or self._retry_at or self._parts.feed.blocked_reason is not None:
+            self._active_at = now
+        if now - self._active_at > timeout_s:
             limiter = self._parts.limiter
             raise TrainingError(
                 f"training: found nothing collected, committed or learned in {timeout_s:g} s, with "
@@ -216,7 +216,7 @@ class Collector:
         """Let workers that are free collect as much as the limiter, and the run, allow."""
         if self._parts.feed.blocked_reason is not None or self._parts.feed.is_behind:
             return
-        if self._takes_turns and (self._promised or self.can_update):
+        if self._takes_turns and (self._permits or self.can_update):
             return
         for worker in self._available_workers():
             num = self._next_permit()
@@ -224,30 +224,30 @@ class Collector:
                 return
             self._broadcaster.broadcast_if_due(update, self.num_steps)
             self._parts.pool.request_steps(worker, num)
-            self._promised[worker] = num
+            self._permits[worker] = num
             self._broadcaster.record_request(worker)
 
     def _next_permit(self) -> int:
         """Return how many steps the next worker may collect."""
-        promised = sum(self._promised.values())
+        promised = sum(self._permits.values())
         pending = promised + self._num_under_way
-        most = min(self._config.round_steps, self._config.steps - self.num_steps - promised)
-        num = self._parts.limiter.num_insertable(most, pending=pending)
+        maximum = min(self._config.round_steps, self._config.steps - self.num_steps - promised)
+        num = self._parts.limiter.num_insertable(maximum, pending=pending)
         # A few at a time would cost a round trip each.
-        least = min(most, self._config.envs_per_worker)
-        if num > 0 and num >= least:
+        minimum = min(maximum, self._config.envs_per_worker)
+        if num > 0 and num >= minimum:
             return num
-        if most <= 0 or pending or self.can_update:
+        if maximum <= 0 or pending or self.can_update:
             return 0
         # Neither may go on: sequences that were begun and lost count as if they would come.
-        return most if self._parts.batches.samples_once else least
+        return maximum if self._parts.batches.samples_once else minimum
 
     def _available_workers(self) -> list[int]:
         """Return the workers that may be asked; where some were refused, those, to try again."""
         now = time.monotonic()
-        free = [w for w in range(self._parts.pool.size) if w not in self._promised]
-        if self._refused_until:
-            return [w for w in free if now >= self._refused_until.get(w, math.inf)]
+        free = [w for w in range(self._parts.pool.size) if w not in self._permits]
+        if self._retry_at:
+            return [w for w in free if now >= self._retry_at.get(w, math.inf)]
         return free
 
     # What comes.
@@ -267,14 +267,14 @@ class Collector:
         return answer is not None
 
     def _record_batch(self, batch: RolloutBatch) -> None:
-        worker, self._moved_at = batch.worker, time.monotonic()
-        self._promised.pop(worker, None)
+        worker, self._active_at = batch.worker, time.monotonic()
+        self._permits.pop(worker, None)
         self._parts.storage_retry.set_blocked(f"worker {worker}", batch.blocked_reason)
         if batch.blocked_reason is not None:
             # What it has it keeps, and hands over the next time.
-            self._refused_until[worker] = time.monotonic() + RETRY_S
+            self._retry_at[worker] = time.monotonic() + RETRY_S
             return
-        self._refused_until.pop(worker, None)
+        self._retry_at.pop(worker, None)
         self._broadcaster.record_answer(worker)
         self._open[worker] = batch.open_episodes
         self.num_steps += batch.num_steps
@@ -286,15 +286,15 @@ class Collector:
 
     def _record_returns(self, batch: RolloutBatch) -> None:
         self.returns.add(batch.ends)
-        if self.returns.is_zero_sum and not self._said_zero_sum:
-            self._said_zero_sum = True
+        if self.returns.is_zero_sum and not self._has_warned:
+            self._has_warned = True
             self._remark(
                 "what an agent gains another loses, so far in every game: the sum of their "
                 "returns, 0, chooses no policy. Unless that changes, the last one is registered"
             )
 
     def _record_lost(self, lost: WorkerLost) -> None:
-        for of_worker in (self._promised, self._open, self._refused_until):
+        for of_worker in (self._permits, self._open, self._retry_at):
             of_worker.pop(lost.worker, None)
         self._broadcaster.record_lost(lost.worker)
         self._parts.storage_retry.set_blocked(f"worker {lost.worker}", None)
@@ -303,7 +303,7 @@ class Collector:
 
     def _record_arrived(self) -> None:
         for arrived in self._parts.feed.take_arrived():
-            self._moved_at = time.monotonic()
+            self._active_at = time.monotonic()
             self._num_under_way -= arrived.num_steps
             self._parts.limiter.insert(arrived.num_steps)
             if arrived.latency_s is not None:
@@ -321,7 +321,7 @@ class Broadcaster:
         self._at, self._update = -math.inf, -1
         # By worker: the version that it collects with. Then how far behind those of the last
         # shipments were when they came.
-        self._asked_with: dict[int, int] = {}
+        self._versions: dict[int, int] = {}
         self._staleness: deque[int] = deque(maxlen=_MAX_STALENESSES)
 
     @property
@@ -357,15 +357,15 @@ class Broadcaster:
 
     def record_request(self, worker: int) -> None:
         """Note that a worker collects with the newest version from now on."""
-        self._asked_with[worker] = self._version
+        self._versions[worker] = self._version
 
     def record_answer(self, worker: int) -> None:
         """Note that a worker's steps came."""
-        self._staleness.append(self._version - self._asked_with.pop(worker, self._version))
+        self._staleness.append(self._version - self._versions.pop(worker, self._version))
 
     def record_lost(self, worker: int) -> None:
         """Note that nothing comes of what a worker was asked for."""
-        self._asked_with.pop(worker, None)
+        self._versions.pop(worker, None)
 
     def _is_due(self, update: int, num_steps: int, now: float) -> bool:
         is_old = update - self._update >= self._config.broadcast_updates
@@ -379,7 +379,7 @@ class Broadcaster:
 
     def _is_too_stale(self, update: int) -> bool:
         """Whether a new version would leave a worker that is at it further behind than allowed."""
-        most = self._config.max_staleness
-        if most is None or self._parts.batches.samples_once or update == self._update:
+        maximum = self._config.max_staleness
+        if maximum is None or self._parts.batches.samples_once or update == self._update:
             return False
-        return any(self._version + 1 - version > most for version in self._asked_with.values())
+        return any(self._version + 1 - version > maximum for version in self._versions.values())

@@ -273,10 +273,10 @@ class OnlineRequest:
     def from_json(body: Mapping[str, Any]) -> OnlineRequest:
         """Return what to_json wrote down. Raises: ConfigInvalidError."""
         try:
-            given = dict(body["config"])
-            kept = {name: body[key] for key, name in _STORED_NAMES.items() if key in body}
-            kept |= {"options": given.pop("options"), "mix": given.pop("mix")}
-            config = replace(from_options(OnlineConfig, given, "online"), **kept)
+            options = dict(body["config"])
+            fields = {name: body[key] for key, name in _STORED_NAMES.items() if key in body}
+            fields |= {"options": options.pop("options"), "mix": options.pop("mix")}
+            config = replace(from_options(OnlineConfig, options, "online"), **fields)
             return OnlineRequest(body["dataset"], config)
         except (KeyError, TypeError) as error:
             raise ConfigInvalidError(

@@ -152,7 +152,7 @@ def _learner(
     """Make the learner, or all agents' own as one."""
     config = request.config
 
-    def made(seed: int) -> Learner:
+    def make(seed: int) -> Learner:
         learner = make_learner(
             config.algorithm,
             *spaces,
@@ -167,26 +167,26 @@ def _learner(
         return learner
 
     if config.agents == "shared":
-        return made(config.seed)
+        return make(config.seed)
     check_each(agents, env_id=config.env, has_mix=bool(config.mix), records=config.record)
     policy_names(config.policy, agents)
     # Not the same weights: equals that see the same would do the same.
-    return AgentLearners({agent: made(config.seed + i) for i, agent in enumerate(agents)})
+    return AgentLearners({agent: make(config.seed + i) for i, agent in enumerate(agents)})
 
 
 def _check_steps(config: OnlineConfig, learner: Learner) -> None:
     """Raises: ConfigInvalidError where the run would end before the first update."""
     plan = learner.on_policy
     if plan is not None:
-        least, why = plan.num_sequences * plan.length, "num_sequences * length, for a batch"
+        minimum, why = plan.num_sequences * plan.length, "num_sequences * length, for a batch"
     else:
         batch_size = config.batch_size or 1
         per_insert = config.samples_per_insert or batch_size
-        least = config.min_size + max(1, math.ceil(batch_size / per_insert))
+        minimum = config.min_size + max(1, math.ceil(batch_size / per_insert))
         why = f"min_size {config.min_size:,} and what an update samples"
-    if config.steps < least:
+    if config.steps < minimum:
         raise ConfigInvalidError(
-            f"online: steps: found {config.steps:,}, expected {least:,} or more ({why}): nothing "
+            f"online: steps: found {config.steps:,}, expected {minimum:,} or more ({why}): nothing "
             "would be learned. Collect more, or lower that."
         )
 
@@ -216,8 +216,8 @@ def _load_initial_policy(lake: Lake, config: OnlineConfig) -> _InitialPolicy:
 
 def _mask_size(request: OnlineRequest) -> int | None:
     """Return the width of the environment's action masks; None if it gives none."""
-    asked = request.config
-    config = RolloutConfig(asked.env, env_args=dict(asked.env_args), envs_per_worker=1)
+    options = request.config
+    config = RolloutConfig(options.env, env_args=dict(options.env_args), envs_per_worker=1)
     probe = make_worker(config, iter([0]), BehaviorPolicy(), producer="probe")
     try:
         return probe.mask_size

@@ -46,7 +46,7 @@ class OnPolicyBatches:
         self._max_staleness = config.max_staleness
         self._device, self._timings = config.device, timings
         self._sampler = view.in_order(plan.num_sequences, learner.item)
-        self._taken = _ConsumedSequences(config.capacity)
+        self._consumed = _ConsumedSequences(config.capacity)
         # Those that were taken before the run went on, and were not come across since.
         self._earlier: set[bytes] = set()
         self._num_left_out = 0
@@ -85,12 +85,12 @@ class OnPolicyBatches:
     def take_metrics(self) -> dict[str, float]:
         """Return the mean staleness in versions, and how many steps were left out as too old."""
         staleness, self._staleness = self._staleness, []
-        said = {"steps_too_old": float(self._num_left_out)}
-        return said | ({"staleness": float(np.mean(staleness))} if staleness else {})
+        metrics = {"steps_too_old": float(self._num_left_out)}
+        return metrics | ({"staleness": float(np.mean(staleness))} if staleness else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was taken, as far back as the view can have it: 36 bytes a sequence."""
-        return {"taken": self._taken.state_dict(), "num_left_out": self._num_left_out}
+        return {"taken": self._consumed.state_dict(), "num_left_out": self._num_left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what was not taken, of what there is now; before anything is sampled.
@@ -98,8 +98,8 @@ class OnPolicyBatches:
         A batch in which some were is smaller by those.
         """
         self._num_left_out = state["num_left_out"]
-        self._taken.load_state_dict(state["taken"])
-        self._earlier = {key.tobytes() for key in self._taken.keys.reshape(-1, 2)}
+        self._consumed.load_state_dict(state["taken"])
+        self._earlier = {key.tobytes() for key in self._consumed.keys.reshape(-1, 2)}
 
     def _next(self) -> tuple[Batch, NDArray[np.bool_]]:
         """Return what comes next, and bool [B, T] which of its steps nobody has had."""
@@ -107,7 +107,7 @@ class OnPolicyBatches:
         mask: Any = batch.mask
         if self._earlier:
             mask = mask & self._is_new(batch.keys, mask)[:, None]
-        self._taken.add(batch.keys, mask)
+        self._consumed.add(batch.keys, mask)
         return batch, mask
 
     def _is_new(self, keys: NDArray[np.uint64], mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -118,9 +118,9 @@ class OnPolicyBatches:
         """
         is_new = np.ones(len(keys), np.bool_)
         for number, (steps, there) in enumerate(zip(keys, mask, strict=True)):
-            found = self._earlier.intersection(key.tobytes() for key in steps[there])
-            is_new[number] = not found
-            self._earlier -= found
+            known = self._earlier.intersection(key.tobytes() for key in steps[there])
+            is_new[number] = not known
+            self._earlier -= known
         return is_new
 
 

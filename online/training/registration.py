@@ -37,13 +37,13 @@ def register_policy(
 ) -> OnlineResult:
     """Package, evaluate and register the policy that was chosen; the checkpoints go."""
     config, selection = job.config, trainer.selection
-    chosen = selection.chosen
-    if chosen.update != trainer.update:
-        job.learner.load_state_dict(run.checkpoints.load(chosen.update).arrays)
+    point = selection.chosen
+    if point.update != trainer.update:
+        job.learner.load_state_dict(run.checkpoints.load(point.update).arrays)
     collected = read_collected(job.dataset, record.run_id, since=job.since)
     manifest = manifest_of(job, record.run_id, collected) | {
         "selection": selection.to_json(),
-        "metrics": dict(chosen.metrics),
+        "metrics": dict(point.metrics),
     }
 
     def closing_evaluation(policy: AgentPolicies) -> Evaluation:
@@ -57,9 +57,9 @@ def register_policy(
 
     with tempfile.TemporaryDirectory(prefix="replaylake-train-") as scratch:
         packages, evaluation = _packages(Path(scratch), job, manifest, closing_evaluation)
-        observer.record_metrics(chosen.update, {EVALUATION: evaluation.mean_return})
+        observer.record_metrics(point.update, {EVALUATION: evaluation.mean_return})
         storage_retry.retry("metrics", run.flush)
-        found = {
+        fields = {
             **_outcome(trainer),
             "metrics": manifest["metrics"],
             "selection": manifest["selection"],
@@ -67,11 +67,11 @@ def register_policy(
             "datasets": manifest["datasets"],
         }
         lease.confirm()
-        ref, done = storage_retry.retry(
-            "policy", lambda: register_packages(lake.registry, record, packages, found)
+        ref, finished = storage_retry.retry(
+            "policy", lambda: register_packages(lake.registry, record, packages, fields)
         )
     run.checkpoints.remove()
-    return make_result(lake, ref, {**done, "run_id": record.run_id})
+    return make_result(lake, ref, {**finished, "run_id": record.run_id})
 
 
 def _outcome(trainer: OnlineTrainer) -> dict[str, Any]:

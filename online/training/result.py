@@ -48,10 +48,10 @@ def load_finished_result(lake: Lake, record: Mapping[str, Any]) -> OnlineResult:
 
 def make_result(lake: Lake, ref: PolicyRef, record: Mapping[str, Any]) -> OnlineResult:
     evaluation = None
-    if (told := record["evaluation"]) is not None:
+    if (score := record["evaluation"]) is not None:
         # As JSON has it: lists.
         fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in told.items()
+            key: tuple(value) if isinstance(value, list) else value for key, value in score.items()
         }
         evaluation = Evaluation(**fields)
     return OnlineResult(

@@ -17,7 +17,7 @@ class RetryingObserver:
     def __init__(
         self, run: LakeObserver, storage_retry: StorageRetry, on_remark: Callable[[str], None]
     ) -> None:
-        self._run, self._refusals, self._on_remark = run, storage_retry, on_remark
+        self._run, self._retry, self._on_remark = run, storage_retry, on_remark
 
     @property
     def last_saved(self) -> int | None:
@@ -30,7 +30,7 @@ class RetryingObserver:
         except TransientStorageError:
             # They are kept: only the writing is to be done again, or left to the next time.
             with suppress(TransientStorageError):
-                self._refusals.retry("metrics", self._run.flush)
+                self._retry.retry("metrics", self._run.flush)
 
     def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
         """Save a checkpoint; where a run that is to end cannot, it says what it goes on from.
@@ -42,8 +42,8 @@ class RetryingObserver:
             self._run.save(update, state, best=best)
 
         try:
-            self._refusals.retry("checkpoint", save)
+            self._retry.retry("checkpoint", save)
         except TransientStorageError:
             saved = self._run.last_saved
-            kept = "none was saved before" if saved is None else f"that of update {saved:,} stays"
-            self._on_remark(f"the checkpoint of update {update:,} could not be saved: {kept}")
+            text = "none was saved before" if saved is None else f"that of update {saved:,} stays"
+            self._on_remark(f"the checkpoint of update {update:,} could not be saved: {text}")

@@ -170,21 +170,21 @@ class RunAttempt:
     ) -> Iterator[str]:
         """Let it go on from a checkpoint and what is recorded; yield what is to be told."""
         job = self.job
-        found = read_committed(job.dataset, self.record.run_id, since=job.since)
-        if found.left_open:
+        steps = read_committed(job.dataset, self.record.run_id, since=job.since)
+        if steps.left_open:
             yield (
-                f"{len(found.left_open):,} episodes were open when the run ended and stay without "
+                f"{len(steps.left_open):,} episodes were open when the run ended and stay without "
                 "an end"
             )
         # Until then the limiter would count steps that cannot be sampled.
-        _catch_up(view, found.version, job, should_end)
+        _catch_up(view, steps.version, job, should_end)
         if checkpoint is None:
-            trainer.start_from(found)
+            trainer.start_from(steps)
         else:
             job.learner.load_state_dict(checkpoint.arrays)
-            trainer.load_state_dict(checkpoint.update, checkpoint.state, found)
+            trainer.load_state_dict(checkpoint.update, checkpoint.state, steps)
         self.record.record_resume(trainer.update)
-        feed.abandon(found.left_open)
+        feed.abandon(steps.left_open)
 
     def _train(self, trainer: OnlineTrainer, run: LakeObserver, interruption: Interruption) -> None:
         """Run it to its end. Raises: RunInterrupted where it was asked to end before."""

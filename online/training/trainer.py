@@ -52,8 +52,8 @@ class OnlineTrainer:
             "save": config.save_interval_steps,
         }
         self._due = dict(self._every)
-        self._told_at = -math.inf
-        self._tried_at_steps = 0
+        self._sent_at = -math.inf
+        self._evaluated_at = 0
         self._wall_s, self._began = 0.0, 0.0
         self._logged_wall_s, self._logged_steps, self._logged_update = 0.0, 0, 0
 
@@ -97,18 +97,18 @@ class OnlineTrainer:
             "wall_s": self.wall_s,
         }
 
-    def start_from(self, found: CommittedSteps) -> None:
+    def start_from(self, steps: CommittedSteps) -> None:
         """Begin to learn, from what the run has recorded; before it is run."""
-        self.collector.start_from(found)
-        self._logged_steps = found.num_steps
+        self.collector.start_from(steps)
+        self._logged_steps = steps.num_steps
 
-    def load_state_dict(self, update: int, state: Mapping[str, Any], found: CommittedSteps) -> None:
+    def load_state_dict(self, update: int, state: Mapping[str, Any], steps: CommittedSteps) -> None:
         """Go on from it, and with all that the run has recorded by now.
 
         Steps that came after the state was saved count as any others: the learner catches up.
         """
         self.update = update
-        self.collector.load_state_dict(state, found)
+        self.collector.load_state_dict(state, steps)
         self._parts.batches.load_state_dict(state["supply"])
         self._parts.selection.load_state_dict(state["selection"])
         self._measured.load_state_dict(state["measured"])
@@ -181,11 +181,11 @@ class OnlineTrainer:
         if until is None or len(sums) < num or self.has_converged:
             return False
         # Not again at once where the evaluation said no.
-        if num_steps < self._tried_at_steps + self._config.log_steps:
+        if num_steps < self._evaluated_at + self._config.log_steps:
             return False
         if float(np.mean(list(sums)[-num:])) < until:
             return False
-        self._tried_at_steps = num_steps
+        self._evaluated_at = num_steps
         return True
 
     def _measure_policy(self) -> bool:
@@ -247,9 +247,9 @@ class OnlineTrainer:
 
     def _report_progress(self, *, is_last: bool = False) -> None:
         now = time.perf_counter()
-        if self._on_progress is None or not (is_last or now - self._told_at > _PROGRESS_INTERVAL_S):
+        if self._on_progress is None or not (is_last or now - self._sent_at > _PROGRESS_INTERVAL_S):
             return
-        self._told_at = now
+        self._sent_at = now
         wall_s, collector = max(self.wall_s, 1e-9), self.collector
         self._on_progress(
             OnlineProgress(

@@ -296,7 +296,7 @@ def test_a_worker_that_finds_no_cpu_ends_the_run_and_a_replacement_shares_one(la
     with closing(RayPool(orders[:1], interval_s=0.1)) as pool:
         pool.request_steps(0, 10)
         assert receive(pool).num_steps
-        ray.kill(pool._seats[0].actor)
+        ray.kill(pool._workers[0].actor)
         second = Holder.remote()
         ray.get(second.here.remote(), timeout=_PATIENCE_S)
         pool.request_steps(0, 10)
@@ -304,7 +304,7 @@ def test_a_worker_that_finds_no_cpu_ends_the_run_and_a_replacement_shares_one(la
         pool._start_timeout_s = 1.0
         pool.request_steps(0, 10)
         until = time.monotonic() + _PATIENCE_S
-        while pool._seats[0].num_cpus:
+        while pool._workers[0].num_cpus:
             assert pool.receive(0.2) is None
             assert time.monotonic() < until
         pool._start_timeout_s = _PATIENCE_S

@@ -98,7 +98,7 @@ def node_of(seat):
     return pool._ray.get(seat.actor.__ray_call__.remote(lambda self: current_node()))
 
 (blind,) = pool._cluster.nodes.without_lake
-(far,) = [worker for worker, seat in enumerate(pool._seats) if node_of(seat) == blind]
+(far,) = [worker for worker, seat in enumerate(pool._workers) if node_of(seat) == blind]
 lost, ends, written, working, there, num_far = [], [], [], {0, 1}, None, 0
 for worker in working:
     pool.request_steps(worker, 10)

@@ -56,7 +56,7 @@ def test_a_replacement_goes_on_with_numbers_that_nobody_has_begun():
     seat = WorkerState(order(episodes=EpisodeNumbers(1, 2), envs_per_worker=3))
     seat.apply_batch(RolloutBatch(0, ends=ends(1, 5, 3, 9), open_episodes=["p/a"]))
     assert seat.open_episodes == ("p/a",)
-    seat.owed = 10
+    seat.num_owed = 10
     # 4 ended, at most 10 in the steps that were not handed over, 3 + 3 open then and now: 0 .. 19.
     assert seat.remaining_spec().episodes == EpisodeNumbers(41, 2)
 
@@ -115,7 +115,7 @@ def toy_orders(lake, episodes, env="Countdown-v0", **config):
 
 
 def pid_of(pool, worker):
-    actor = pool._seats[worker].actor
+    actor = pool._workers[worker].actor
     return pool._ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
 
 
@@ -227,7 +227,7 @@ def test_a_policy_is_stored_once_and_acts_in_what_is_asked_later(toys_lake, ray,
                     pool.request_steps(worker, 12)
                 answers += [pool.receive(60.0) for _ in (0, 1)]
         assert pool.receive(0.0) is None
-        assert len({id(seat.behavior_policy) for seat in pool._seats}) == 1
+        assert len({id(seat.behavior_policy) for seat in pool._workers}) == 1
     commit(toys_lake, answers)
     query = "select distinct policy, policy_version as v from toys.steps order by v"
     found = toys_lake.sql(query).to_pylist()
