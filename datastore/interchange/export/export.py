@@ -147,12 +147,12 @@ class _Export:
         try:
             beside.mkdir()
             # Under its own name, which some formats keep inside too.
-            made = beside / "o" / target.name
-            made.parent.mkdir()
-            written = self._format.write(self._episodes(beside), self._snapshot.spec, made)
+            path = beside / "o" / target.name
+            path.parent.mkdir()
+            written = self._format.write(self._episodes(beside), self._snapshot.spec, path)
             self._check_not_empty()
-            num_bytes = _make_durable(made)
-            _publish(made, target, force)
+            num_bytes = _make_durable(path)
+            _publish(path, target, force)
         except OSError as error:
             raise StorageError(
                 f"{target}: {error.strerror or error}, expected to write there. Nothing was; make "
@@ -255,19 +255,19 @@ def _make_durable(path: Path) -> int:
         return os.fstat(stream.fileno()).st_size
 
 
-def _publish(made: Path, target: Path, force: bool) -> None:
+def _publish(path: Path, target: Path, force: bool) -> None:
     """Give what was made its name. Raises: AlreadyExistsError if that was taken meanwhile."""
     if not os.path.lexists(target):
-        os.rename(made, target)
+        os.rename(path, target)
     elif not force:
         raise AlreadyExistsError(
             f"{target}: found something that came there meanwhile, expected a free name. Choose "
             "another, or replace it with `force`."
         )
-    elif made.is_file() and not (target.is_dir() and not target.is_symlink()):
-        os.replace(made, target)
+    elif path.is_file() and not (target.is_dir() and not target.is_symlink()):
+        os.replace(path, target)
     else:
         # A folder cannot be replaced in one step: the old one steps aside, and goes with the rest.
-        os.rename(target, made.parents[1] / "old")
-        os.rename(made, target)
+        os.rename(target, path.parents[1] / "old")
+        os.rename(path, target)
     fsync_folder(target.parent)

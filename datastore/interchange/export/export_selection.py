@@ -39,8 +39,8 @@ class ExportSelection:
         if self.episodes is None:
             return None
         keys = pa.array(["\0".join(label) for label in labels], pa.string())
-        found: Any = pc.is_in(keys, value_set=self.episodes)
-        return np.asarray(found.to_numpy(zero_copy_only=False), bool)
+        mask: Any = pc.is_in(keys, value_set=self.episodes)
+        return np.asarray(mask.to_numpy(zero_copy_only=False), bool)
 
     def find_steps(self, rows: Array) -> NDArray[np.bool_]:
         """Return which rows of the snapshot are selected."""
@@ -65,8 +65,8 @@ def select_for_export(
     by_step = None if where_steps is None else canonical_expression(where_steps)
     episodes = None
     if by_episode is not None:
-        found = select_episode_keys(snapshot.table, by_episode)
-        ids, agents = (found[name].cast(pa.string()) for name in ("episode_id", "agent_id"))
+        keys = select_episode_keys(snapshot.table, by_episode)
+        ids, agents = (keys[name].cast(pa.string()) for name in ("episode_id", "agent_id"))
         episodes = pc.binary_join_element_wise(ids, agents, "\0").combine_chunks()
     steps = None if by_step is None else select_steps(snapshot.table, by_step)
     return ExportSelection(

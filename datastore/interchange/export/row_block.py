@@ -233,8 +233,8 @@ def _texts(column: pa.Array) -> NDArray[np.object_] | None:
         return None
     texts = np.asarray([*column.dictionary.to_pylist(), None], object)
     indices = pc.fill_null(column.indices, len(texts) - 1).to_numpy(zero_copy_only=False)
-    chosen: NDArray[np.object_] = texts[indices]
-    return chosen
+    result: NDArray[np.object_] = texts[indices]
+    return result
 
 
 def _names(names: NDArray[np.object_] | None, start: int, end: int) -> NDArray[np.object_] | None:

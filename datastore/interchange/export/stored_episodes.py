@@ -67,7 +67,7 @@ def iter_stored_episodes(
     Raises: ShardCorruptError, before any row of a shard whose sha256 is another; StorageError.
     """
     last_rows = _last_rows(snapshot.table, selection)
-    held = PendingEpisodes(snapshot.spec, scratch)
+    pending = PendingEpisodes(snapshot.spec, scratch)
     num_read = 0
     for table in _batches(snapshot.table, batch_bytes):
         rows = np.arange(num_read, num_read + table.num_rows)
@@ -76,14 +76,14 @@ def iter_stored_episodes(
         touched = []
         for span in spans:
             key = (span.episode_id, span.agent_id)
-            touched.append(held.get_or_add(*key, last_rows.get(key)))
+            touched.append(pending.get_or_add(*key, last_rows.get(key)))
             touched[-1].add(StoredPiece(block, span.start, span.end), span.last_row)
-        for episode in held.take_whole():
+        for episode in pending.take_whole():
             yield from _assemble(episode, snapshot)
-        held.copy_pending(block, touched)
+        pending.copy_pending(block, touched)
         if on_rows is not None:
             on_rows(num_read)
-    for episode in held.take_all():
+    for episode in pending.take_all():
         yield from _assemble(episode, snapshot)
 
 
@@ -116,11 +116,11 @@ def _group_rows(
     table: pa.Table, rows: Array, selection: ExportSelection, snapshot: Snapshot
 ) -> tuple[RowBlock, list[_RowSpan]]:
     """Bring the rows of each episode together, in the order of their steps."""
-    chosen = selection.find_steps(rows)
-    table = table.append_column(ROW, pa.array(rows)).append_column(SELECTED, pa.array(chosen))
+    mask = selection.find_steps(rows)
+    table = table.append_column(ROW, pa.array(rows)).append_column(SELECTED, pa.array(mask))
     codes, labels = _codes(table)
-    if (wanted := selection.find_episodes(labels)) is not None:
-        of_wanted = wanted[codes]
+    if (episodes := selection.find_episodes(labels)) is not None:
+        of_wanted = episodes[codes]
         table, codes = table.filter(pa.array(of_wanted)), codes[of_wanted]
     steps = numbers(combine_chunks(table.column(schema.STEP)))
     jumps = np.diff(codes)
@@ -144,7 +144,7 @@ def _group_rows(
 def _last_rows(table: TableSnapshot, selection: ExportSelection) -> dict[tuple[str, str], int]:
     """Return the last row of each episode that no single shard has from step 0 to its end."""
     names = [*_KEY, schema.STEP, schema.TERMINATED, schema.TRUNCATED]
-    found: dict[tuple[str, str], int] = {}
+    last: dict[tuple[str, str], int] = {}
     start = 0
     for rows in table.batches(names):
         if not rows.num_rows:
@@ -160,12 +160,12 @@ def _last_rows(table: TableSnapshot, selection: ExportSelection) -> dict[tuple[s
         end_steps = np.full(num, -1)
         np.maximum.at(end_steps, codes[ended], steps[ended])
         counts = np.bincount(codes, minlength=num)
-        wanted = selection.find_episodes(labels)
+        episodes = selection.find_episodes(labels)
         for code in np.flatnonzero(end_steps + 1 != counts).tolist():
-            if wanted is None or wanted[code]:
-                found[labels[code]] = start + int(last_rows[code])
+            if episodes is None or episodes[code]:
+                last[labels[code]] = start + int(last_rows[code])
         start += rows.num_rows
-    return found
+    return last
 
 
 def _codes(rows: pa.Table) -> tuple[Array, list[tuple[str, str]]]:
@@ -272,9 +272,9 @@ class PendingEpisodes:
     def get_or_add(self, episode_id: str, agent_id: str, last_row: int | None) -> PendingEpisode:
         """Return what is there of an episode, which may be nothing yet."""
         key = (episode_id, agent_id)
-        if (found := self._open.get(key)) is None:
-            found = self._open[key] = PendingEpisode(episode_id, agent_id, last_row)
-        return found
+        if (episode := self._open.get(key)) is None:
+            episode = self._open[key] = PendingEpisode(episode_id, agent_id, last_row)
+        return episode
 
     def take_whole(self) -> Iterator[PendingEpisode]:
         """Take those that are whole, as far as none before them is not."""
@@ -296,13 +296,13 @@ class PendingEpisodes:
             return
         spans = [(e.pieces[-1].start, e.pieces[-1].end) for e in waiting]
         rows = np.concatenate([np.arange(start, end) for start, end in spans])
-        kept = RowBlock(block.table.take(pa.array(rows)), self._spec)
+        copy = RowBlock(block.table.take(pa.array(rows)), self._spec)
         start = 0
         for episode, (first, end) in zip(waiting, spans, strict=True):
-            episode.pieces[-1] = StoredPiece(kept, start, start + end - first)
+            episode.pieces[-1] = StoredPiece(copy, start, start + end - first)
             start += end - first
-        self._in_memory.append(kept)
-        self._num_bytes += kept.table.nbytes
+        self._in_memory.append(copy)
+        self._num_bytes += copy.table.nbytes
         if self._num_bytes > self._memory_bytes:
             self._make_room()
 

@@ -145,11 +145,11 @@ def _refuse_slates(
             "slate, and slates are not supported. Write one row for each position, with the "
             "position in the context and the propensity of the item at that position."
         )
-    kept = {*options.mapping.values()}  # kept under another name: the caller knows what it is
+    mapped = {*options.mapping.values()}  # kept under another name: the caller knows what it is
     for name in _SLATE_COLUMNS:
         if (
             name in names
-            and name not in kept
+            and name not in mapped
             and (example := _find_repeated(tables, name)) is not None
         ):
             raise SourceInvalidError(

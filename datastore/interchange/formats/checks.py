@@ -105,25 +105,25 @@ class CheckCounts:
     """Adds up what checks found, by name and outcome; the first example stays."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], Check] = {}
+        self._all: dict[tuple[str, str], Check] = {}
 
     def add(self, check: Check) -> None:
         """Count what was found in some episodes; nothing if it is none."""
         if not check.num_episodes:
             return
         key = (check.name, check.outcome)
-        known = self._found.get(key)
+        known = self._all.get(key)
         if known is not None:
             check = replace(
                 known,
                 num_episodes=known.num_episodes + check.num_episodes,
                 num_rows=known.num_rows + check.num_rows,
             )
-        self._found[key] = check
+        self._all[key] = check
 
     def checks(self) -> tuple[Check, ...]:
         """Return what was found: the rejections first, the most frequent first."""
         outcomes = (REJECTED, CORRECTED, NOTED)
         return tuple(
-            sorted(self._found.values(), key=lambda c: (outcomes.index(c.outcome), -c.num_episodes))
+            sorted(self._all.values(), key=lambda c: (outcomes.index(c.outcome), -c.num_episodes))
         )

@@ -62,11 +62,11 @@ class D3rlpyEpisodeTables(TableSource):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         num_before = 0
         for file in self._files:
-            with Hdf5File(file) as opened:
-                names = {*opened.names()}
-                num = _num_episodes(opened, file, names)
+            with Hdf5File(file) as hdf5:
+                names = {*hdf5.names()}
+                num = _num_episodes(hdf5, file, names)
                 found = (
-                    _EpisodeReader(opened, file, names, columns).episode(i, str(num_before + i))
+                    _EpisodeReader(hdf5, file, names, columns).episode(i, str(num_before + i))
                     for i in range(num)
                 )
                 chunks = iter_chunks(file, (one for one in found if one is not None))
@@ -104,17 +104,17 @@ class D3rlpyFormat:
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if not is_hdf5(files[0]):
             return False
-        with Hdf5File(files[0]) as opened:
-            names = {*opened.names()}
+        with Hdf5File(files[0]) as hdf5:
+            names = {*hdf5.names()}
         return names >= _MARKS or names >= {"observations", "actions", "rewards", _ENDS}
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
-        with Hdf5File(files[0]) as opened:
-            is_earlier = opened.has_path(_ENDS)
-            found = opened.names()
-        if not is_earlier and not {*found} >= _MARKS:
+        with Hdf5File(files[0]) as hdf5:
+            is_earlier = hdf5.has_path(_ENDS)
+            available = hdf5.names()
+        if not is_earlier and not {*available} >= _MARKS:
             raise SourceInvalidError(
-                f"{files[0].name}: found {format_names(found)}, expected "
+                f"{files[0].name}: found {format_names(available)}, expected "
                 f"{', '.join(sorted(_MARKS))} "
                 f"of d3rlpy 2, or {_ENDS} of version 1. Name another format with `format`."
             )
@@ -128,16 +128,16 @@ class D3rlpyFormat:
         others: dict[str, None] = {}
         has_finals = False
         for file in files:
-            with Hdf5File(file) as opened:
-                names = opened.names()
+            with Hdf5File(file) as hdf5:
+                names = hdf5.names()
                 has_finals = has_finals or any(n.startswith("final_observation_") for n in names)
-                infos |= {n for name in names for n in _info_names(opened, name)}
+                infos |= {n for name in names for n in _info_names(hdf5, name)}
                 others |= dict.fromkeys(n for n in names if not _DATASETS.fullmatch(n))
-        if left_out := [name for name in others if name not in _MARKS]:
-            notes.append(f"datasets of no name that d3rlpy has, left out: {format_names(left_out)}")
+        if omitted := [name for name in others if name not in _MARKS]:
+            notes.append(f"datasets of no name that d3rlpy has, left out: {format_names(omitted)}")
         paths = [f"{INFOS}/{name}" for name in infos]
-        with Hdf5File(files[0]) as opened:
-            options = restore_names(opened, paths, options)
+        with Hdf5File(files[0]) as hdf5:
+            options = restore_names(hdf5, paths, options)
         if not has_finals:
             notes.append(
                 "d3rlpy keeps no observation after the last step: truncated ends cannot be "
@@ -174,9 +174,9 @@ class D3rlpyFormat:
 
 class _EpisodeReader:
     def __init__(
-        self, opened: Hdf5File, file: SourceFile, names: set[str], columns: Sequence[str] | None
+        self, hdf5: Hdf5File, file: SourceFile, names: set[str], columns: Sequence[str] | None
     ) -> None:
-        self._opened = opened
+        self._opened = hdf5
         self._file = file
         self._names = names
         self._columns = columns
@@ -247,8 +247,8 @@ class _EpisodeReader:
         return self._opened.array(path).read()
 
 
-def _num_episodes(opened: Hdf5File, file: SourceFile, names: set[str]) -> int:
-    num = opened.array("num_episodes").value()
+def _num_episodes(hdf5: Hdf5File, file: SourceFile, names: set[str]) -> int:
+    num = hdf5.array("num_episodes").value()
     if not isinstance(num, int) or f"rewards_{num}" in names or not _has_all(num, names):
         there = sum(name.startswith("rewards_") for name in names)
         raise SourceInvalidError(
@@ -262,14 +262,10 @@ def _has_all(num: int, names: set[str]) -> bool:
     return 0 <= num <= len(names) and all(f"rewards_{i}" in names for i in range(num))
 
 
-def _info_names(opened: Hdf5File, group: str) -> list[str]:
-    if (
-        not group.startswith(f"{INFOS}_")
-        or not opened.has_path(group)
-        or not opened.is_group(group)
-    ):
+def _info_names(hdf5: Hdf5File, group: str) -> list[str]:
+    if not group.startswith(f"{INFOS}_") or not hdf5.has_path(group) or not hdf5.is_group(group):
         return []
-    return opened.names(group)
+    return hdf5.names(group)
 
 
 def _flags(column: pa.ChunkedArray) -> Any:

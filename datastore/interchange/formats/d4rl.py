@@ -54,8 +54,8 @@ class D4rlFormat:
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
         if not is_hdf5(files[0]):
             return False
-        with Hdf5File(files[0]) as opened:
-            names = opened.names()
+        with Hdf5File(files[0]) as hdf5:
+            names = hdf5.names()
         # d3rlpy 1 has the same names and marks the ends of episodes in one more.
         return set(REQUIRED) <= {*names} and "episode_terminals" not in names
 
@@ -64,13 +64,13 @@ class D4rlFormat:
         columns: set[str] = set()
         required = required_datasets(options.mapping)
         for file in files:
-            with Hdf5File(file) as opened:
-                contents = open_contents(opened, file, required)
+            with Hdf5File(file) as hdf5:
+                contents = open_contents(hdf5, file, required)
                 columns |= contents.columns.keys()
                 notes += [note for note in contents.notes if note not in notes]
-                notes += _metadata_notes(opened)
-        with Hdf5File(files[0]) as opened:
-            options = restore_names(opened, columns, options)
+                notes += _metadata_notes(hdf5)
+        with Hdf5File(files[0]) as hdf5:
+            options = restore_names(hdf5, columns, options)
         fields = find_declared_fields(columns)
         if LOG_PROBS in columns:
             fields["behavior_log_prob"] = LOG_PROBS
@@ -92,20 +92,20 @@ class D4rlFormat:
         return write_d4rl(episodes, spec, path)
 
 
-def _metadata_notes(opened: Hdf5File) -> list[str]:
+def _metadata_notes(hdf5: Hdf5File) -> list[str]:
     """Say what the file tells of its making: its few short texts and numbers, not its weights."""
-    if not opened.has_path(METADATA):
+    if not hdf5.has_path(METADATA):
         return []
-    told, others = [], 0
-    for path in opened.arrays(METADATA):
-        array = opened.array(path)
+    notes, others = [], 0
+    for path in hdf5.arrays(METADATA):
+        array = hdf5.array(path)
         if array.shape or array.kind not in (NUMBERS, TEXT):
             others += 1
         else:
-            told.append(f"{path.removeprefix(METADATA + '/')} = {str(array.value())[:80]}")
+            notes.append(f"{path.removeprefix(METADATA + '/')} = {str(array.value())[:80]}")
     if others:
-        told.append(f"{others} arrays, which are not read")
-    return [f"metadata: {'; '.join(told[:20])}"]
+        notes.append(f"{others} arrays, which are not read")
+    return [f"metadata: {'; '.join(notes[:20])}"]
 
 
 def write_d4rl(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
@@ -124,7 +124,7 @@ class _D4rlWriter:
 
     def __init__(self, writer: Hdf5Writer) -> None:
         self._writer = writer
-        self._lost: set[str] = set()
+        self._gaps: set[str] = set()
         self._num_episodes = 0
         self._num_steps = 0
         self._num_without_final = 0
@@ -145,7 +145,7 @@ class _D4rlWriter:
         flags[:, -1] = episode.terminated, episode.truncated
         observations = np.asarray(episode.observations)
         infos, lost = collect_infos(episode)
-        self._lost |= lost
+        self._gaps |= lost
         log_probs = infos.pop("infos/behavior_log_prob", None)
         rows = {
             "observations": observations,
@@ -190,7 +190,7 @@ class _D4rlWriter:
                 f"next_observations left out: {self._num_without_final} episodes have no final "
                 "observation"
             )
-        lost = sorted(self._lost | {path for path in partial if path != NEXT})
+        lost = sorted(self._gaps | {path for path in partial if path != NEXT})
         if lost:
             notes.append(f"left out, as some step has none or D4RL no place: {format_names(lost)}")
         return tuple(notes)

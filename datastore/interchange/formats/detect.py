@@ -99,9 +99,9 @@ def get_advice(file: SourceFile, kind: str) -> str | None:
         return f"found a pickle. {_PICKLE}"
     try:
         if kind == "HDF5":
-            with Hdf5File(file) as opened:
-                paths = opened.arrays()
-            layouts = [said for start, said in _LAYOUTS.items() if _has_prefix(paths, start)]
+            with Hdf5File(file) as hdf5:
+                paths = hdf5.arrays()
+            layouts = [advice for start, advice in _LAYOUTS.items() if _has_prefix(paths, start)]
             do = layouts[0] if layouts else _MAP.format("d4rl")
             return f"found HDF5 with the datasets {format_names(paths) or 'none'}. {do}"
         if kind == "npz":

@@ -59,7 +59,7 @@ class LeRobotTables(TableSource):
     def __init__(self, meta: LeRobotMeta, mapping: Mapping[str, str] | None = None) -> None:
         self._meta = meta
         # What `--map` names of them, it names by a feature's own name.
-        self._gathered = [one for one in (_OBSERVATION, _ACTION) if one not in (mapping or {})]
+        self._vectors = [one for one in (_OBSERVATION, _ACTION) if one not in (mapping or {})]
         self._parquet = ParquetTables(meta.data)
         self._images = [n for n, (dtype, _) in meta.features.items() if dtype == "image"]
         # Decoding images again costs more than keeping them.
@@ -119,7 +119,7 @@ class LeRobotTables(TableSource):
         columns[f"{_SECONDS}_s"] = seconds
         for name in self._meta.videos():
             columns[name] = self._references(name, numbers, seconds)
-        for ours in self._gathered:
+        for ours in self._vectors:
             _gather(columns, ours, self._meta)
         return pa.table(columns)
 
@@ -283,8 +283,8 @@ def _integers(table: pa.Table, name: str, file: SourceFile) -> Array:
 def _look_up(keys: Array, values: Mapping[int, Any], kind: pa.DataType) -> pa.Array:
     """Return the value of each key; null where there is none."""
     known, codes = np.unique(keys, return_inverse=True)
-    found = pa.array([values.get(key) for key in known.tolist()], kind)
-    return found.take(pa.array(codes))
+    array = pa.array([values.get(key) for key in known.tolist()], kind)
+    return array.take(pa.array(codes))
 
 
 _V2, _V3 = ("v2.0", "v2.1"), ("v3.0",)
@@ -333,19 +333,19 @@ def read_meta(files: Sequence[SourceFile]) -> LeRobotMeta:
     Raises: SourceInvalidError if there are several datasets, the version is another than v2.0, v2.1
     or v3.0, or a file is torn or not as LeRobot writes it.
     """
-    found = info_files(files)
-    if len(found) != 1:
+    paths = info_files(files)
+    if len(paths) != 1:
         raise SourceInvalidError(
-            f"{files[0].name}: found {len(found)} {_INFO} in the source, expected one LeRobot "
+            f"{files[0].name}: found {len(paths)} {_INFO} in the source, expected one LeRobot "
             "dataset. Pass its folder, with meta and data; several are ingested one by one."
         )
-    root = found[0].relative.removesuffix(_INFO)
+    root = paths[0].relative.removesuffix(_INFO)
     inside = {f.relative.removeprefix(root): f for f in files if f.relative.startswith(root)}
-    info = _read_json(found[0])
+    info = _read_json(paths[0])
     version = str(info.get("codebase_version"))
     if version not in (*_V2, *_V3):
         raise SourceInvalidError(
-            f"{found[0].name}: found codebase_version {version}, expected "
+            f"{paths[0].name}: found codebase_version {version}, expected "
             f"{', '.join((*_V2, *_V3))}. Convert it with LeRobot's own script first."
         )
     read = _read_v2 if version in _V2 else _read_v3
@@ -358,14 +358,14 @@ def read_meta(files: Sequence[SourceFile]) -> LeRobotMeta:
         tasks, episodes = read(inside, info, videos)
     except _MALFORMED_ERRORS as error:
         raise SourceInvalidError(
-            f"{found[0].name}: the meta folder is not as LeRobot {version} writes it "
+            f"{paths[0].name}: the meta folder is not as LeRobot {version} writes it "
             f"({type(error).__name__}: {error}), expected its features, tasks and episodes. Copy "
             "the dataset again."
         ) from error
     data = [f for name, f in inside.items() if re.fullmatch(r"data/.+\.parquet", name)]
     if not data:
         raise SourceInvalidError(
-            f"{found[0].name}: found no data/*.parquet beside it, expected the dataset's rows. "
+            f"{paths[0].name}: found no data/*.parquet beside it, expected the dataset's rows. "
             "Pass the dataset's whole folder."
         )
     return LeRobotMeta(version, features, tasks, episodes, tuple(data))
@@ -445,10 +445,10 @@ def _read_json(file: SourceFile) -> dict[str, Any]:
     file.check_unchanged()
     try:
         with file.open() as stream:
-            found = json.loads(stream.read())
+            body = json.loads(stream.read())
     except (OSError, EOFError, ValueError, RecursionError) as error:
         raise unreadable_error(file.name, error) from error
-    return found if isinstance(found, dict) else {}
+    return body if isinstance(body, dict) else {}
 
 
 def _json_lines(file: SourceFile) -> Iterator[dict[str, Any]]:

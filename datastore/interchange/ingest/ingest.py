@@ -96,8 +96,8 @@ def ingest(
     options = options or ReadOptions()
     known = find_format(format, source.files)
     read_as = options if spec is None else replace(options, encoding=spec.encoding or NO_ENCODING)
-    told = None if on_progress is None else _parsing_progress(on_progress, source)
-    reader = known.read(source.files, replace(read_as, on_rows=told))
+    on_rows = None if on_progress is None else _parsing_progress(on_progress, source)
+    reader = known.read(source.files, replace(read_as, on_rows=on_rows))
     validator = SourceValidator(
         spec, spaces, reader.spaces, rewards_optional=reader.rewards_optional
     )

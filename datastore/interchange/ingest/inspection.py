@@ -88,7 +88,7 @@ class Inspection:
         self._on_progress = on_progress
         self._refused: set[_Key] = set()
         self._last: tuple[str, str] | None = None
-        self._kept: list[Episode | RejectedEpisode] | None = []
+        self._first_pass: list[Episode | RejectedEpisode] | None = []
         self._kept_bytes = 0
         self._duplicates = Duplicates()
         self.tally = RejectionTally()
@@ -139,26 +139,26 @@ class Inspection:
 
     def iter_found(self) -> Iterator[Episode | RejectedEpisode]:
         """Return all that was found, with the rows of what was rejected: kept, or read again."""
-        if self._kept is not None:
-            yield from self._kept
+        if self._first_pass is not None:
+            yield from self._first_pass
             return
         for found in group_runs(self._reading):
             if isinstance(found, RejectedEpisode):
                 yield found
-            elif said := [
+            elif reasons := [
                 self._validator.explain_rejection(r) for r in found if _key(r) in self._refused
             ]:
-                yield with_rows(merge_rejections(said, found), found)
+                yield with_rows(merge_rejections(reasons, found), found)
             else:
                 yield from map(self._validator.reshape, found)
 
     def _check(self, batch: list[Episode]) -> None:
-        accepted, refused = self._validator.check(batch)
-        self._refused |= {_key(run) for _, run in refused}
-        accepted, rejected = reject_whole(accepted, refused)
+        accepted, rejections = self._validator.check(batch)
+        self._refused |= {_key(run) for _, run in rejections}
+        accepted, rejected = reject_whole(accepted, rejections)
         for one, runs in rejected:
             self._reject(one)
-            if self._kept is not None:
+            if self._first_pass is not None:
                 self._buffer([with_rows(one, runs)])
         self.num_episodes += count_whole(accepted, self._last)
         if accepted:
@@ -184,12 +184,12 @@ class Inspection:
             )
 
     def _buffer(self, found: Sequence[Episode | RejectedEpisode]) -> None:
-        if self._kept is None:
+        if self._first_pass is None:
             return
-        self._kept += found
+        self._first_pass += found
         self._kept_bytes += sum(map(_num_bytes, found))
         if self._kept_bytes > _KEEP_BYTES:
-            self._kept = None
+            self._first_pass = None
 
 
 def count_whole(episodes: Iterable[Episode], before: tuple[str, str] | None = None) -> int:
@@ -320,38 +320,38 @@ def group_runs(
 
 
 def reject_whole(
-    accepted: list[Episode], refused: Sequence[Rejection]
+    accepted: list[Episode], rejections: Sequence[Rejection]
 ) -> tuple[list[Episode], list[tuple[RejectedEpisode, list[Episode]]]]:
     """Take the other runs of refused ones out of those accepted; return the refusals, one each.
 
     An episode that is half in the dataset and half in quarantine would be counted as both.
     """
-    said: dict[_EpisodeKey, list[RejectedEpisode]] = {}
+    by_key: dict[_EpisodeKey, list[RejectedEpisode]] = {}
     runs: dict[_EpisodeKey, list[Episode]] = {}
-    for one, episode in refused:
-        said.setdefault(episode_key(episode), []).append(one)
+    for one, episode in rejections:
+        by_key.setdefault(episode_key(episode), []).append(one)
         runs.setdefault(episode_key(episode), []).append(episode)
-    for episode in accepted if refused else ():
+    for episode in accepted if rejections else ():
         if (known := runs.get(episode_key(episode))) is not None:
             known.append(episode)
     for known in runs.values():
         known.sort(key=lambda run: run.first_step)
-    kept = [e for e in accepted if episode_key(e) not in said] if refused else accepted
-    return kept, [(merge_rejections(said[whole], runs[whole]), runs[whole]) for whole in said]
+    rest = [e for e in accepted if episode_key(e) not in by_key] if rejections else accepted
+    return rest, [(merge_rejections(by_key[whole], runs[whole]), runs[whole]) for whole in by_key]
 
 
-def merge_rejections(said: Sequence[RejectedEpisode], runs: Sequence[Episode]) -> RejectedEpisode:
+def merge_rejections(parts: Sequence[RejectedEpisode], runs: Sequence[Episode]) -> RejectedEpisode:
     """Return the refusal of an episode whose runs these are, from those of its runs."""
     if len(runs) == 1:
-        return said[0]
+        return parts[0]
     found: dict[str, Finding] = {}
-    for finding in (finding for one in said for finding in one.findings):
+    for finding in (finding for one in parts for finding in one.findings):
         known = found.get(finding.check)
         found[finding.check] = (
             finding if known is None else replace(known, num_rows=known.num_rows + finding.num_rows)
         )
     return replace(
-        said[0],
+        parts[0],
         num_steps=sum(map(len, runs)),
         findings=tuple(found.values()),
         places=_concatenate_places(runs),

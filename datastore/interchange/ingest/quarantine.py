@@ -74,7 +74,7 @@ class QuarantineWriter:
         self._is_done = self._table.find_commit(producer, sequence) is not None
         self._now = datetime.now(UTC)
         self._written: list[WrittenRows] = []
-        self._held: dict[str, list[Any]] = {name: [] for name in REJECTED_SCHEMA.names}
+        self._columns: dict[str, list[Any]] = {name: [] for name in REJECTED_SCHEMA.names}
         self._num_characters = 0
 
     def add(self, rejected: RejectedEpisode) -> None:
@@ -108,16 +108,16 @@ class QuarantineWriter:
         return done.num_rows
 
     def _flush(self) -> None:
-        if not self._held[EPISODE_ID]:
+        if not self._columns[EPISODE_ID]:
             return
         if not self._table.exists():
             with suppress(AlreadyExistsError):  # another ingest was first
                 self._table.create(REJECTED_SCHEMA)
-        arrays = [pa.array(self._held[field.name], field.type) for field in REJECTED_SCHEMA]
+        arrays = [pa.array(self._columns[field.name], field.type) for field in REJECTED_SCHEMA]
         self._written.append(
             self._table.write(pa.Table.from_arrays(arrays, schema=REJECTED_SCHEMA))
         )
-        self._held, self._num_characters = {name: [] for name in self._held}, 0
+        self._columns, self._num_characters = {name: [] for name in self._columns}, 0
 
     def _buffer(self, rejected: RejectedEpisode, start: int, texts: Sequence[str | None]) -> None:
         num = len(texts)
@@ -144,9 +144,9 @@ class QuarantineWriter:
         }
         # Lists, as a table of one row takes kilobytes, and there may be one an episode.
         for name, values in columns.items():
-            self._held[name] += values
-        said = sum(map(len, reasons)) + _ROW_CHARACTERS
-        self._num_characters += num * said + sum(len(text) for text in texts if text is not None)
+            self._columns[name] += values
+        size = sum(map(len, reasons)) + _ROW_CHARACTERS
+        self._num_characters += num * size + sum(len(text) for text in texts if text is not None)
         if self._num_characters >= _FLUSH_CHARACTERS:
             self._flush()
 
@@ -220,14 +220,14 @@ def _texts(rows: pa.Table) -> list[str]:
     if MISFITS in rows.column_names:
         misfits = rows.column(MISFITS).to_pylist()
         rows = rows.drop_columns([MISFITS])
-    named = {
+    by_name = {
         name: _temporal_as_text(column).to_pylist()
         for name, column in zip(rows.column_names, rows.columns, strict=True)
     }
-    columns = list(named.values())
+    columns = list(by_name.values())
     return [
         json.dumps(
-            _to_json(dict(zip(named, cells, strict=True)) | _values(text)),
+            _to_json(dict(zip(by_name, cells, strict=True)) | _values(text)),
             ensure_ascii=False,
             default=str,
         )

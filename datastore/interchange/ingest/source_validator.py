@@ -60,7 +60,7 @@ class SourceValidator:
         self._spec = spec
         self._spaces = spaces
         self._declared = declared
-        self._found: DatasetSpec | None = None
+        self._inferred_spec: DatasetSpec | None = None
         self._form: Hashable = None
         self._mask_size = None if spec is None else spec.mask_size
         self._rewards_optional = rewards_optional if spec is None else spec.rewards_optional
@@ -73,20 +73,20 @@ class SourceValidator:
         episodes = [self.reshape(episode) for episode in batch]
         if not episodes:
             return [], []
-        episodes, refused = _partition_storable(episodes)
+        episodes, rejections = _partition_storable(episodes)
         if episodes and self._known_spaces is None:
             self._check_masks(episodes)
             episodes, more = self._learn_spaces(episodes)
-            refused += more
+            rejections += more
         if episodes and (spaces := self._known_spaces or self._learned_spaces) is not None:
             try:
                 self._check_one(concatenate_episodes(episodes), spaces)
             except EpisodeInvalidError:
                 episodes, more = self._partition(episodes, spaces)
-                refused += more
+                rejections += more
         if episodes:
             self._check_masks(episodes)
-        return episodes, refused
+        return episodes, rejections
 
     def spec(self, num_actions: int | None) -> DatasetSpec:
         """Return the spaces of the dataset; `num_actions` is the width of the logged policy's head.
@@ -97,7 +97,7 @@ class SourceValidator:
             return self._spec
         if (stated := self._spaces or self._declared) is not None:
             return DatasetSpec(*stated, self._mask_size, rewards_optional=self._rewards_optional)
-        found = self._found
+        found = self._inferred_spec
         if found is None:
             raise SourceInvalidError("found no valid episode, expected at least one.")
         action = found.action_space
@@ -127,17 +127,17 @@ class SourceValidator:
 
     def explain_rejection(self, episode: Episode) -> RejectedEpisode:
         """Say again why an episode was refused, for whoever reads it once more."""
-        _, refused = _partition_storable([episode])
-        if not refused and (spaces := self._known_spaces or self._learned_spaces) is not None:
-            _, refused = self._partition([self.reshape(episode)], spaces)
-        if not refused:
-            refused = _reject_spaceless([episode])
-        if not refused:
+        _, rejections = _partition_storable([episode])
+        if not rejections and (spaces := self._known_spaces or self._learned_spaces) is not None:
+            _, rejections = self._partition([self.reshape(episode)], spaces)
+        if not rejections:
+            rejections = _reject_spaceless([episode])
+        if not rejections:
             # Wider spaces have been learned since.
-            refused = [
+            rejections = [
                 _make_rejection(episode, "space", "found values that did not fit those before it")
             ]
-        return refused[0][0]
+        return rejections[0][0]
 
     @property
     def has_environment(self) -> bool:
@@ -152,7 +152,7 @@ class SourceValidator:
 
     @property
     def _learned_spaces(self) -> tuple[Space, Space] | None:
-        found = self._found
+        found = self._inferred_spec
         return None if found is None else (found.observation_space, found.action_space)
 
     def _check_one(self, episode: Episode, known: tuple[Space, Space]) -> None:
@@ -163,7 +163,7 @@ class SourceValidator:
     def _partition(
         self, episodes: Sequence[Episode], known: tuple[Space, Space]
     ) -> tuple[list[Episode], list[Rejection]]:
-        accepted, refused = [], []
+        accepted, rejections = [], []
         for episode in episodes:
             try:
                 # The observations speak before the final one, which is no column of most logs.
@@ -173,10 +173,10 @@ class SourceValidator:
                 name = episode.source_episode_id or episode.episode_id
                 message = str(error).removeprefix(f"episode {name}: ")
                 check, num_rows = classify_space_error(episode, self._spaces or known)
-                refused.append(_make_rejection(episode, check, message, num_rows))
+                rejections.append(_make_rejection(episode, check, message, num_rows))
             else:
                 accepted.append(episode)
-        return accepted, refused
+        return accepted, rejections
 
     def _check_masks(self, episodes: Sequence[Episode]) -> None:
         sizes = {e.action_masks.shape[1] for e in episodes if e.action_masks is not None}
@@ -194,24 +194,24 @@ class SourceValidator:
 
         Refuses the episodes that no space holds; those that do not fit are for the caller to find.
         """
-        refused: list[Rejection] = []
+        rejections: list[Rejection] = []
         while episodes:
-            if self._found is None:
+            if self._inferred_spec is None:
                 self._form = most_common_form(episodes)
             alike = [episode for episode in episodes if episode_form(episode) == self._form]
             try:
                 found = self._infer_spec(alike) if alike else None
             except EpisodeInvalidError as error:
-                refused += (more := _reject_spaceless(alike))
+                rejections += (more := _reject_spaceless(alike))
                 if not more:
                     raise error
-                gone = {id(episode) for _, episode in more}
-                episodes = [episode for episode in episodes if id(episode) not in gone]
+                dropped_ids = {id(episode) for _, episode in more}
+                episodes = [episode for episode in episodes if id(episode) not in dropped_ids]
                 continue
             if found is not None:
                 self._widen(found)
             break
-        return episodes, refused
+        return episodes, rejections
 
     def _infer_spec(self, episodes: Sequence[Episode]) -> DatasetSpec:
         try:
@@ -222,18 +222,18 @@ class SourceValidator:
             return infer_spec(episodes)
 
     def _widen(self, found: DatasetSpec) -> None:
-        if self._found is None:
-            self._found = found
+        if self._inferred_spec is None:
+            self._inferred_spec = found
             return
         # Of one form, they differ by dtype at most: what came first stands, others have to fit it.
-        found = replace(found, observation_space=self._found.observation_space)
+        found = replace(found, observation_space=self._inferred_spec.observation_space)
         with suppress(EpisodeInvalidError):
-            self._found = _wider(self._found, found)
+            self._inferred_spec = _wider(self._inferred_spec, found)
 
 
 def _partition_storable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Rejection]]:
     """Refuse what the writer would refuse after the dataset was made: ids and step numbers."""
-    accepted, refused = [], []
+    accepted, rejections = [], []
     for episode in episodes:
         ticks = episode.env_steps
         greatest = episode.first_step + len(episode) - 1
@@ -241,13 +241,13 @@ def _partition_storable(episodes: Sequence[Episode]) -> tuple[list[Episode], lis
             greatest = max(greatest, int(ticks.max()))
         if "\0" in episode.episode_id or "\0" in episode.agent_id:
             found = f"episode_id and agent_id: found {episode.episode_id!r}, expected text without "
-            refused.append(_make_rejection(episode, "name", f"{found}NUL"))
+            rejections.append(_make_rejection(episode, "name", f"{found}NUL"))
         elif greatest > MAX_STEP or (ticks is not None and int(ticks.min()) < -MAX_STEP):
             found = f"step or env_step: found {greatest}, expected at most {MAX_STEP}"
-            refused.append(_make_rejection(episode, "step", found))
+            rejections.append(_make_rejection(episode, "step", found))
         else:
             accepted.append(episode)
-    return accepted, refused
+    return accepted, rejections
 
 
 def _make_rejection(episode: Episode, check: str, message: str, num_rows: int = 1) -> Rejection:
@@ -262,15 +262,15 @@ def _make_rejection(episode: Episode, check: str, message: str, num_rows: int = 
 
 def _reject_spaceless(episodes: Sequence[Episode]) -> list[Rejection]:
     """Refuse the episodes that no space can be found for."""
-    refused = []
+    rejections = []
     for episode in episodes:
         try:
             infer_spec([episode])
         except EpisodeInvalidError as error:
             name = episode.source_episode_id or episode.episode_id
             message = str(error).removeprefix(f"episode {name}: ")
-            refused.append(_make_rejection(episode, "space", message))
-    return refused
+            rejections.append(_make_rejection(episode, "space", message))
+    return rejections
 
 
 def _reshape(space: Space, values: Values) -> Values:

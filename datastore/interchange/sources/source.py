@@ -112,10 +112,10 @@ class Source:
     references: tuple[str, ...] = ()
 
 
-def find_source(given: Sequence[Path | str], on_bytes: OnBytes | None = None) -> Source:
+def find_source(inputs: Sequence[Path | str], on_bytes: OnBytes | None = None) -> Source:
     """Collect files in the natural order of their paths, and hash them.
 
-    `given` are files, folders (walked), patterns such as `logs/**/*.csv`, zips, which count as
+    `inputs` are files, folders (walked), patterns such as `logs/**/*.csv`, zips, which count as
     folders, and `-` for standard input. Any file may be packed as gz, bz2 or zst. A file given
     twice is one file; a second file of the same bytes is `repeated`. `on_bytes` is called with how
     much of the files was hashed, of how much; the latter is None where one is packed. Cost: one
@@ -126,13 +126,13 @@ def find_source(given: Sequence[Path | str], on_bytes: OnBytes | None = None) ->
     disk.
     """
     search = FileSearch()
-    for path in given:
+    for path in inputs:
         search.add(path)
     files = list(search.iter_ordered())
     if not files:
         videos = f" (but {len(search.references)} video files)" if search.references else ""
         raise SourceInvalidError(
-            f"{', '.join(map(str, given))}: found no data file{videos}, expected at least one. "
+            f"{', '.join(map(str, inputs))}: found no data file{videos}, expected at least one. "
             "Pass files, or a folder of them."
         )
     return _hash_files(files, search, on_bytes)
@@ -145,7 +145,7 @@ def _hash_files(found: Sequence[FoundFile], search: FileSearch, on_bytes: OnByte
     total = None if is_packed else sum(one.stored.num_bytes for one in found)
     num_hashed = 0
 
-    def told(num_bytes: int) -> None:
+    def report(num_bytes: int) -> None:
         nonlocal num_hashed
         num_hashed += num_bytes
         if on_bytes is not None:
@@ -156,7 +156,7 @@ def _hash_files(found: Sequence[FoundFile], search: FileSearch, on_bytes: OnByte
     if search.references:
         notes.append(f"{len(search.references)} video files kept as references: not read")
     for one, name in zip(found, short_names(found), strict=True):
-        file = _hash(one, name, told)
+        file = _hash(one, name, report)
         if file.num_bytes == 0:
             raise SourceInvalidError(f"{name}: found 0 bytes, expected data. Leave the file out.")
         if (first := files.setdefault(file.sha256, file)) is not file:
@@ -200,11 +200,11 @@ class FileSearch:
     skipped: list[str] = field(default_factory=list)
     references: list[str] = field(default_factory=list)
 
-    def add(self, given: Path | str) -> None:
+    def add(self, item: Path | str) -> None:
         """Look where a person says. Raises: NotFoundError, SourceInvalidError, StorageError."""
-        path = Path(given)
+        path = Path(item)
         try:
-            self._add(path, str(given))
+            self._add(path, str(item))
         except OSError as error:
             where = error.filename or path
             raise SourceInvalidError(
@@ -212,15 +212,15 @@ class FileSearch:
                 "out."
             ) from error
 
-    def _add(self, path: Path, given: str) -> None:
-        if given == STDIN:
+    def _add(self, path: Path, text: str) -> None:
+        if text == STDIN:
             self._add_stdin()
         elif path.is_dir():
             self._walk(path)
         elif path.exists():
             self._add_named(path)
-        elif glob.has_magic(given):
-            self._add_pattern(given)
+        elif glob.has_magic(text):
+            self._add_pattern(text)
         else:
             raise NotFoundError(f"{path}: found no such file or folder. Check the path.")
 
@@ -280,11 +280,11 @@ class FileSearch:
 
     def _inside(self, members: dict[str, SourceBytes]) -> Iterator[tuple[str, str]]:
         """Yield the members of a zip with their paths in the folder that holds all of them."""
-        kept = [member for member in members if not _is_litter(member)]
-        self.skipped += [PurePosixPath(member).name for member in members if member not in kept]
-        tops = {member.partition("/")[0] for member in kept if "/" in member}
-        is_one = len(tops) == 1 and all("/" in member for member in kept)
-        for member in kept:
+        rest = [member for member in members if not _is_litter(member)]
+        self.skipped += [PurePosixPath(member).name for member in members if member not in rest]
+        tops = {member.partition("/")[0] for member in rest if "/" in member}
+        is_one = len(tops) == 1 and all("/" in member for member in rest)
+        for member in rest:
             inside = member.partition("/")[2] if is_one else member
             if _is_junk(inside):
                 self.skipped.append(PurePosixPath(member).name)

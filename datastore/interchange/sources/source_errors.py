@@ -23,7 +23,7 @@ def changed_error(name: str) -> SourceInvalidError:
     )
 
 
-def format_names(names: Sequence[str], most: int = 10) -> str:
+def format_names(names: Sequence[str], limit: int = 10) -> str:
     """Return names as a list for a message, so many of them at most."""
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+    shown = ", ".join(names[:limit])
+    return f"{shown} and {len(names) - limit} more" if len(names) > limit else shown

@@ -128,10 +128,10 @@ class CsvTables(TableSource):
                             counts[name] += _count_kinds(batch.column(names.index(name)))
             except (pa.ArrowException, OSError) as error:
                 raise unreadable_error(file.name, error) from error
-        for name, found in counts.items():
+        for name, counter in counts.items():
             self._settled.add(name)
             share = 0.0 if name in self._numeric else self._share
-            self._kinds[name] = _kind_of(found, share)
+            self._kinds[name] = _kind_of(counter, share)
             for converted in self._converted.values():
                 converted.pop(name, None)
 
@@ -148,8 +148,8 @@ class CsvTables(TableSource):
                         yield self._chunk(file, row, batch, converted, stream.tell())
                     row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            found = _FAILED_COLUMN.search(str(error))
-            name = names[int(found.group(1))] if found else ""
+            match = _FAILED_COLUMN.search(str(error))
+            name = names[int(match.group(1))] if match else ""
             if name in self._converted.get(file.sha256, {}):
                 return name, row
             raise unreadable_error(file.name, error) from error
@@ -184,15 +184,15 @@ class CsvTables(TableSource):
             with file.open() as stream:
                 batches = iter(_open(stream, names, delimiter, {}, _SAMPLE_BYTES))
                 sample = next(batches, None)
-            found = {}
+            kinds = {}
             for i, name in enumerate(names):
                 if sample is None or name in self._kinds:
                     continue
                 column, misfits = self._convert(sample.column(i), name)
                 is_converted = pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)
                 if is_converted and not misfits:
-                    found[name] = column.type
-            self._converted[file.sha256] = found
+                    kinds[name] = column.type
+            self._converted[file.sha256] = kinds
         return self._converted[file.sha256]
 
     def _convert(self, column: pa.Array, name: str) -> tuple[pa.Array, dict[int, Any]]:
@@ -205,9 +205,9 @@ class CsvTables(TableSource):
         trimmed = pc.utf8_trim_whitespace(column)
         if kind is None:
             share = 0.0 if name in self._numeric else self._share
-            found = _all_of_one(column, trimmed)
-            if found is not None and (share or found is not column):
-                return found, {}
+            values = _all_of_one(column, trimmed)
+            if values is not None and (share or values is not column):
+                return values, {}
             if share and not _may_be_typed(trimmed, share):
                 return column, {}
             kind = _kind_of(_count_kinds(column), share)
@@ -321,17 +321,17 @@ def text_columns(mapping: Mapping[str, str]) -> set[str]:
 
 def numeric_columns(mapping: Mapping[str, str]) -> set[str]:
     """Return the columns of the fields that are a number or a flag."""
-    found = {mapping[ours] for ours in _NUMERIC_FIELDS if ours in mapping}
+    columns = {mapping[ours] for ours in _NUMERIC_FIELDS if ours in mapping}
     unmapped = [ours for ours in _NUMERIC_FIELDS if ours not in mapping]
-    found |= {name for ours in unmapped for name in ALIASES[ours]}
-    found |= {*DONE_ALIASES} if "terminated" in unmapped else set()
+    columns |= {name for ours in unmapped for name in ALIASES[ours]}
+    columns |= {*DONE_ALIASES} if "terminated" in unmapped else set()
     others = {
         name
         for ours, theirs in mapping.items()
         if ours not in _NUMERIC_FIELDS
         for name in theirs.split(",")
     }
-    return found - others
+    return columns - others
 
 
 def _open(
@@ -396,8 +396,8 @@ def _all_of_one(column: pa.Array, trimmed: pa.Array) -> pa.Array | None:
     """Return a column all of whose cells are JSON, numbers or flags; None where one is not."""
     first = column.drop_null()[0].as_py().lstrip()
     if first.startswith(("[", "{")):
-        found = _parse_nested(column)
-        return None if found is column else found
+        values = _parse_nested(column)
+        return None if values is column else values
     for kind in (pa.int64(), pa.float64(), pa.bool_()):
         try:
             cast = trimmed.cast(kind)
@@ -449,9 +449,9 @@ def _may_be_typed(trimmed: pa.Array, share: float = SHARE) -> bool:
 
 
 def _bytes(characters: str) -> Any:
-    found = np.zeros(256, np.bool_)
-    found[[*characters.encode()]] = True
-    return found
+    mask = np.zeros(256, np.bool_)
+    mask[[*characters.encode()]] = True
+    return mask
 
 
 _DIGITS: Final = _bytes("0123456789")
@@ -477,10 +477,10 @@ def _kind_of(counts: Mapping[str, int], share: float) -> str:
         _FLAGS: counts[_FLAGS] + counts[_BITS] if counts[_FLAGS] else 0,
         _NESTED: counts[_NESTED] if share else 0,
     }
-    most = max(totals, key=lambda kind: totals[kind])
+    majority = max(totals, key=lambda kind: totals[kind])
     # 007 is a name, and so are the others of its column.
-    is_text = share and (counts[_NAMES] or totals[most] < share * counts["all"])
-    return _TEXT if is_text or not totals[most] else most
+    is_text = share and (counts[_NAMES] or totals[majority] < share * counts["all"])
+    return _TEXT if is_text or not totals[majority] else majority
 
 
 def _of_kind(column: pa.Array, trimmed: pa.Array, kind: str) -> tuple[pa.Array, dict[int, Any]]:
@@ -500,10 +500,10 @@ def _of_kind(column: pa.Array, trimmed: pa.Array, kind: str) -> tuple[pa.Array, 
     if kind == _FLAGS:
         return cells.cast(pa.bool_()), misfits
     if kind == _NESTED:
-        found, others = _nested_rows(cells)
+        values, others = _nested_rows(cells)
     else:
-        found, others = _numbers_of(cells)
-    return found, {**misfits, **others}
+        values, others = _numbers_of(cells)
+    return values, {**misfits, **others}
 
 
 def _numbers_of(cells: pa.Array) -> tuple[pa.Array, dict[int, Any]]:
@@ -515,8 +515,8 @@ def _numbers_of(cells: pa.Array) -> tuple[pa.Array, dict[int, Any]]:
     great = np.abs(numbers.to_numpy(zero_copy_only=False)) >= _TOO_GREAT
     if not great.any() or not _are_whole(cells):
         return numbers, {}
-    kept = pc.if_else(pa.array(~great), pc.utf8_ltrim(cells, "+"), pa.scalar(None, pa.string()))
-    return kept.cast(pa.int64()), {
+    numerals = pc.if_else(pa.array(~great), pc.utf8_ltrim(cells, "+"), pa.scalar(None, pa.string()))
+    return numerals.cast(pa.int64()), {
         i: _parse_great(cells[i].as_py()) for i in np.flatnonzero(great).tolist()
     }
 
@@ -540,10 +540,10 @@ def _nested_rows(cells: pa.Array) -> tuple[pa.Array, dict[int, Any]]:
         table, others = parse_rows(rows)
     except (pa.ArrowException, OverflowError, RecursionError):
         return pa.nulls(len(cells)), {**misfits, **dict(enumerate(cells.to_pylist()))}
-    found = pa.nulls(len(cells))
+    values = pa.nulls(len(cells))
     if "v" in table.schema.names:
-        found = table.column("v").combine_chunks()
-    return found, {**misfits, **{i: row["v"] for i, row in others.items()}}
+        values = table.column("v").combine_chunks()
+    return values, {**misfits, **{i: row["v"] for i, row in others.items()}}
 
 
 def _parse_nested(column: pa.Array) -> pa.Array:
@@ -557,8 +557,8 @@ def _parse_nested(column: pa.Array) -> pa.Array:
         if pc.any(pc.match_substring_regex(trimmed, r"[\r\n]")).as_py():
             return column
         rows = pc.binary_join_element_wise('{"v": ', pc.fill_null(trimmed, "null"), "}\n", "")
-        found = parse_json("".join(rows.to_pylist()).encode()).column("v").combine_chunks()
-        return found if len(found) == len(column) else column
+        values = parse_json("".join(rows.to_pylist()).encode()).column("v").combine_chunks()
+        return values if len(values) == len(column) else column
     except (pa.ArrowException, ValueError, KeyError):
         return column
 

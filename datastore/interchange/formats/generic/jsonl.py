@@ -123,11 +123,11 @@ def first_object(file: SourceFile) -> dict[str, Any] | None:
     if len(raw) == _MAX_LINE_BYTES:
         return {}
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         # Torn inside its first line, or one object over many lines: reading it will say so.
         return {}
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def parse_json(data: bytes) -> pa.Table:
@@ -152,18 +152,18 @@ def parse_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, Misfits]:
     Raises: pa.ArrowException, OverflowError for what no table holds.
     """
     misfits = _misfits(rows)
-    kept = [
+    rest = [
         {n: None if n in misfits[i] else v for n, v in row.items() if is_encodable(n)}
         if i in misfits
         else row
         for i, row in enumerate(rows)
     ]
     try:
-        lines = "\n".join(map(json.dumps, kept))
+        lines = "\n".join(map(json.dumps, rest))
         table = parse_json(lines.encode())
     except pa.ArrowException:
-        names = dict.fromkeys(name for row in kept for name in row)
-        table = pa.table({name: pa.array([row.get(name) for row in kept]) for name in names})
+        names = dict.fromkeys(name for row in rest for name in row)
+        table = pa.table({name: pa.array([row.get(name) for row in rest]) for name in names})
         if any(type_depth(kind) > MAX_DEPTH for kind in table.schema.types):
             raise
     if table.num_rows != len(rows):
@@ -226,11 +226,11 @@ def _too_long_error(file: SourceFile, line: int) -> SourceInvalidError:
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse an object that has a key twice: which of its values counts, nothing says."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    body = dict(pairs)
+    if len(body) < len(pairs):
         twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
         raise ValueError(f"the key {twice[:60]!r} twice")
-    return found
+    return body
 
 
 def _parse_lines(
@@ -270,17 +270,17 @@ def _misfits(rows: Sequence[Mapping[str, Any]]) -> Misfits:
     """Find the values whose kind, or that of a part of them, is not the most frequent one."""
     kinds = [{n: _kinds_in(v) for n, v in row.items() if v is not None} for row in rows]
     counts: dict[tuple[str, _Path], Counter[str]] = {}
-    for found in kinds:
-        for name, parts in found.items():
+    for actual in kinds:
+        for name, parts in actual.items():
             for path, kind in parts:
                 counts.setdefault((name, path), Counter())[kind] += 1
     wrong = {place: _minor(several) for place, several in counts.items()}
     misfits: Misfits = {}
-    for i, found in enumerate(kinds):
-        for name, parts in found.items():
+    for i, actual in enumerate(kinds):
+        for name, parts in actual.items():
             if not is_encodable(name):
-                shown = name.encode(errors="backslashreplace").decode()
-                misfits.setdefault(i, {})[shown] = rows[i][name]
+                text = name.encode(errors="backslashreplace").decode()
+                misfits.setdefault(i, {})[text] = rows[i][name]
             elif any(kind in wrong[name, path] for path, kind in parts):
                 misfits.setdefault(i, {})[name] = rows[i][name]
     return misfits
@@ -291,9 +291,9 @@ def _minor(counts: Mapping[str, int]) -> set[str]:
     totals = Counter({kind: counts.get(kind, 0) for kind in _KINDS})
     totals["number"] += counts.get(_WHOLE, 0) + counts.get(_GREAT, 0)
     totals["text"] += counts.get(_HALF, 0)
-    most = max(_KINDS, key=lambda kind: totals[kind])
-    fitting = {most}
-    if most == "number":
+    majority = max(_KINDS, key=lambda kind: totals[kind])
+    fitting = {majority}
+    if majority == "number":
         # Among floats it is one, as Arrow reads it; among whole numbers none of int64.
         fitting |= {_WHOLE, *([_GREAT] if counts.get("number") else [])}
     return {*counts} - fitting
@@ -311,21 +311,21 @@ def _kinds_in(value: Any, path: _Path = ()) -> set[tuple[_Path, str]]:
         return {(path, _GREAT if abs(value) <= sys.float_info.max else _ENDLESS)}
     if isinstance(value, str):
         return {(path, "text" if is_encodable(value) else _HALF)}
-    found: set[tuple[_Path, str]] = set()
+    kinds: set[tuple[_Path, str]] = set()
     if isinstance(value, list):
-        found = {(path, "list")}
+        kinds = {(path, "list")}
         if {*map(type, value)} == {float}:
-            return {*found, ((*path, None), "number")}
+            return {*kinds, ((*path, None), "number")}
         for part in value:
-            found |= set() if part is None else _kinds_in(part, (*path, None))
+            kinds |= set() if part is None else _kinds_in(part, (*path, None))
     elif isinstance(value, dict):
-        found = {(path, "object")}
+        kinds = {(path, "object")}
         for key, part in value.items():
             if not is_encodable(key):
-                found.add((path, _HALF))
+                kinds.add((path, _HALF))
             elif part is not None:
-                found |= _kinds_in(part, (*path, key))
-    return found
+                kinds |= _kinds_in(part, (*path, key))
+    return kinds
 
 
 _NEWLINE, _QUOTE, _OPEN, _CLOSE, _RETURN = b'\n"{}\r'

@@ -118,11 +118,11 @@ def read_declaration(
     if a schema says it in a way that cannot be read.
     """
     first: dict[str, str] | None = None
-    for found in schemas:
-        said = _own_metadata(found.metadata or {})
-        if not said or (first is not None and said != first):
+    for one in schemas:
+        metadata = _own_metadata(one.metadata or {})
+        if not metadata or (first is not None and metadata != first):
             return None
-        first = said
+        first = metadata
     is_changed = options.action_scale is not None or options.action_range is not None
     if first is None or is_changed or any(name in options.mapping for name in _RESHAPING):
         return None
@@ -171,18 +171,18 @@ def _faithful(space: Space, column: pa.Array, *, is_nested: bool = False) -> pa.
             _faithful(sub, pc.struct_field(there, key), is_nested=True)
             for key, sub in children(space).items()
         ]
-        found = pa.StructArray.from_arrays(parts, names=[*children(space)])
+        array = pa.StructArray.from_arrays(parts, names=[*children(space)])
     elif value_dtype(space).kind == "O":
         return column
     else:
         values = np.asarray(to_numpy(space, there))
         # Readers look for tensors among the columns, not within structs.
         as_tensors = values.ndim > 2 and not is_nested
-        found = _tensors(values) if as_tensors else to_column(values, "values")
+        array = _tensors(values) if as_tensors else to_column(values, "values")
     if not column.null_count:
-        return found
+        return array
     known = np.asarray(column.is_valid().to_numpy(zero_copy_only=False), bool)
-    return _scatter(found, known)
+    return _scatter(array, known)
 
 
 def _scatter(values: pa.Array, known: Any) -> pa.Array:

@@ -31,22 +31,22 @@ def label_columns(writer: Hdf5Writer, names: Iterable[str]) -> None:
         writer.label("/", {_LABEL: text})
 
 
-def restore_names(opened: Hdf5File, columns: Iterable[str], options: ReadOptions) -> ReadOptions:
+def restore_names(hdf5: Hdf5File, columns: Iterable[str], options: ReadOptions) -> ReadOptions:
     """Return options that give back their names to those columns that a file lists as ours.
 
     What `--map` says wins. Raises: SourceInvalidError on torn bytes.
     """
     try:
-        listed = json.loads(opened.text_label("", _LABEL) or "[]")
+        listed = json.loads(hdf5.text_label("", _LABEL) or "[]")
     except (ValueError, RecursionError):
         return options
     known = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else ()
     present, mapped = {*columns}, {*options.mapping.values()}
-    found = {
+    names = {
         name: theirs
         for name in sorted(known)
         if (theirs := f"{INFOS}/{name}") in present - mapped
         and is_column_name(name)
         and name not in {*STANDARD_COLUMNS, *ALIASES, *options.mapping}
     }
-    return replace(options, mapping={**found, **options.mapping})
+    return replace(options, mapping={**names, **options.mapping})

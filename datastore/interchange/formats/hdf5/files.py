@@ -85,10 +85,10 @@ class Hdf5Array:
         with _reading(self._file):
             if self.kind != NUMBERS:
                 self._check_heaps()
-            found = self._dataset[()]
+            value = self._dataset[()]
             if self.kind == TEXT:
-                return found.decode() if isinstance(found, bytes) else str(found)
-            return found.item() if self.kind == NUMBERS else bytes(found)
+                return value.decode() if isinstance(value, bytes) else str(value)
+            return value.item() if self.kind == NUMBERS else bytes(value)
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
         """Read rows: numbers [n, ...] of `dtype`, or an object array [n] of str or bytes.
@@ -125,8 +125,8 @@ class Hdf5Array:
         step = max(1, min(_VARIABLE_ROWS, _VARIABLE_BYTES // self._file.num_bytes))
         num_bytes = 0
         for first in range(start, stop, step):
-            for row, found in enumerate(self._dataset[first : min(first + step, stop)], first):
-                raw = bytes(found)
+            for row, cell in enumerate(self._dataset[first : min(first + step, stop)], first):
+                raw = bytes(cell)
                 num_bytes += len(raw)
                 out[row - start] = raw.decode() if self.kind == TEXT else raw
             refuse_bomb(self._file.name, num_bytes, self._file.num_bytes)
@@ -183,19 +183,19 @@ class Hdf5File:
 
     def arrays(self, group: str = "") -> list[str]:
         """Return the paths of all datasets in and below a group; a group met twice counts once."""
-        found: list[str] = []
+        paths: list[str] = []
         seen: set[Any] = set()
         waiting = [group]
         while waiting:
             path = waiting.pop()
             with _reading(self._file):
-                opened = self._open(path)
-                if isinstance(opened, self._h5py.Dataset):
-                    found.append(path)
-                elif isinstance(opened, self._h5py.Group) and opened.id not in seen:
-                    seen.add(opened.id)
-                    waiting += [f"{path}/{name}".lstrip("/") for name in sorted(opened)]
-        return sorted(found)
+                item = self._open(path)
+                if isinstance(item, self._h5py.Dataset):
+                    paths.append(path)
+                elif isinstance(item, self._h5py.Group) and item.id not in seen:
+                    seen.add(item.id)
+                    waiting += [f"{path}/{name}".lstrip("/") for name in sorted(item)]
+        return sorted(paths)
 
     def array(self, path: str) -> Hdf5Array:
         """Open a dataset. Raises: SourceInvalidError if it is none, or not to be trusted."""
@@ -236,8 +236,8 @@ class Hdf5File:
             if self._h5py.check_string_dtype(attributes.get_id(name).dtype) is None:
                 return None
             self._check_heaps()
-            found = attributes[name]
-            return found.decode() if isinstance(found, bytes) else str(found)
+            value = attributes[name]
+            return value.decode() if isinstance(value, bytes) else str(value)
 
     def _check_heaps(self) -> None:
         if not self._heaps_are_checked:
@@ -246,16 +246,16 @@ class Hdf5File:
 
     def _open(self, path: str) -> Any:
         """Open by hard links alone: others lead to other files, and back up."""
-        opened = self._root
+        item = self._root
         for name in filter(None, path.split("/")):
-            kind = opened.id.links.get_info(name.encode(errors="surrogateescape")).type
+            kind = item.id.links.get_info(name.encode(errors="surrogateescape")).type
             if kind != self._h5py.h5l.TYPE_HARD:
                 raise SourceInvalidError(
                     f"{self._file.name}: {path!r} is a link to elsewhere, expected data in the "
                     "file itself. Links are not followed: copy what it points at into the file."
                 )
-            opened = opened[name]
-        return opened
+            item = item[name]
+        return item
 
     def _refuse_elsewhere(self, dataset: Any, path: str) -> None:
         if dataset.is_virtual or dataset.external:

@@ -75,13 +75,13 @@ class RowTables(TableSource):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         first_id = 0
         for file in self._files:
-            with Hdf5File(file) as opened:
-                contents = open_contents(opened, file, self._required)
+            with Hdf5File(file) as hdf5:
+                contents = open_contents(hdf5, file, self._required)
                 step = _rows_at_once(contents)
-                wanted = [n for n in contents.columns if columns is None or n in columns]
+                names = [n for n in contents.columns if columns is None or n in columns]
                 for start in range(0, contents.num_rows, step):
                     stop = min(start + step, contents.num_rows)
-                    table = _table(contents, wanted, start, stop, self._scalars)
+                    table = _table(contents, names, start, stop, self._scalars)
                     if self._by_file:
                         ids, first_id = _number_episodes(
                             contents, self._ends, start, stop, first_id
@@ -92,8 +92,8 @@ class RowTables(TableSource):
 
     def schemas(self) -> Iterator[ChunkSchema]:
         for file in self._files:
-            with Hdf5File(file) as opened:
-                contents = open_contents(opened, file, self._required)
+            with Hdf5File(file) as hdf5:
+                contents = open_contents(hdf5, file, self._required)
                 table = _table(contents, contents.columns, 0, 0, self._scalars)
                 if self._by_file:
                     table = table.append_column(EPISODE_ID, pa.array([], pa.int64()))
@@ -107,13 +107,13 @@ def required_datasets(mapping: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def open_contents(
-    opened: Hdf5File, file: SourceFile, required: Sequence[str] = REQUIRED
+    hdf5: Hdf5File, file: SourceFile, required: Sequence[str] = REQUIRED
 ) -> RowTableContents:
     """Open the datasets of one row a step; as many rows as the rewards have.
 
     Raises: SourceInvalidError if a required one is absent.
     """
-    paths = [path for path in opened.arrays() if path.split("/")[0] != METADATA]
+    paths = [path for path in hdf5.arrays() if path.split("/")[0] != METADATA]
     for ours, name in zip(_OUR_NAMES, required, strict=True):
         # A vector of several datasets, or a pattern of their names, is found further on.
         is_vector = ours in ("observation", "action")
@@ -123,7 +123,7 @@ def open_contents(
                 f"it with "
                 f"`mapping` {ours}=DATASET, or the format with `format` if it is of another one."
             )
-    arrays = {path: opened.array(path) for path in paths}
+    arrays = {path: hdf5.array(path) for path in paths}
     num_rows = len(arrays[required[_OUR_NAMES.index("reward")]])
     columns, lost = {}, []
     for path, array in arrays.items():

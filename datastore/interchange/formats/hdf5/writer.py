@@ -71,10 +71,10 @@ class Hdf5Writer:
 
     def append(self, path: str, rows: Array) -> None:
         """Add rows [n, ...] to a dataset that grows; an object array holds strings."""
-        held = self._waiting.setdefault(path, [])
-        held.append(rows)
+        buffer = self._waiting.setdefault(path, [])
+        buffer.append(rows)
         self._num_rows[path] = self._num_rows.get(path, 0) + len(rows)
-        if sum(part.nbytes for part in held) >= _APPEND_BYTES:
+        if sum(part.nbytes for part in buffer) >= _APPEND_BYTES:
             with self._writing():
                 self._flush(path)
 

@@ -51,11 +51,11 @@ class EpisodeFolders(TableSource):
         for episode in self._episodes:
             file = episode.parts[0]
             try:
-                found = self._episode(episode, file)
+                rows = self._episode(episode, file)
             except pa.ArrowException as error:
                 raise unreadable_error(file.name, error) from error
-            if found is not None:
-                yield from map(with_times, iter_chunks(file, [found]))
+            if rows is not None:
+                yield from map(with_times, iter_chunks(file, [rows]))
 
     def _episode(self, episode: ArrowEpisode, file: SourceFile) -> EpisodeRows | None:
         table = pa.concat_tables([_read(part) for part in episode.parts])
@@ -72,34 +72,34 @@ class EpisodeFolders(TableSource):
         has_final = episode.labels.get("total_steps") != table.num_rows
         num = table.num_rows - has_final
         spaces = self._spaces or (None, None)
-        found: dict[str, Values] = {}
+        columns: dict[str, Values] = {}
         for name, space in zip(required, (*spaces, None, None, None), strict=True):
             column = table.column(name).combine_chunks()
             rows = column if name == "observations" else column.slice(0, num)
-            found[name] = _arrow_values(rows, space, f"{file.name}: {name}")
+            columns[name] = _arrow_values(rows, space, f"{file.name}: {name}")
         infos: dict[str, Values] = {}
         for name in (n for n in table.schema.names if n not in required):
             self._infos(name, table.column(name).combine_chunks(), infos)
         seed = episode.labels.get("seed")
-        return episode_rows(file, episode.number, found, infos, seed, self.notes)
+        return episode_rows(file, episode.number, columns, infos, seed, self.notes)
 
-    def _infos(self, name: str, column: pa.Array, found: dict[str, Values]) -> None:
+    def _infos(self, name: str, column: pa.Array, columns: dict[str, Values]) -> None:
         if pa.types.is_struct(column.type):
             for i, field in enumerate(column.type):
                 sub = pc.struct_field(column, [i])
                 if shape := (field.metadata or {}).get(b"shape"):
                     sizes = [int(n) for n in shape.split(b",")]
-                    found[f"{name}/{field.name}"] = decode(sub).values.reshape(-1, *sizes)
+                    columns[f"{name}/{field.name}"] = decode(sub).values.reshape(-1, *sizes)
                 elif shape is not None:
-                    found[f"{name}/{field.name}"] = decode(sub).values[:, 0]
+                    columns[f"{name}/{field.name}"] = decode(sub).values[:, 0]
                 else:
-                    self._infos(f"{name}/{field.name}", sub, found)
+                    self._infos(f"{name}/{field.name}", sub, columns)
         elif column.null_count or not _is_plain(column.type):
             self.notes[
                 f"{name} is left out: {column.type}, {column.null_count} without a value"
             ] = None
         else:
-            found[name] = decode(column).values
+            columns[name] = decode(column).values
 
 
 def _read(file: SourceFile) -> pa.Table:

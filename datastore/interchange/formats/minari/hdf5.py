@@ -34,65 +34,62 @@ class Hdf5Tables(TableSource):
         self.notes: dict[str, None] = {}
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
-        with Hdf5File(self._file) as opened:
+        with Hdf5File(self._file) as hdf5:
             found = (
-                self._episode(opened, group, number, columns)
-                for number, group in list_groups(opened)
+                self._episode(hdf5, group, number, columns) for number, group in list_groups(hdf5)
             )
             for chunk in iter_chunks(self._file, (one for one in found if one is not None)):
                 yield with_times(chunk)
 
     def _episode(
-        self, opened: Hdf5File, group: str, number: int, wanted: Sequence[str] | None
+        self, hdf5: Hdf5File, group: str, number: int, only: Sequence[str] | None
     ) -> EpisodeRows | None:
         def values(name: str) -> Values:
             space = None if self._spaces is None else self._spaces[name == "actions"]
             needs_space = name in ("observations", "actions")
-            return self._values(opened, f"{group}/{name}", space if needs_space else None)
+            return self._values(hdf5, f"{group}/{name}", space if needs_space else None)
 
         names = ["rewards", *FLAGS]
-        names += [n for n in ("observations", "actions") if wanted is None or n in wanted]
-        found = {name: values(name) for name in names}
-        infos = self._others(opened, group, wanted)
+        names += [n for n in ("observations", "actions") if only is None or n in only]
+        columns = {name: values(name) for name in names}
+        infos = self._others(hdf5, group, only)
         return episode_rows(
-            self._file, number, found, infos, opened.label(group, "seed"), self.notes
+            self._file, number, columns, infos, hdf5.label(group, "seed"), self.notes
         )
 
-    def _values(self, opened: Hdf5File, path: str, space: Space | None) -> Values:
-        if not opened.is_group(path):
-            return self._leaf(opened, path, space)
-        parts = members(opened.names(path), space, f"{self._file.name}: {path}")
+    def _values(self, hdf5: Hdf5File, path: str, space: Space | None) -> Values:
+        if not hdf5.is_group(path):
+            return self._leaf(hdf5, path, space)
+        parts = members(hdf5.names(path), space, f"{self._file.name}: {path}")
         return {
-            key: self._values(opened, f"{path}/{name}", sub) for key, (name, sub) in parts.items()
+            key: self._values(hdf5, f"{path}/{name}", sub) for key, (name, sub) in parts.items()
         }
 
-    def _leaf(self, opened: Hdf5File, path: str, space: Space | None) -> Values:
-        array = opened.array(path)
+    def _leaf(self, hdf5: Hdf5File, path: str, space: Space | None) -> Values:
+        array = hdf5.array(path)
         rows = array.read()
         if array.kind == BYTES or is_packed_image(rows, space):
             return images([bytes(row) for row in rows], space, f"{self._file.name}: {path}")
         return reshape_rows(rows, space)
 
-    def _others(
-        self, opened: Hdf5File, group: str, wanted: Sequence[str] | None
-    ) -> dict[str, Values]:
+    def _others(self, hdf5: Hdf5File, group: str, names: Sequence[str] | None) -> dict[str, Values]:
         """Return the infos, and what else somebody has put beside them."""
-        found: dict[str, Values] = {}
-        for path in opened.arrays(group):
+        columns: dict[str, Values] = {}
+        for path in hdf5.arrays(group):
             name = path.removeprefix(f"{group}/")
             is_known = name.split("/")[0] in ("observations", "actions", "rewards", *FLAGS)
-            if is_known or (wanted is not None and name not in wanted):
+            if is_known or (names is not None and name not in names):
                 continue
-            array = opened.array(path)
+            array = hdf5.array(path)
             is_numbers = array.kind == NUMBERS and array.shape and 0 not in array.shape[1:]
             if is_numbers or (array.kind == TEXT and len(array.shape) == 1):
-                found[name] = array.read()
+                columns[name] = array.read()
             else:
                 self.notes[f"{name} is left out: {array.kind}{list(array.shape)}"] = None
-        return found
+        return columns
 
 
-def list_groups(opened: Hdf5File) -> list[tuple[int, str]]:
+def list_groups(hdf5: Hdf5File) -> list[tuple[int, str]]:
     """Return the episodes' numbers and groups, in order."""
-    found = ((_EPISODE_GROUP.fullmatch(name), name) for name in opened.names())
-    return sorted((int(match[1]), name) for match, name in found if match)
+    matches = ((_EPISODE_GROUP.fullmatch(name), name) for name in hdf5.names())
+    return sorted((int(match[1]), name) for match, name in matches if match)

@@ -50,22 +50,22 @@ class MinariFormat:
         return bool(_folders(files)) or _is_lone_main(files)
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
-        found = _find(files)
-        metadata = _metadata(found)
-        spaces = _spaces(metadata, found)
+        layout = _find(files)
+        metadata = _metadata(layout)
+        spaces = _spaces(metadata, layout)
         tables: Hdf5Tables | EpisodeFolders
         infos: list[str] = []
-        if found.main is None:
-            where, num_episodes = found.episodes[0].parts[0].name, len(found.episodes)
-            tables = EpisodeFolders(found.episodes, spaces)
+        if layout.main is None:
+            where, num_episodes = layout.episodes[0].parts[0].name, len(layout.episodes)
+            tables = EpisodeFolders(layout.episodes, spaces)
         else:
-            where = found.main.name
-            tables = Hdf5Tables(found.main, spaces)
-            num_episodes, infos = _survey(found.main)
-            with Hdf5File(found.main) as opened:
-                options = restore_names(opened, infos, options)
+            where = layout.main.name
+            tables = Hdf5Tables(layout.main, spaces)
+            num_episodes, infos = _survey(layout.main)
+            with Hdf5File(layout.main) as hdf5:
+                options = restore_names(hdf5, infos, options)
         fields = find_declared_fields(infos)
-        notes = [*_metadata_notes(metadata, found, num_episodes)]
+        notes = [*_metadata_notes(metadata, layout, num_episodes)]
         is_other = bool({"observation", "action"} & options.mapping.keys())
         declared = Declaration(
             fields=fields,
@@ -104,9 +104,9 @@ def _folder_of(file: SourceFile) -> str:
 def _is_lone_main(files: Sequence[SourceFile]) -> bool:
     if len(files) != 1 or not is_hdf5(files[0]):
         return False
-    with Hdf5File(files[0]) as opened:
-        groups = list_groups(opened)
-        return bool(groups) and opened.has_path(f"{groups[0][1]}/terminations")
+    with Hdf5File(files[0]) as hdf5:
+        groups = list_groups(hdf5)
+        return bool(groups) and hdf5.has_path(f"{groups[0][1]}/terminations")
 
 
 def _find(files: Sequence[SourceFile]) -> MinariFiles:
@@ -121,9 +121,9 @@ def _find(files: Sequence[SourceFile]) -> MinariFiles:
             "expected a Minari dataset's folder. Pass it whole, or name another format."
         )
     if len(top) != 1:
-        named = [folder.removesuffix("/data") or "." for folder in sorted(folders)]
+        names = [folder.removesuffix("/data") or "." for folder in sorted(folders)]
         raise SourceInvalidError(
-            f"{files[0].name}: found {len(top)} Minari datasets ({format_names(named)}), "
+            f"{files[0].name}: found {len(top)} Minari datasets ({format_names(names)}), "
             f"expected one. "
             "Ingest the folder of each by itself."
         )
@@ -139,7 +139,7 @@ def _arrow_episodes(
     parts: dict[str, list[SourceFile]] = {}
     for file in inside:
         parts.setdefault(_folder_of(file), []).append(file)
-    found = [
+    episodes = [
         ArrowEpisode(
             int(home.rpartition("/")[2]),
             tuple(files),
@@ -147,41 +147,41 @@ def _arrow_episodes(
         )
         for home, files in parts.items()
     ]
-    return tuple(sorted(found, key=lambda episode: episode.number))
+    return tuple(sorted(episodes, key=lambda episode: episode.number))
 
 
 def _json_object(file: SourceFile) -> Mapping[str, Any]:
     with file.open() as stream:
         text = stream.read(_LARGEST_METADATA + 1)
     try:
-        found = json.loads(text) if len(text) <= _LARGEST_METADATA else None
+        value = json.loads(text) if len(text) <= _LARGEST_METADATA else None
     except (ValueError, RecursionError) as error:
         raise SourceInvalidError(
             f"{file.name}: {error}, expected one JSON object. It may be torn: write it again."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise SourceInvalidError(
             f"{file.name}: found {len(text)} bytes that are no JSON object, expected one of "
             f"at most {_LARGEST_METADATA}. Is it Minari's?"
         )
-    return found
+    return value
 
 
-def _metadata(found: MinariFiles) -> Mapping[str, Any]:
+def _metadata(layout: MinariFiles) -> Mapping[str, Any]:
     """Return what metadata.json says, or main_data.hdf5 where it does: before 0.5 it did."""
-    if found.metadata is not None and (said := _json_object(found.metadata)):
-        return said
-    if found.main is None:
+    if layout.metadata is not None and (body := _json_object(layout.metadata)):
+        return body
+    if layout.main is None:
         return {}
-    with Hdf5File(found.main) as opened:
-        labels = {name: opened.text_label("", name) for name in _LABELS}
+    with Hdf5File(layout.main) as hdf5:
+        labels = {name: hdf5.text_label("", name) for name in _LABELS}
     return {name: text for name, text in labels.items() if text is not None}
 
 
-def _spaces(metadata: Mapping[str, Any], found: MinariFiles) -> Spaces:
+def _spaces(metadata: Mapping[str, Any], layout: MinariFiles) -> Spaces:
     if not {"observation_space", "action_space"} <= metadata.keys():
         return None
-    source = found.metadata or found.main
+    source = layout.metadata or layout.main
     name = "metadata.json" if source is None else source.name
     return (
         parse_space(metadata["observation_space"], f"{name}: observation_space"),
@@ -191,28 +191,28 @@ def _spaces(metadata: Mapping[str, Any], found: MinariFiles) -> Spaces:
 
 def _survey(main: SourceFile) -> tuple[int, list[str]]:
     """Return the number of episodes, and the infos of the first one."""
-    with Hdf5File(main) as opened:
-        groups = list_groups(opened)
+    with Hdf5File(main) as hdf5:
+        groups = list_groups(hdf5)
         if not groups:
             raise SourceInvalidError(
                 f"{main.name}: found no group episode_N, expected one an episode. "
                 "Is it another format's file?"
             )
         path = f"{groups[0][1]}/{INFOS}"
-        names = opened.names(path) if opened.has_path(path) and opened.is_group(path) else []
+        names = hdf5.names(path) if hdf5.has_path(path) and hdf5.is_group(path) else []
         return len(groups), [f"{INFOS}/{name}" for name in names]
 
 
 def _metadata_notes(
-    metadata: Mapping[str, Any], found: MinariFiles, num_episodes: int
+    metadata: Mapping[str, Any], layout: MinariFiles, num_episodes: int
 ) -> Iterator[str]:
     """Say what metadata.json tells beside the spaces."""
-    if found.metadata is None and "observation_space" not in metadata:
+    if layout.metadata is None and "observation_space" not in metadata:
         yield "read without its metadata.json: the spaces are those that the values show"
     if name := metadata.get("dataset_id"):
         yield f"Minari dataset {str(name)[:200]}"
     if environment := metadata.get("env_spec"):
         yield f"env_spec: {str(environment)[:1000]}"
-    said = metadata.get("total_episodes")
-    if isinstance(said, int) and said != num_episodes:
-        yield f"metadata.json says {said} episodes, and {num_episodes} are there"
+    total = metadata.get("total_episodes")
+    if isinstance(total, int) and total != num_episodes:
+        yield f"metadata.json says {total} episodes, and {num_episodes} are there"

@@ -29,8 +29,8 @@ _LONGEST_TEXT: Final = 2**31 - 1
 def parse_space(text: Any, where: str) -> Space:
     """Read a space from its JSON text. `where` begins messages. Raises: SourceInvalidError."""
     try:
-        found = json.loads(text)
-        return _space(found)
+        body = json.loads(text)
+        return _space(body)
     except (
         AttributeError,
         KeyError,
@@ -52,44 +52,44 @@ def to_json_text(space: Space) -> str:
     return json.dumps(_plain(space))
 
 
-def _space(found: Mapping[str, Any]) -> Space:
-    kind = found["type"]
+def _space(body: Mapping[str, Any]) -> Space:
+    kind = body["type"]
     if kind == "Box":
         # -0.0 and beyond-float bounds come as JSON has them: Infinity is read by json.
-        shape = tuple(int(n) for n in found["shape"])
-        low, high = (_parse_bound(found[name], shape) for name in ("low", "high"))
-        return Box(shape, np.dtype(found["dtype"]).name, low, high)
+        shape = tuple(int(n) for n in body["shape"])
+        low, high = (_parse_bound(body[name], shape) for name in ("low", "high"))
+        return Box(shape, np.dtype(body["dtype"]).name, low, high)
     if kind == "Discrete":
-        return Discrete(int(found["n"]), int(found.get("start", 0)))
+        return Discrete(int(body["n"]), int(body.get("start", 0)))
     if kind == "MultiDiscrete":
-        return _multi_discrete(found)
+        return _multi_discrete(body)
     if kind == "MultiBinary":
-        if isinstance(found["n"], list):
-            return Box(tuple(int(n) for n in found["n"]), "int8", 0, 1)
-        return MultiBinary(int(found["n"]))
+        if isinstance(body["n"], list):
+            return Box(tuple(int(n) for n in body["n"]), "int8", 0, 1)
+        return MultiBinary(int(body["n"]))
     if kind == "Text":
         return Text()
     if kind == "Dict":
-        named = {
-            column_name(n, i): _space(s) for i, (n, s) in enumerate(found["subspaces"].items())
+        members = {
+            column_name(n, i): _space(s) for i, (n, s) in enumerate(body["subspaces"].items())
         }
-        if len(named) < len(found["subspaces"]):
-            raise ValueError(f"keys that stay distinct as column names, not {[*named]}")
-        return Dict(named)
+        if len(members) < len(body["subspaces"]):
+            raise ValueError(f"keys that stay distinct as column names, not {[*members]}")
+        return Dict(members)
     if kind == "Tuple":
-        return Tuple(tuple(map(_space, found["subspaces"])))
+        return Tuple(tuple(map(_space, body["subspaces"])))
     raise ValueError(f"type {kind!r}")
 
 
-def _parse_bound(found: Any, shape: tuple[int, ...]) -> Any:
-    bound = np.asarray(found, np.float64)
+def _parse_bound(value: Any, shape: tuple[int, ...]) -> Any:
+    bound = np.asarray(value, np.float64)
     if bound.shape not in ((), shape):
         raise ValueError(f"bounds of shape {list(bound.shape)} for values of {list(shape)}")
     return bound
 
 
-def _multi_discrete(found: Mapping[str, Any]) -> Space:
-    nvec, start = np.asarray(found["nvec"], np.int64), np.asarray(found.get("start", 0), np.int64)
+def _multi_discrete(body: Mapping[str, Any]) -> Space:
+    nvec, start = np.asarray(body["nvec"], np.int64), np.asarray(body.get("start", 0), np.int64)
     if nvec.ndim == 1 and not start.any():
         return MultiDiscrete(tuple(nvec.tolist()))
     # Ours starts at 0 and has one dim.

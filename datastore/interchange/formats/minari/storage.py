@@ -79,14 +79,14 @@ def members(
 
     Raises: SourceInvalidError if these are not the parts that the space has.
     """
-    found = {_member(name, i, space): name for i, name in enumerate(names)}
+    paths = {_member(name, i, space): name for i, name in enumerate(names)}
     subs = children(space) if isinstance(space, Dict | Tuple) else {}
-    if len(found) < len(names) or not found or (space is not None and found.keys() != subs.keys()):
+    if len(paths) < len(names) or not paths or (space is not None and paths.keys() != subs.keys()):
         raise SourceInvalidError(
             f"{where} holds {names}, expected what its space has: {[*subs]}. The file and its "
             "metadata.json may not belong together."
         )
-    return {key: (found[key], subs.get(key)) for key in subs or sorted(found, key=_natural_key)}
+    return {key: (paths[key], subs.get(key)) for key in subs or sorted(paths, key=_natural_key)}
 
 
 def is_packed_image(rows: Array, space: Space | None) -> bool:

@@ -86,14 +86,14 @@ class NpzRows:
         self._array = array
         self._stream = array.archive.open(array.name + _SUFFIX)
         _header(self._stream, array.file, array.name)
-        self._held: Array | None = self._read_transposed() if array.is_fortran else None
+        self._transposed: Array | None = self._read_transposed() if array.is_fortran else None
         self._at = 0
 
     def take(self, num: int) -> Array:
         """Return the next rows [num, ...]. Raises: SourceInvalidError if the file ends before."""
         start, self._at = self._at, self._at + num
-        if self._held is not None:
-            return self._held[start : self._at]
+        if self._transposed is not None:
+            return self._transposed[start : self._at]
         rows = self._read((num, *self._array.shape[1:]))
         if self._at >= len(self._array):
             self._check_end()
@@ -117,9 +117,9 @@ class NpzRows:
                 f"{array.row_bytes * len(array):,} bytes, expected at most {_MAX_WHOLE_BYTES:,}. "
                 "Save it in C order (numpy.ascontiguousarray)."
             )
-        held = np.ascontiguousarray(self._read(array.shape[::-1]).T)
+        rows = np.ascontiguousarray(self._read(array.shape[::-1]).T)
         self._check_end()
-        return held
+        return rows
 
     def _read(self, shape: tuple[int, ...]) -> Array:
         array = self._array

@@ -123,16 +123,16 @@ def _trajectories(
         episodes = np.searchsorted(splits, np.arange(start, stop), side="right")
         at = np.arange(start, stop) + episodes
         first, end = int(at[0]), int(at[-1]) + 2
-        held = observations.take(end - num_read)
+        buffer = observations.take(end - num_read)
         if first < num_read:
             # The episode goes on: what followed the last block's steps is where this one starts.
-            held = np.concatenate([last, held])
-        num_read, last = end, held[-1:]
+            buffer = np.concatenate([last, buffer])
+        num_read, last = end, buffer[-1:]
         is_end = np.arange(start + 1, stop + 1) == ends[episodes]
         table = {
             _EPISODE: pa.array(episodes + first_episode),
-            "obs": to_column(held[at - first], "obs"),
-            _NEXT: to_column(held[at - first + 1], _NEXT),
+            "obs": to_column(buffer[at - first], "obs"),
+            _NEXT: to_column(buffer[at - first + 1], _NEXT),
             "terminal": pa.array(terminal[episodes] & is_end),
             **{n: to_column(reader.take(stop - start), n) for n, reader in readers.items()},
         }
@@ -230,17 +230,17 @@ def _compare_returns(
 ) -> None:
     if stated is None or stated.unread_reason or len(stated.shape) != 1 or not len(returns):
         return
-    told = stated.read_all()
-    if len(told) != len(returns):
-        _add_note(notes, f"{file.name}: {len(told)} episode_returns, but {len(returns)} episodes")
+    own = stated.read_all()
+    if len(own) != len(returns):
+        _add_note(notes, f"{file.name}: {len(own)} episode_returns, but {len(returns)} episodes")
         return
-    differ = ~np.isclose(told.astype(np.float64), returns, rtol=_RETURN_TOLERANCE, atol=1e-3)
+    differ = ~np.isclose(own.astype(np.float64), returns, rtol=_RETURN_TOLERANCE, atol=1e-3)
     if differ.any():
         first = int(np.argmax(differ))
         _add_note(
             notes,
             f"{file.name}: episode_returns differ from the sums of rewards in {int(differ.sum())} "
-            f"of {len(returns)} episodes, as in episode {first}: {told[first]:g} and "
+            f"of {len(returns)} episodes, as in episode {first}: {own[first]:g} and "
             f"{returns[first]:g}",
         )
 
@@ -271,9 +271,9 @@ def _length(file: SourceFile, array: NpzArray, name: str) -> int:
 
 
 def _expect_length(file: SourceFile, array: NpzArray, expected: int, why: str) -> None:
-    if (found := _length(file, array, array.name)) != expected:
+    if (length := _length(file, array, array.name)) != expected:
         raise SourceInvalidError(
-            f"{file.name}: array {array.name!r} has {found} rows, expected {expected}: {why}. "
+            f"{file.name}: array {array.name!r} has {length} rows, expected {expected}: {why}. "
             "Save it again, or leave the file out."
         )
 
@@ -282,17 +282,17 @@ def _select_by_length(
     arrays: Arrays, num: int, known: set[str], notes: list[str]
 ) -> dict[str, NpzArray]:
     """Return the arrays with a row a step; the others but the known ones are noted."""
-    kept = {}
+    selection = {}
     for name, array in arrays.items():
         if name in known:
             continue
         if (reason := array.unread_reason) is None and len(array) == num:
-            kept[name] = array
+            selection[name] = array
             continue
         _add_note(
             notes, f"array {name!r} left out: {reason or f'{len(array)} rows for {num} steps'}"
         )
-    return kept
+    return selection
 
 
 def _blocks(num: int, arrays: Sequence[NpzArray]) -> Iterator[tuple[int, int]]:

@@ -98,13 +98,13 @@ def decode_message(data: bytes, where: str) -> Any:
         ) from error
 
 
-def _array(found: dict[Any, Any]) -> Any:
+def _array(body: dict[Any, Any]) -> Any:
     """Build an array where msgpack_numpy wrote one: {nd, type, kind, shape, data}."""
-    if b"nd" not in found and "nd" not in found:
-        return found
-    parts: Mapping[str, Any] = {_text(key): value for key, value in found.items()}
+    if b"nd" not in body and "nd" not in body:
+        return body
+    parts: Mapping[str, Any] = {_text(key): value for key, value in body.items()}
     if not {"nd", "type", "data"} <= set(parts):
-        return found
+        return body
     kind = _text(parts.get("kind", ""))
     if kind == "O":
         return UnreadPart("a pickled array of Python objects")

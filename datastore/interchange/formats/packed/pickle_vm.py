@@ -195,8 +195,8 @@ class PickleVM:
         return items[::-1]
 
     def _protocol(self) -> None:
-        if (found := self._number(1)) > _NEWEST_PROTOCOL:
-            raise PickleRefusedError(f"pickle protocol {found}")
+        if (protocol := self._number(1)) > _NEWEST_PROTOCOL:
+            raise PickleRefusedError(f"pickle protocol {protocol}")
 
     def _frame(self) -> None:
         self._take(8)
@@ -210,10 +210,10 @@ class PickleVM:
         self._list().extend(items)
 
     def _list(self) -> list[Any]:
-        (found,) = self._top(1)
-        if not isinstance(found, list):
+        (target,) = self._top(1)
+        if not isinstance(target, list):
             raise PickleRefusedError("a torn pickle: no list where one belongs")
-        return found
+        return target
 
     def _set_item(self) -> None:
         value, key = self._pop(), self._pop()
@@ -223,11 +223,11 @@ class PickleVM:
         self._fill(self._to_mark())
 
     def _fill(self, items: list[Any]) -> None:
-        (found,) = self._top(1)
+        (target,) = self._top(1)
         # Other keys could be nested deeper than Python can hash.
-        if not isinstance(found, dict) or not all(isinstance(key, str) for key in items[::2]):
+        if not isinstance(target, dict) or not all(isinstance(key, str) for key in items[::2]):
             raise PickleRefusedError("a dict whose keys are no names")
-        found.update(zip(items[::2], items[1::2], strict=True))
+        target.update(zip(items[::2], items[1::2], strict=True))
 
     def _long(self) -> None:
         size = self._number(1)

@@ -58,15 +58,15 @@ class SourceActions:
         self._known = known
         self._fill = fill
         self._ids: set[str] = set()
-        self._taken: set[str] = set()
+        self._columns: set[str] = set()
         self._possible: set[str] = set()
         self._is_one_hot = True
 
     @property
     def names(self) -> list[str]:
         """Return the names, in the order of a mask; none where actions are numbers."""
-        found = self._taken if self._is_one_hot else ()
-        return [*self._known] if self._known is not None else sorted(found)
+        columns = self._columns if self._is_one_hot else ()
+        return [*self._known] if self._known is not None else sorted(columns)
 
     @property
     def never_taken(self) -> list[str]:
@@ -82,14 +82,14 @@ class SourceActions:
         """Look at the actions of some rows. Raises: SourceInvalidError."""
         column = chunk.table.column(ACTION)
         if is_sparse(column.type):
-            found = parse_features(column, _where(chunk, ACTION))
-            is_flags = bool(((found.values == 0) | (found.values == 1)).all())
-            self._is_one_hot &= is_flags and bool((found.values.sum(axis=1) == 1).all())
-            self._ids |= set(found.keys)
-            used = np.asarray(found.values.any(axis=0))
-            self._taken |= {key for key, one in zip(found.keys, used, strict=True) if one}
+            features = parse_features(column, _where(chunk, ACTION))
+            is_flags = bool(((features.values == 0) | (features.values == 1)).all())
+            self._is_one_hot &= is_flags and bool((features.values.sum(axis=1) == 1).all())
+            self._ids |= set(features.keys)
+            used = np.asarray(features.values.any(axis=0))
+            self._columns |= {key for key, one in zip(features.keys, used, strict=True) if one}
         elif is_text(column.type):
-            self._taken |= {name for name in pc.unique(column).to_pylist() if name}
+            self._columns |= {name for name in pc.unique(column).to_pylist() if name}
         if POSSIBLE in chunk.table.schema.names:
             names, _ = _flatten_possible(chunk)
             self._possible |= {name for name in pc.unique(names).to_pylist() if name is not None}
@@ -99,12 +99,12 @@ class SourceActions:
         column = chunk.table.column(ACTION)
         if not is_sparse(column.type):
             return column
-        found = parse_features(column, _where(chunk, ACTION))
+        features = parse_features(column, _where(chunk, ACTION))
         if not self._is_one_hot:
-            return found.dense(sort_keys(self._ids)).column(self._fill)
-        if not found.keys:
+            return features.dense(sort_keys(self._ids)).column(self._fill)
+        if not features.keys:
             return pa.nulls(chunk.table.num_rows, pa.string())
-        return pa.array(found.keys).take(pa.array(found.values.argmax(axis=1)))
+        return pa.array(features.keys).take(pa.array(features.values.argmax(axis=1)))
 
     def masks(self, chunk: Chunk) -> Array | None:
         """Return which actions were possible, bool [n, A]; None where the log does not say."""
@@ -135,10 +135,10 @@ def _flatten_possible(chunk: Chunk) -> tuple[pa.Array, Array]:
     items = pc.list_flatten(lists)
     rows = np.asarray(pc.list_parent_indices(lists)).astype(np.int64)
     if is_sparse(items.type):
-        found = parse_features(items, _where(chunk, POSSIBLE))
-        if not found.keys:
+        features = parse_features(items, _where(chunk, POSSIBLE))
+        if not features.keys:
             return pa.nulls(len(items), pa.string()), rows
-        items = pa.array(found.keys).take(pa.array(found.values.argmax(axis=1)))
+        items = pa.array(features.keys).take(pa.array(features.values.argmax(axis=1)))
     elif not (is_text(items.type) or pa.types.is_integer(items.type)):
         return pa.nulls(len(items), pa.string()), rows
     return items.cast(pa.string()), rows
@@ -247,9 +247,9 @@ class ReagentTables(TableSource):
 
     def _table(self, chunk: Chunk) -> pa.Table:
         names = chunk.table.schema.names
-        left_out = {*_RESTATED, POSSIBLE, POSSIBLE_MASK, _NOT_TERMINAL, _SPAN}
-        left_out |= {name for name in names if name.endswith(f"features{_PRESENCE}")}
-        columns = {n: _to_storable(chunk.table.column(n)) for n in names if n not in left_out}
+        omitted = {*_RESTATED, POSSIBLE, POSSIBLE_MASK, _NOT_TERMINAL, _SPAN}
+        omitted |= {name for name in names if name.endswith(f"features{_PRESENCE}")}
+        columns = {n: _to_storable(chunk.table.column(n)) for n in names if n not in omitted}
         if _SPAN in names:
             _refuse_spans(chunk)
         state, following = _features(chunk, _STATE), _next_features(chunk)

@@ -109,13 +109,13 @@ def column(spec: Leaf | dict[str, Spec], key: str, record: Record, num: int) -> 
         return pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
     if spec.is_ragged:
         return _decode_ragged(spec, key, record, num)
-    found = record.features.get(key, [])
+    values = record.features.get(key, [])
     if spec.encoding == "image":
-        return _images(spec, found, key, record, num)
+        return _images(spec, values, key, record, num)
     if spec.encoding in _ENCODED:
-        flat = _decode_bytes(spec, found, key, record, num)
+        flat = _decode_bytes(spec, values, key, record, num)
     else:
-        flat = _decode_flat(spec, found, key, record)
+        flat = _decode_flat(spec, values, key, record)
     if len(flat) != num * math.prod(spec.shape):
         shape = f" of the shape {list(spec.shape)}" if spec.shape else ""
         raise record.mismatch_error(f"{len(flat)} numbers or texts as {key}, expected {num}{shape}")
@@ -124,13 +124,13 @@ def column(spec: Leaf | dict[str, Spec], key: str, record: Record, num: int) -> 
 
 def drop_unread(specs: Mapping[str, Spec]) -> dict[str, Spec]:
     """Return the features without those that are not read."""
-    kept: dict[str, Spec] = {}
+    result: dict[str, Spec] = {}
     for name, one in specs.items():
         if isinstance(one, dict):
             one = drop_unread(one)
         if one and not isinstance(one, UnreadFeature):
-            kept[name] = one
-    return kept
+            result[name] = one
+    return result
 
 
 def has_images(spec: Spec) -> bool:
@@ -142,20 +142,20 @@ def has_images(spec: Spec) -> bool:
 
 def list_unread(specs: Mapping[str, Spec], above: str = "") -> list[tuple[str, str]]:
     """Return the names of all features that are not read, and why."""
-    found = []
+    unread = []
     for name, one in specs.items():
         if isinstance(one, UnreadFeature):
-            found.append((f"{above}{name}", one.reason))
+            unread.append((f"{above}{name}", one.reason))
         elif isinstance(one, dict):
-            found += list_unread(one, f"{above}{name}/")
-    return found
+            unread += list_unread(one, f"{above}{name}/")
+    return unread
 
 
 def _members(feature: Any) -> dict[str, Any]:
-    found = feature["featuresDict"]["features"]
-    if not isinstance(found, dict):
-        raise TypeError(f"features is a {type(found).__name__}")
-    return dict(found)
+    members = feature["featuresDict"]["features"]
+    if not isinstance(members, dict):
+        raise TypeError(f"features is a {type(members).__name__}")
+    return dict(members)
 
 
 def _spec(feature: Any) -> Spec:
@@ -222,15 +222,15 @@ def _shape(feature: Any) -> tuple[int | None, ...]:
     return tuple(size if size >= 0 else None for size in sizes)
 
 
-def _decode_flat(spec: Leaf, found: Feature, key: str, record: Record) -> pa.Array:
+def _decode_flat(spec: Leaf, feature: Feature, key: str, record: Record) -> pa.Array:
     """Return a list's values in the feature's dtype."""
     if spec.dtype == "string":
-        if not isinstance(found, list):
+        if not isinstance(feature, list):
             raise record.mismatch_error(f"numbers as {key}, expected texts")
-        return pa.array([_text(one) for one in found], pa.string())
-    if isinstance(found, list) and found:
+        return pa.array([_text(one) for one in feature], pa.string())
+    if isinstance(feature, list) and feature:
         raise record.mismatch_error(f"bytes as {key}, expected {spec.dtype}")
-    dtype, values = np.dtype(spec.dtype), np.asarray(found)
+    dtype, values = np.dtype(spec.dtype), np.asarray(feature)
     if dtype == np.uint64 and values.dtype == np.int64:
         return pa.array(values.view(np.uint64))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -266,14 +266,14 @@ def _decode_ragged(spec: Leaf, key: str, record: Record, num: int) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
-def _decode_bytes(spec: Leaf, found: Feature, key: str, record: Record, num: int) -> pa.Array:
+def _decode_bytes(spec: Leaf, feature: Feature, key: str, record: Record, num: int) -> pa.Array:
     dtype = np.dtype(spec.dtype)
     num_bytes = math.prod(spec.shape) * dtype.itemsize
-    if not isinstance(found, list) or len(found) != num:
-        raise record.mismatch_error(f"{len(found)} values of {key}, expected {num}")
-    refuse_bomb(f"{record.where} {key}", num * num_bytes, sum(map(len, found)))
+    if not isinstance(feature, list) or len(feature) != num:
+        raise record.mismatch_error(f"{len(feature)} values of {key}, expected {num}")
+    refuse_bomb(f"{record.where} {key}", num * num_bytes, sum(map(len, feature)))
     parts = []
-    for data in found:
+    for data in feature:
         try:
             # Bounded by what features.json declares, whatever the stream would inflate to.
             one = data if spec.encoding == "bytes" else _inflate(data, num_bytes)
@@ -289,10 +289,10 @@ def _inflate(data: bytes, num_bytes: int) -> bytes:
     return zlib.decompressobj().decompress(data, num_bytes + 1)
 
 
-def _images(spec: Leaf, found: Feature, key: str, record: Record, num: int) -> pa.Array:
-    if not isinstance(found, list) or len(found) != num:
-        raise record.mismatch_error(f"{len(found)} images as {key}, expected {num}")
-    pixels = decode_images(found, f"{record.where} {key}")
+def _images(spec: Leaf, feature: Feature, key: str, record: Record, num: int) -> pa.Array:
+    if not isinstance(feature, list) or len(feature) != num:
+        raise record.mismatch_error(f"{len(feature)} images as {key}, expected {num}")
+    pixels = decode_images(feature, f"{record.where} {key}")
     shape = pixels.shape[1:]
     if shape != (spec.shape or shape) or pixels.dtype != np.dtype(spec.dtype):
         raise record.mismatch_error(

@@ -86,9 +86,9 @@ class RldsTables(TableSource):
             for name, one in drop_unread(spec.steps).items()
             if name not in _FLAGS
         ]
-        taken = {*_OURS, *(name for _, name, _ in self._steps)}
+        reserved = {*_OURS, *(name for _, name, _ in self._steps)}
         self._metadata = [
-            (name, f"metadata_{name}" if name in taken else name, one)
+            (name, f"metadata_{name}" if name in reserved else name, one)
             for name, one in drop_unread(spec.metadata).items()
         ]
         # Decoded images take many times the room of the files: they are rather decoded again.
@@ -99,19 +99,19 @@ class RldsTables(TableSource):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         self._counts = dict.fromkeys(_NOTES, 0)
         for shard in self._shards:
-            held: list[pa.Table] = []
+            buffer: list[pa.Table] = []
             row, num_bytes, number = 0, 0, -1
             for number, data in enumerate(records(shard.file)):
                 table = self._episode(shard, number, data, columns)
-                if held and table.schema != held[0].schema:
-                    raise _schema_mismatch_error(shard.file, number, held[0].schema, table.schema)
-                held.append(table)
+                if buffer and table.schema != buffer[0].schema:
+                    raise _schema_mismatch_error(shard.file, number, buffer[0].schema, table.schema)
+                buffer.append(table)
                 num_bytes += table.nbytes
                 if num_bytes >= _CHUNK_BYTES:
-                    yield (chunk := Chunk(shard.file, row, pa.concat_tables(held)))
-                    row, held, num_bytes = row + chunk.table.num_rows, [], 0
-            if held:
-                yield Chunk(shard.file, row, pa.concat_tables(held))
+                    yield (chunk := Chunk(shard.file, row, pa.concat_tables(buffer)))
+                    row, buffer, num_bytes = row + chunk.table.num_rows, [], 0
+            if buffer:
+                yield Chunk(shard.file, row, pa.concat_tables(buffer))
             check_count(shard, number + 1)
         notes = [f"{count} {_NOTES[what]}" for what, count in self._counts.items() if count]
         self._notes += [note for note in notes if note not in self._notes]
@@ -129,7 +129,7 @@ class RldsTables(TableSource):
                 yield ChunkSchema(shard.file, 0, num_rows, schema)
 
     def _episode(
-        self, shard: Shard, number: int, data: bytes, wanted: Sequence[str] | None
+        self, shard: Shard, number: int, data: bytes, names: Sequence[str] | None
     ) -> pa.Table:
         """Return an episode's steps, or some columns of them."""
         features = parse_example(data, shard.file, number)
@@ -146,14 +146,14 @@ class RldsTables(TableSource):
             _SPLIT: pa.array([shard.split]),
         }
         for key, name, spec in self._metadata:
-            if wanted is not None and name not in wanted:
+            if names is not None and name not in names:
                 continue
             columns[name] = column(_readable_spec(spec), key, record, 1)
         columns = {name: _repeat(values, num) for name, values in columns.items()}
         columns[_STEP] = pa.array(np.arange(num))
         for key, name, spec in self._steps:
-            is_wanted = wanted is None or name in wanted
-            if not (is_wanted or (name == _OBSERVATION and _FINAL in (wanted or ()))):
+            is_wanted = names is None or name in names
+            if not (is_wanted or (name == _OBSERVATION and _FINAL in (names or ()))):
                 continue
             values = column(_readable_spec(spec), key, record, num_rows)
             columns[name] = values.slice(0, num)
@@ -167,7 +167,7 @@ class RldsTables(TableSource):
         self._counts["empty"] += not num
         self._counts["reward"] += has_final and _has_last_reward(record)
         table = pa.table(columns)
-        return table if wanted is None else table.select(wanted)
+        return table if names is None else table.select(names)
 
 
 class RldsFormat:
@@ -191,10 +191,10 @@ class RldsFormat:
         spec = episode_spec(read_json(features[0]), features[0].name)
         _refuse_unread(spec, features[0])
         shards, notes = find_shards(files)
-        left_out = list_unread({"steps": spec.steps, **spec.metadata})
-        if left_out:
-            shown = "; ".join(f"{name}: {reason}" for name, reason in left_out)
-            notes.append(f"features that are not read: {shown}")
+        omitted = list_unread({"steps": spec.steps, **spec.metadata})
+        if omitted:
+            text = "; ".join(f"{name}: {reason}" for name, reason in omitted)
+            notes.append(f"features that are not read: {text}")
         notes.append(
             "of the row that is_last marks, the observation became the final observation; its "
             "action, reward and discount mean nothing by RLDS and were left out"
@@ -221,20 +221,20 @@ def _num_rows(features: dict[str, Feature], where: str) -> int:
 
 def _flag(name: str, record: Record) -> Array:
     """Return a flag a row; one that the dataset does not have is never set, but is_first once."""
-    found = np.asarray(record.features.get(f"steps/{name}", []))
-    if not len(found):
+    values = np.asarray(record.features.get(f"steps/{name}", []))
+    if not len(values):
         return np.asarray(np.arange(record.num_steps) == (0 if name == "is_first" else -1))
-    if found.dtype != np.int64 or len(found) != record.num_steps or ((found >> 1) != 0).any():
+    if values.dtype != np.int64 or len(values) != record.num_steps or ((values >> 1) != 0).any():
         raise record.mismatch_error(
-            f"{len(found)} values of steps/{name}, expected {record.num_steps} flags"
+            f"{len(values)} values of steps/{name}, expected {record.num_steps} flags"
         )
-    return np.asarray(found == 1)
+    return np.asarray(values == 1)
 
 
 def _has_last_reward(record: Record) -> bool:
     """Whether the last row has a reward other than 0."""
-    found = np.asarray(record.features.get("steps/reward", []))
-    return len(found) == record.num_steps and found.dtype.kind in "fi" and bool(found[-1] != 0)
+    values = np.asarray(record.features.get("steps/reward", []))
+    return len(values) == record.num_steps and values.dtype.kind in "fi" and bool(values[-1] != 0)
 
 
 def _readable_spec(spec: Spec) -> Leaf | dict[str, Spec]:
@@ -335,27 +335,27 @@ def find_shards(files: Sequence[SourceFile]) -> tuple[list[Shard], list[str]]:
 
     Raises: SourceInvalidError if there are none, they are of several datasets, or not TFRecord.
     """
-    found = [(file, match) for file in files if (match := SHARD.fullmatch(file.base_name))]
-    if not found:
+    pairs = [(file, match) for file in files if (match := SHARD.fullmatch(file.base_name))]
+    if not pairs:
         raise SourceInvalidError(
             f"{files[0].name}: found no file like NAME-SPLIT.tfrecord-00000-of-00001, expected the "
             "records of a TFDS dataset. Pass its whole folder."
         )
-    names = sorted({match["name"] for _, match in found})
+    names = sorted({match["name"] for _, match in pairs})
     if len(names) > 1:
         raise SourceInvalidError(
-            f"{found[0][0].name}: found the datasets {', '.join(names)}, expected one. Ingest them "
+            f"{pairs[0][0].name}: found the datasets {', '.join(names)}, expected one. Ingest them "
             "one by one."
         )
-    kinds = sorted({match["kind"] for _, match in found} - {"tfrecord"})
+    kinds = sorted({match["kind"] for _, match in pairs} - {"tfrecord"})
     if kinds:
         raise SourceInvalidError(
-            f"{found[0][0].name}: found {', '.join(kinds)} files, expected TFRecord. Write the "
+            f"{pairs[0][0].name}: found {', '.join(kinds)} files, expected TFRecord. Write the "
             "dataset again with TFDS's file_format='tfrecord'."
         )
     lengths = _lengths(files)
     shards = [
-        Shard(file, match["split"], int(match["shard"]), int(match["num"])) for file, match in found
+        Shard(file, match["split"], int(match["shard"]), int(match["num"])) for file, match in pairs
     ]
     shards = [
         replace(one, num_records=known[one.number])

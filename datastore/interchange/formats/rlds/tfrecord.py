@@ -128,7 +128,7 @@ def mask_crc(crc: int) -> int:
 
 
 def _features(example: memoryview) -> dict[str, Feature]:
-    found: dict[str, Feature] = {}
+    result: dict[str, Feature] = {}
     for features in _messages(example, 1):
         for entry in _messages(features, 1):
             key, value = "", memoryview(b"")
@@ -139,23 +139,23 @@ def _features(example: memoryview) -> dict[str, Feature]:
                     key = bytes(content).decode()
                 elif field == _VALUE:
                     value = content
-            found[key] = _feature(value)
-    return found
+            result[key] = _feature(value)
+    return result
 
 
 def _feature(message: memoryview) -> Feature:
-    found: Feature = []
+    feature: Feature = []
     for kind, wire, content in _fields(message):
         # The lists are alternatives: of several, protobuf takes the last.
         if wire != _LENGTH:
             continue
         if kind == _BYTES_LIST:
-            found = [bytes(part) for part in _messages(content, 1)]
+            feature = [bytes(part) for part in _messages(content, 1)]
         elif kind == _FLOAT_LIST:
-            found = _floats(content)
+            feature = _floats(content)
         elif kind == _INT64_LIST:
-            found = _integers(content)
-    return found
+            feature = _integers(content)
+    return feature
 
 
 def _floats(message: memoryview) -> NDArray[np.float32]:
@@ -203,9 +203,9 @@ def _varints(content: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.bitwise_or.reduceat(bits, starts).view(np.int64)
 
 
-def _messages(message: memoryview, wanted: int) -> Iterator[memoryview]:
+def _messages(message: memoryview, number: int) -> Iterator[memoryview]:
     for field, wire, content in _fields(message):
-        if field == wanted and wire == _LENGTH:
+        if field == number and wire == _LENGTH:
             yield content
 
 

@@ -172,16 +172,16 @@ def _lay_out_uneven(lines: Chunk, one: pa.Table, line: int, first_row: int) -> C
     return Chunk(lines.file, first_row, pa.table(columns), damage)
 
 
-def _check_spaces(chunk: Chunk, policy: str, seen: dict[str, tuple[str, str]]) -> None:
+def _check_spaces(chunk: Chunk, policy: str, spaces: dict[str, tuple[str, str]]) -> None:
     """Refuse policies whose observations or actions have different shapes or kinds."""
     for name in _SPACES:
-        found = _space(chunk.table, name)
-        if found is None:
+        space = _space(chunk.table, name)
+        if space is None:
             continue
-        other, expected = seen.setdefault(name, (policy, found))
-        if found != expected:
+        other, expected = spaces.setdefault(name, (policy, space))
+        if space != expected:
             raise SourceInvalidError(
-                f"{chunk.file.name}: the {name} of policy {policy!r} are {found}, those of policy "
+                f"{chunk.file.name}: the {name} of policy {policy!r} are {space}, those of policy "
                 f"{other!r} {expected}, expected one space in a dataset. Write each policy's "
                 "batches to a log of its own, and ingest them into datasets of their own."
             )

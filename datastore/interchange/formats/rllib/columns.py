@@ -152,8 +152,8 @@ def _notes(spec: DatasetSpec, fields: pa.Schema, num_unfollowed: int) -> Iterato
             f"{num_unfollowed} episodes or pieces have no observation after their last step: its "
             "new_obs is null, where RLlib expects one"
         )
-    if taken := [name for name in spec.extras if _name(name) != name]:
-        yield f"columns whose names RLlib has for its own, written as extra_*: {', '.join(taken)}"
+    if clashes := [name for name in spec.extras if _name(name) != name]:
+        yield f"columns whose names RLlib has for its own, written as extra_*: {', '.join(clashes)}"
     others = [f.name for f in fields if f.name not in _KNOWN and not is_numeric(f.type)]
     if others:
         yield (
@@ -164,17 +164,17 @@ def _notes(spec: DatasetSpec, fields: pa.Schema, num_unfollowed: int) -> Iterato
 
 
 def _batches(episodes: Iterator[Episode]) -> Iterator[list[Episode]]:
-    held: list[Episode] = []
-    held_bytes = held_steps = 0
+    buffer: list[Episode] = []
+    held_bytes = num_steps = 0
     for episode in episodes:
-        held.append(episode)
+        buffer.append(episode)
         held_bytes += 2 * num_bytes(episode.observations) + num_bytes(episode.actions)
-        held_steps += len(episode)
-        if held_bytes >= CHUNK_BYTES or held_steps >= _GROUP_STEPS:
-            yield held
-            held, held_bytes, held_steps = [], 0, 0
-    if held:
-        yield held
+        num_steps += len(episode)
+        if held_bytes >= CHUNK_BYTES or num_steps >= _GROUP_STEPS:
+            yield buffer
+            buffer, held_bytes, num_steps = [], 0, 0
+    if buffer:
+        yield buffer
 
 
 def _table(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:

@@ -120,8 +120,8 @@ class _EpisodeState:
         return _buffer(self._state[part], part)
 
     def _check_length(self, part: str, values: Values, expected: int) -> None:
-        if (found := num_values(values)) != expected:
-            raise ValueError(f"{part} has {found} entries, expected {expected}: one a reward")
+        if (length := num_values(values)) != expected:
+            raise ValueError(f"{part} has {length} entries, expected {expected}: one a reward")
 
     def _first_step(self) -> int:
         first = self._state.get("t_started", 0)
@@ -147,17 +147,17 @@ class _EpisodeState:
 
     def _names(self, num: int) -> dict[str, Values | None]:
         pairs = (("agent_id", "agent_id"), ("policy", "module_id"))
-        named = {column: self._state.get(key) for column, key in pairs}
+        names = {column: self._state.get(key) for column, key in pairs}
         return {
             column: np.full(num, str(name), object)
-            for column, name in named.items()
+            for column, name in names.items()
             if name is not None
         }
 
     def _model_outputs(self, num: int, taken: Mapping[str, Any]) -> dict[str, Values | None]:
-        found = self._state.get("extra_model_outputs") or {}
+        outputs = self._state.get("extra_model_outputs") or {}
         columns: dict[str, Values | None] = {}
-        for key, buffer in found.items() if isinstance(found, dict) else ():
+        for key, buffer in outputs.items() if isinstance(outputs, dict) else ():
             name = f"output_{key}" if str(key) in taken or str(key) == "infos" else str(key)
             try:
                 values = _buffer(buffer, name)
@@ -210,8 +210,8 @@ def _buffer(buffer: Any, name: str) -> Values:
 
 
 def _slice_from(values: Values, start: int) -> Values:
-    found: Values = take(values, slice(start, None))
-    return found
+    rest: Values = take(values, slice(start, None))
+    return rest
 
 
 def _structure(data: Any, name: str) -> Values:

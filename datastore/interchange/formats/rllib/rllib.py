@@ -72,25 +72,25 @@ class RllibFormat:
         if is_parquet(files[0]):
             schema = parquet_schema(files[0])
             return _is_rllib(schema.names) or _is_episodes(schema)
-        found = first_object(files[0])
-        return found is not None and (_is_batch(found) or _is_rllib(found))
+        body = first_object(files[0])
+        return body is not None and (_is_batch(body) or _is_rllib(body))
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         where, notes = files[0].name, list[str]()
         if is_parquet(files[0]):
             declared = _make_declaration(files, options, notes)
             return TabularReader(_parquet(files, notes), options, where, declared)
-        found = first_object(files[0])
-        if found is None:
+        body = first_object(files[0])
+        if body is None:
             raise SourceInvalidError(
                 f"{where}: found neither Parquet nor a JSON object, expected one of "
                 "RLlib's files. Name the format with `format`."
             )
-        if not _is_batch(found):
+        if not _is_batch(body):
             tables: TableSource = UnpackedTables(JsonTables(files), notes)
             return TabularReader(tables, options, where, Declaration(notes=notes, observed="obs"))
         tables = BatchTables(JsonTables(files), notes)
-        if not _has_ticks(found) or "step" in options.mapping:
+        if not _has_ticks(body) or "step" in options.mapping:
             return TabularReader(tables, options, where, Declaration(notes=notes, observed="obs"))
         # Agents that do not act at each tick have gaps in `t`: it puts their rows in order, and is
         # the environment's step, not theirs.
@@ -109,14 +109,14 @@ def _is_rllib(columns: Sequence[str] | Mapping[str, Any]) -> bool:
     return "obs" in columns and bool(_RLLIB_COLUMNS & set(columns))
 
 
-def _is_batch(found: Mapping[str, Any]) -> bool:
-    if found.get(TYPE) in ("SampleBatch", "MultiAgentBatch"):
+def _is_batch(body: Mapping[str, Any]) -> bool:
+    if body.get(TYPE) in ("SampleBatch", "MultiAgentBatch"):
         return True
-    return _is_rllib(found) and isinstance(found.get("rewards"), list)
+    return _is_rllib(body) and isinstance(body.get("rewards"), list)
 
 
-def _has_ticks(found: Mapping[str, Any]) -> bool:
-    batches = found.get(POLICY_BATCHES)
+def _has_ticks(body: Mapping[str, Any]) -> bool:
+    batches = body.get(POLICY_BATCHES)
     first = next(iter(batches.values()), None) if isinstance(batches, dict) else None
     return isinstance(first, dict) and _TICK in first
 
@@ -131,12 +131,12 @@ def _is_episodes(schema: pa.Schema) -> bool:
 def _make_declaration(
     files: Sequence[SourceFile], options: ReadOptions, notes: list[str]
 ) -> Declaration:
-    said = read_declaration(map(parquet_schema, files), options, files[0].name) or Declaration()
+    own = read_declaration(map(parquet_schema, files), options, files[0].name) or Declaration()
     names = parquet_columns(files[0])
     # The module of the new API stack is what acted, as the policy of the old one is.
     is_named = _MODULE in names and not {"policy"} & {*names, *options.mapping}
     fields = {"policy": _MODULE} if is_named and not _is_empty_column(files, _MODULE) else {}
-    return replace(said, fields=fields, notes=notes, observed="obs")
+    return replace(own, fields=fields, notes=notes, observed="obs")
 
 
 def _parquet(files: Sequence[SourceFile], notes: list[str]) -> TableSource:
@@ -156,8 +156,8 @@ def _parquet(files: Sequence[SourceFile], notes: list[str]) -> TableSource:
     empty = [name for name in _OPTIONAL if name in schema.names and _is_empty_column(files, name)]
     if empty:
         notes.append(f"columns that hold nothing, left out: {', '.join(empty)}")
-    left_out = [*pickled, *varying, *empty]
-    known: TableSource = TablesWithoutColumns(tables, left_out) if left_out else tables
+    omitted = [*pickled, *varying, *empty]
+    known: TableSource = TablesWithoutColumns(tables, omitted) if omitted else tables
     # RLlib packs any of its columns that are arrays, under whatever name.
     return UnpackedTables(known, notes) if any(_may_be_packed(f) for f in schema) else known
 
@@ -199,11 +199,11 @@ def _is_empty_column(files: Sequence[SourceFile], name: str) -> bool:
             for column in map(group.column, range(group.num_columns)):
                 if column.path_in_schema.split(".")[0] != name:
                     continue
-                found = column.statistics
-                if found is None or not found.has_null_count:
+                statistics = column.statistics
+                if statistics is None or not statistics.has_null_count:
                     return False
-                if found.null_count < group.num_rows and not (
-                    found.has_min_max and found.min == found.max == ""
+                if statistics.null_count < group.num_rows and not (
+                    statistics.has_min_max and statistics.min == statistics.max == ""
                 ):
                     return False
     return True
@@ -250,7 +250,7 @@ def find_common_shape(tables: TableSource, name: str) -> Shape | None:
 
     Cost: a pass over the column. Raises: SourceInvalidError for cells that are no tensors.
     """
-    found: Shape | None = None
+    shape: Shape | None = None
     for chunk in tables.chunks([name]):
         for part in _cells(chunk.table.column(name), name, chunk.file.name).chunks:
             there = part.drop_null()
@@ -265,9 +265,9 @@ def find_common_shape(tables: TableSource, name: str) -> Shape | None:
             first = tuple(rows[0].tolist())
             if (lengths != rows.shape[1]).any() or (rows != rows[0]).any():
                 return None
-            if (found := found or first) != first:
+            if (shape := shape or first) != first:
                 return None
-    return found
+    return shape
 
 
 def _cells(column: Any, name: str, where: str) -> pa.ChunkedArray:

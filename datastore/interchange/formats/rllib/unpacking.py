@@ -51,10 +51,10 @@ class TablesWithoutColumns(TableSource):
 
     def schemas(self) -> Iterator[ChunkSchema]:
         for part in self._tables.schemas():
-            kept = pa.schema(
+            schema = pa.schema(
                 [part.schema.field(name) for name in self._remaining_names(part.schema)]
             )
-            yield replace(part, schema=kept)
+            yield replace(part, schema=schema)
 
     def _remaining_names(self, schema: pa.Schema) -> list[str]:
         return [name for name in schema.names if name not in self._names]
@@ -101,24 +101,24 @@ def _unpack(chunk: Chunk, what: str, notes: list[str], *, per_row: bool) -> Iter
         return
     unpackers = {name: Unpacker() for name in packed}
     texts = {name: table.column(name).to_pylist() for name in packed}
-    held: list[dict[str, Values | None]] = []
+    buffer: list[dict[str, Values | None]] = []
     kinds: Any = None
     start = held_bytes = 0
     for row in range(table.num_rows):
         where = f"{chunk.file.name} {what} {chunk.first_row + row}"
-        found = {
+        columns = {
             name: _cell(texts[name][row], unpackers[name], f"{where}, column {name!r}", per_row)
             for name in packed
         }
-        now = {name: _kind(values) for name, values in found.items()}
-        if held and (now != kinds or held_bytes >= CHUNK_BYTES):
-            yield _replace_columns(table.slice(start, len(held)), held, per_row)
-            start, held, held_bytes = row, [], 0
-        held.append(found)
+        now = {name: _kind(values) for name, values in columns.items()}
+        if buffer and (now != kinds or held_bytes >= CHUNK_BYTES):
+            yield _replace_columns(table.slice(start, len(buffer)), buffer, per_row)
+            start, buffer, held_bytes = row, [], 0
+        buffer.append(columns)
         kinds = now
-        held_bytes += sum(num_bytes(values) for values in found.values() if values is not None)
-    if held:
-        yield _replace_columns(table.slice(start, len(held)), held, per_row)
+        held_bytes += sum(num_bytes(values) for values in columns.values() if values is not None)
+    if buffer:
+        yield _replace_columns(table.slice(start, len(buffer)), buffer, per_row)
 
 
 def _without_objects(table: pa.Table, notes: list[str]) -> pa.Table:
@@ -129,8 +129,8 @@ def _without_objects(table: pa.Table, notes: list[str]) -> pa.Table:
         try:
             Unpacker()(next(cell.as_py() for cell in table.column(name) if cell.is_valid), name)
         except NoArraysError as error:
-            found = str(error).split(", expected", 1)[0].removeprefix(f"{name}: found ")
-            note = f"column {name!r} holds {found}, packed: left out"
+            reason = str(error).split(", expected", 1)[0].removeprefix(f"{name}: found ")
+            note = f"column {name!r} holds {reason}, packed: left out"
             if note not in notes:
                 notes.append(note)
             table = table.drop_columns([name])
@@ -163,12 +163,12 @@ def _lengths(values: Values) -> Iterator[int | None]:
 
 
 def _replace_columns(
-    table: pa.Table, held: list[dict[str, Values | None]], per_row: bool
+    table: pa.Table, buffer: list[dict[str, Values | None]], per_row: bool
 ) -> pa.Table:
-    for name in held[0]:
+    for name in buffer[0]:
         # Cells of one run are all there or all absent.
-        parts = [part for found in held if (part := found[name]) is not None]
-        array = pa.nulls(len(held))
+        parts = [part for columns in buffer if (part := columns[name]) is not None]
+        array = pa.nulls(len(buffer))
         if parts:
             array = to_column(concatenate(parts), name)
         if parts and not per_row:

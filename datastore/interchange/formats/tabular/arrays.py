@@ -211,11 +211,11 @@ def to_storable(column: pa.Array, name: str) -> pa.Array | None:
                 f"column {name!r}: found members {[f.name for f in kind]}, expected names that "
                 "stay distinct once characters outside [A-Za-z0-9_] are replaced. Rename one."
             )
-        kept = {key: member for key, member in members.items() if member is not None}
-        if not kept:
+        storable = {key: member for key, member in members.items() if member is not None}
+        if not storable:
             return None
         mask = column.is_null() if column.null_count else None
-        return pa.StructArray.from_arrays(list(kept.values()), names=list(kept), mask=mask)
+        return pa.StructArray.from_arrays(list(storable.values()), names=list(storable), mask=mask)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         column = column.cast(pa.list_(kind.value_field)) if pa.types.is_large_list(kind) else column
         start, end = column.offsets[0].as_py(), column.offsets[-1].as_py()
@@ -227,20 +227,20 @@ def to_storable(column: pa.Array, name: str) -> pa.Array | None:
     return widen(column, name)
 
 
-def unfilled_members(kind: pa.DataType, name: str) -> list[str]:
+def find_unfilled(kind: pa.DataType, name: str) -> list[str]:
     """Return the members of a column's structs that `stored` leaves out, as they hold nothing."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return unfilled_members(kind.value_type, name)
+        return find_unfilled(kind.value_type, name)
     if not pa.types.is_struct(kind):
         return []
-    found = []
+    unfilled = []
     for f in kind:
         member = f"{name}.{f.name}"
         is_empty = pa.types.is_null(f.type) or (
             pa.types.is_struct(f.type) and not f.type.num_fields
         )
-        found += [member] if is_empty else unfilled_members(f.type, member)
-    return found
+        unfilled += [member] if is_empty else find_unfilled(f.type, member)
+    return unfilled
 
 
 def _serialize_type(kind: Any) -> str:
@@ -290,8 +290,8 @@ def _dense_lists(column: pa.Array) -> tuple[Array, Mask, Mask]:
     if num and not len(known):
         size = column.type.list_size if pa.types.is_fixed_size_list(column.type) else 0
         return np.zeros((num, size)), missing, np.zeros(num, dtype=bool)
-    chosen = column if fits.all() else column.filter(pa.array(fits))
-    inner, null_inside, uneven_inside = _dense(chosen.flatten())
+    lists = column if fits.all() else column.filter(pa.array(fits))
+    inner, null_inside, uneven_inside = _dense(lists.flatten())
     rows = int(fits.sum())
     inner = inner.reshape(rows, width, *inner.shape[1:])
     if fits.all():

@@ -36,7 +36,7 @@ _AS_LOGGED = ActionUnits()
 def decode_steps(
     table: pa.Table,
     layout: ColumnLayout,
-    seen: Survey,
+    survey: Survey,
     encoder: Encoder = _PLAIN,
     units: ActionUnits = _AS_LOGGED,
 ) -> TableSteps:
@@ -46,7 +46,7 @@ def decode_steps(
 
     Raises: SourceInvalidError for a column whose type cannot be its field's at all.
     """
-    return _Decoder(table, layout, seen, encoder, units).steps()
+    return _Decoder(table, layout, survey, encoder, units).steps()
 
 
 class _Decoder:
@@ -54,7 +54,7 @@ class _Decoder:
         self,
         table: pa.Table,
         layout: ColumnLayout,
-        seen: Survey,
+        survey: Survey,
         encoder: Encoder,
         units: ActionUnits,
     ) -> None:
@@ -62,7 +62,7 @@ class _Decoder:
         self._units = units
         self._table = table
         self._layout = layout
-        self._shapes = seen.shapes
+        self._shapes = survey.shapes
         self._faults: list[RowFault] = []
         self._absent: dict[str, Mask] = {}
 
@@ -112,7 +112,7 @@ class _Decoder:
             for name, (_, message) in json.loads(text or "{}").items():
                 found.setdefault(name, {})[origins[row]] = message
                 rows.setdefault(name, np.zeros(len(column), dtype=np.bool_))[row] = True
-        return [RowFault("dtype", name, rows[name], said) for name, said in found.items()]
+        return [RowFault("dtype", name, rows[name], cause) for name, cause in found.items()]
 
     def _mark_unnamed(self) -> None:
         named = [self._layout.one("episode_id"), self._layout.one("agent_id")]

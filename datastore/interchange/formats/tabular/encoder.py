@@ -76,9 +76,9 @@ class Encoder:
             return []
         notes = []
         if self.encodes:
-            said = "; ".join(f"{one.name} {_describe_field(one)}" for one in encoding.fields)
+            fields = "; ".join(f"{one.name} {_describe_field(one)}" for one in encoding.fields)
             whose = " as the dataset has it" if self.is_old else ""
-            notes.append(f"observation is {encoding.width} float32 numbers{whose}: {said}")
+            notes.append(f"observation is {encoding.width} float32 numbers{whose}: {fields}")
         if encoding.action_names is not None and not self.is_old:
             notes.append(f"action is one of {len(encoding.action_names)} names, in their order")
         for name, num in self.num_unknown.items():

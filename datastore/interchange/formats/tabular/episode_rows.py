@@ -35,24 +35,24 @@ class EpisodeRows:
 
 def iter_chunks(file: SourceFile, episodes: Iterable[EpisodeRows]) -> Iterator[Chunk]:
     """Join episodes of one file to chunks of about 16 MiB whose columns have one type each."""
-    held: list[EpisodeRows] = []
+    buffer: list[EpisodeRows] = []
     kinds: dict[str, Any] = {}
     first_row = held_bytes = 0
     for episode in episodes:
         found = _kinds(episode)
-        if held and (
+        if buffer and (
             held_bytes >= CHUNK_BYTES
             or any(kinds.get(n, kind) != kind for n, kind in found.items())
         ):
-            chunk = _chunk(file, first_row, held)
+            chunk = _chunk(file, first_row, buffer)
             yield chunk
             first_row += chunk.table.num_rows
-            held, kinds, held_bytes = [], {}, 0
-        held.append(episode)
+            buffer, kinds, held_bytes = [], {}, 0
+        buffer.append(episode)
         kinds |= found
         held_bytes += sum(num_bytes(v) for v in episode.columns.values() if v is not None)
-    if held:
-        yield _chunk(file, first_row, held)
+    if buffer:
+        yield _chunk(file, first_row, buffer)
 
 
 def truncate_to_shortest(
@@ -150,8 +150,8 @@ def _lasts(name: str, parts: list[Values | None], lengths: Array) -> pa.Array:
 
 
 def _kinds(episode: EpisodeRows) -> dict[str, Any]:
-    named = {**episode.columns, **{f"\0{name}": v for name, v in episode.finals.items()}}
-    return {name: _kind(values) for name, values in named.items() if values is not None}
+    columns = {**episode.columns, **{f"\0{name}": v for name, v in episode.finals.items()}}
+    return {name: _kind(values) for name, values in columns.items() if values is not None}
 
 
 def _kind(values: Values) -> Any:

@@ -178,14 +178,14 @@ def _parse_mapping(
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     fields: dict[str, tuple[str, ...]] = {}
     renamed: dict[str, str] = {}
-    said = {
+    by_field = {
         ours: (spelled,) if spelled in names else tuple(p.strip() for p in spelled.split(","))
         for ours, spelled in mapping.items()
     }
     # What is named is not meant by a pattern as well.
-    taken = {name for theirs in said.values() for name in theirs} | set(episode_by)
+    taken = {name for theirs in by_field.values() for name in theirs} | set(episode_by)
     for ours, spelled in mapping.items():
-        theirs = _expand_patterns(said[ours], names, taken, f"{ours}={spelled}", where)
+        theirs = _expand_patterns(by_field[ours], names, taken, f"{ours}={spelled}", where)
         if ours not in ALIASES and (not is_column_name(ours) or ours in STANDARD_COLUMNS):
             raise ConfigInvalidError(
                 f"mapping {ours}={spelled}: found {ours!r}, expected one of {', '.join(ALIASES)}, "
@@ -212,7 +212,7 @@ def _parse_mapping(
 
 
 def _expand_patterns(
-    spelled: Sequence[str], names: Sequence[str], taken: set[str], said: str, where: str
+    spelled: Sequence[str], names: Sequence[str], taken: set[str], text: str, where: str
 ) -> tuple[str, ...]:
     """Return the columns that are meant: patterns in the source's order, names as they come."""
     found: list[str] = []
@@ -220,7 +220,7 @@ def _expand_patterns(
         if part in names:
             if part in found:
                 raise ConfigInvalidError(
-                    f"mapping {said}: found {part!r} twice, expected it once.", parameter="mapping"
+                    f"mapping {text}: found {part!r} twice, expected it once.", parameter="mapping"
                 )
             found.append(part)
             continue
@@ -233,23 +233,23 @@ def _expand_patterns(
             raise SourceInvalidError(
                 f"{where}: found the columns {_quote_names(names)}, expected {what} {part!r}, "
                 f"which the "
-                f"mapping {said} names.{suggest_name(part, names)} Correct `mapping`."
+                f"mapping {text} names.{suggest_name(part, names)} Correct `mapping`."
             )
         found += matched
     return tuple(found)
 
 
-def _check_present(names: Sequence[str], wanted: Sequence[str], option: str, where: str) -> None:
-    for name in wanted:
+def _check_present(names: Sequence[str], theirs: Sequence[str], option: str, where: str) -> None:
+    for name in theirs:
         if name not in names:
             raise SourceInvalidError(
                 f"{where}: found the columns {_quote_names(names)}, expected {name!r}, which "
                 f"`{option}` "
                 f"names.{suggest_name(name, names)} Correct it."
             )
-    if len(set(wanted)) < len(wanted):
+    if len(set(theirs)) < len(theirs):
         raise ConfigInvalidError(
-            f"{option} {','.join(wanted)}: found a column twice, expected it once.",
+            f"{option} {','.join(theirs)}: found a column twice, expected it once.",
             parameter=option,
         )
 

@@ -58,7 +58,7 @@ def group(
     groups: Groups,
     raw: pa.Table,
     mapping: Mapping[str, str],
-    seen: Survey,
+    survey: Survey,
     options: ReadOptions,
     census: Census,
 ) -> Iterator[Episode | RejectedEpisode]:
@@ -74,15 +74,15 @@ def group(
     starts = np.flatnonzero(np.diff(groups.codes, prepend=-1))
     faults = [
         *steps.faults,
-        *find_neighbor_faults(steps, groups.codes, seen),
+        *find_neighbor_faults(steps, groups.codes, survey),
         *_find_partial(steps, starts),
     ]
     cuts = None
     if options.gaps == "split":
         cuts = next((np.flatnonzero(fault.rows) for fault in faults if fault.check == "gap"), None)
         faults = [fault for fault in faults if fault.check != "gap"]
-    rejects = findings(faults, steps, starts, seen)
-    found = _GroupBounds(steps, groups, starts, seen, options)
+    rejects = findings(faults, steps, starts, survey)
+    found = _GroupBounds(steps, groups, starts, survey, options)
     found.accepted[list(rejects)] = False
     found.settle_ends(census)
     found.count_changes(census, _find_moved(steps.origins, groups.codes), cuts)
@@ -106,13 +106,13 @@ class _GroupBounds:
     """The groups of one block: where each starts and ends, and how."""
 
     def __init__(
-        self, steps: TableSteps, groups: Groups, starts: Array, seen: Survey, options: ReadOptions
+        self, steps: TableSteps, groups: Groups, starts: Array, survey: Survey, options: ReadOptions
     ) -> None:
-        self._steps, self._groups, self._seen, self._options = steps, groups, seen, options
+        self._steps, self._groups, self._survey, self._options = steps, groups, survey, options
         self.starts, self.ends = starts, np.append(starts[1:], len(steps))
         self.codes: list[int] = groups.codes[starts].tolist()
         self.accepted = np.ones(len(starts), dtype=np.bool_)
-        self.locate = make_locator(seen)
+        self.locate = make_locator(survey)
         self._terminated = steps.terminated[self.ends - 1]
         self._truncated = steps.truncated[self.ends - 1]
         self._columns = StepSlices(steps)
@@ -150,8 +150,8 @@ class _GroupBounds:
             if hit.any():
                 g = int(np.argmax(hit))
                 row = int(self.starts[g] + np.argmax(rows[self.starts[g] : self.ends[g]]))
-                named, place = self._name_and_place(g, row)
-                text = f"episode {named}: {place}: {CHECKS[name].partition(',')[0]}, {what}"
+                key, place = self._name_and_place(g, row)
+                text = f"episode {key}: {place}: {CHECKS[name].partition(',')[0]}, {what}"
                 num_hit, num_rows = int(hit.sum()), int(nums[hit].sum())
                 census.counts.add(Check(name, CORRECTED, num_hit, num_rows, text, place=place))
 
@@ -209,12 +209,12 @@ class _GroupBounds:
         if which.any():
             g = int(np.argmax(which))
             num = int(which.sum())
-            named, place = self._name_and_place(g, int(self.ends[g]) - 1)
-            text = f"episode {named}: {place}: {what}"
+            key, place = self._name_and_place(g, int(self.ends[g]) - 1)
+            text = f"episode {key}: {place}: {what}"
             census.counts.add(Check(name, outcome, num, num, text, advice, place))
 
     def _name_and_place(self, g: int, row: int) -> tuple[str, str]:
-        return self._groups.name(self.codes[g]), describe_place(self._steps, row, self._seen)
+        return self._groups.name(self.codes[g]), describe_place(self._steps, row, self._survey)
 
 
 def _sort_order(codes: Array, numbers: Array | None) -> Array | None:
@@ -259,7 +259,7 @@ def _mask(rows: Array, num: int) -> Mask:
     return mask
 
 
-def find_neighbor_faults(steps: TableSteps, codes: Array, seen: Survey) -> list[RowFault]:
+def find_neighbor_faults(steps: TableSteps, codes: Array, survey: Survey) -> list[RowFault]:
     """Compare each row with the next one of its episode; rows are in order of `codes` and step."""
     follows = np.zeros(len(codes), bool)
     follows[1:] = codes[1:] == codes[:-1]
@@ -275,14 +275,14 @@ def find_neighbor_faults(steps: TableSteps, codes: Array, seen: Survey) -> list[
         jump = np.diff(steps.numbers, prepend=0)
         is_next[:-1] &= jump[1:] == 1
         twice = follows & (jump == 0)
-        reused = _find_reused_ids(steps, codes, twice, seen)
+        reused = _find_reused_ids(steps, codes, twice, survey)
         faults.append(RowFault("id_reused", "step", reused))
         # One cause, one name.
-        told = np.isin(codes, codes[reused]) if reused.any() else np.zeros(len(codes), bool)
-        faults.append(RowFault("step_twice", "step", twice & ~told))
+        is_reported = np.isin(codes, codes[reused]) if reused.any() else np.zeros(len(codes), bool)
+        faults.append(RowFault("step_twice", "step", twice & ~is_reported))
         faults.append(RowFault("gap", "step", follows & (jump > 1)))
         faults.append(RowFault("negative_step", "step", steps.numbers < 0))
-        faults.append(RowFault("end_inside", "terminated or truncated", ended & ~told))
+        faults.append(RowFault("end_inside", "terminated or truncated", ended & ~is_reported))
     if steps.next_observations is not None and steps.has_next is not None:
         differs = np.zeros(len(codes), bool)
         following = take(steps.observations, slice(1, None))
@@ -293,11 +293,11 @@ def find_neighbor_faults(steps: TableSteps, codes: Array, seen: Survey) -> list[
 
 
 def findings(
-    faults: list[RowFault], steps: TableSteps, starts: Array, seen: Survey
+    faults: list[RowFault], steps: TableSteps, starts: Array, survey: Survey
 ) -> dict[int, list[Finding]]:
     """Blame groups for their rows' faults; one finding a check, column and group."""
     rejects: dict[int, list[Finding]] = {}
-    locate = make_locator(seen)
+    locate = make_locator(survey)
     for fault in faults:
         rows = np.flatnonzero(fault.rows)
         owners = np.searchsorted(starts, rows, side="right") - 1
@@ -310,21 +310,21 @@ def findings(
     return _with_damage(rejects, steps.damage, starts)
 
 
-def make_locator(seen: Survey) -> partial[tuple[list[str], list[int]]]:
+def make_locator(survey: Survey) -> partial[tuple[list[str], list[int]]]:
     """Return what finds files and row numbers, for `Places`."""
-    return partial(_locate, seen, _starts(seen))
+    return partial(_locate, survey, _starts(survey))
 
 
-def describe_place(steps: TableSteps, row: int, seen: Survey) -> str:
+def describe_place(steps: TableSteps, row: int, survey: Survey) -> str:
     """Return `FILE row N` of a row of `steps`."""
-    return RowLocations(steps.origins[row : row + 1], make_locator(seen)).text()
+    return RowLocations(steps.origins[row : row + 1], make_locator(survey)).text()
 
 
 def _with_damage(
     rejects: dict[int, list[Finding]], damage: Mapping[int, str], starts: Array
 ) -> dict[int, list[Finding]]:
-    for row, said in damage.items():
-        named, _, text = said.rpartition("\0")
+    for row, entry in damage.items():
+        named, _, text = entry.rpartition("\0")
         check = named or "unequal_lengths"
         found = rejects.setdefault(int(np.searchsorted(starts, row, side="right")) - 1, [])
         for i, finding in enumerate(found):
@@ -336,8 +336,8 @@ def _with_damage(
     return rejects
 
 
-def _locate(seen: Survey, starts: Array, rows: Array) -> tuple[list[str], list[int]]:
-    extents = seen.extents
+def _locate(survey: Survey, starts: Array, rows: Array) -> tuple[list[str], list[int]]:
+    extents = survey.extents
     at = _find_extents(starts, rows)
     numbers = [
         row - extents[i].start + extents[i].first_row
@@ -346,15 +346,15 @@ def _locate(seen: Survey, starts: Array, rows: Array) -> tuple[list[str], list[i
     return [extents[i].file.name for i in at.tolist()], numbers
 
 
-def _starts(seen: Survey) -> Array:
-    return np.asarray([extent.start for extent in seen.extents])
+def _starts(survey: Survey) -> Array:
+    return np.asarray([extent.start for extent in survey.extents])
 
 
 def _find_extents(starts: Array, rows: Array) -> Array:
     return np.asarray(np.searchsorted(starts, rows, side="right") - 1)
 
 
-def _find_reused_ids(steps: TableSteps, codes: Array, twice: Mask, seen: Survey) -> Mask:
+def _find_reused_ids(steps: TableSteps, codes: Array, twice: Mask, survey: Survey) -> Mask:
     """Return the rows at which, as the source has them, an episode's id begins from the start.
 
     That is a row with the episode's first step again, after an end or in another file.
@@ -368,10 +368,10 @@ def _find_reused_ids(steps: TableSteps, codes: Array, twice: Mask, seen: Survey)
     is_first = steps.numbers[as_read] == steps.numbers[np.searchsorted(codes, codes[as_read])]
     num_before = np.append(0, np.cumsum(is_first)[:-1])
     is_again = is_first & (num_before > num_before[starts])
-    files = [extent.file.name for extent in seen.extents]
+    files = [extent.file.name for extent in survey.extents]
     kinds = {name: i for i, name in enumerate(dict.fromkeys(files))}
     file = np.asarray([kinds[name] for name in files])[
-        _find_extents(_starts(seen), steps.origins[as_read])
+        _find_extents(_starts(survey), steps.origins[as_read])
     ]
     ended = (steps.terminated | steps.truncated)[as_read]
     again = (

@@ -41,14 +41,14 @@ def collect_infos(episode: Episode) -> tuple[dict[str, Array], set[str]]:
     Strings are object arrays. A column with nulls, of structs, or of lists of several lengths has
     no array: nothing is filled.
     """
-    named = {
+    columns = {
         "behavior_log_prob": episode.behavior_log_probs,
         "policy": episode.policies,
         "policy_version": episode.policy_versions,
         "action_mask": episode.action_masks,
         "timestamp": episode.timestamps,
     }
-    found = {_FIELDS[name]: np.asarray(v) for name, v in named.items() if v is not None}
+    found = {_FIELDS[name]: np.asarray(v) for name, v in columns.items() if v is not None}
     lost: set[str] = set()
     if "infos/policy" in found and not all(isinstance(p, str) for p in found["infos/policy"]):
         lost.add("policy")

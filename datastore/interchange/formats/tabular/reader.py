@@ -23,10 +23,10 @@ from replaylake.datastore.interchange.formats.checks import Check
 from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
 from replaylake.datastore.interchange.formats.tabular.arrays import (
     decode_names,
+    find_unfilled,
     flags,
     is_text,
     to_storable,
-    unfilled_members,
     whole_numbers,
 )
 from replaylake.datastore.interchange.formats.tabular.census import Census
@@ -93,10 +93,10 @@ class TabularReader:
         self._options = options
         self._declared = declared or Declaration()
         self._block_bytes = block_bytes
-        self._seen = survey(self._tables)
-        if self._seen.num_rows == 0:
+        self._facts = survey(self._tables)
+        if self._facts.num_rows == 0:
             raise SourceInvalidError(f"{where}: found no rows, expected at least one step.")
-        names = self._seen.schema.names
+        names = self._facts.schema.names
         known = find_known_columns(options, names)
         self._refuse_idle_mapping(where)
         mapping = {**self._declared_fields(), **known, **options.mapping}
@@ -118,7 +118,7 @@ class TabularReader:
             layout = self._with_one_step(layout)
         self._ready = plan_rows(
             self._tables,
-            self._seen,
+            self._facts,
             self._without_lone_agent(layout),
             options,
             where,
@@ -126,16 +126,16 @@ class TabularReader:
             is_stated=self._declared.spaces is not None,
         )
         layout = self._ready.layout
-        self._seen = self._ready.preparation.survey()
+        self._facts = self._ready.preparation.survey()
         kinds = {
-            n: to_storable(pa.array([], self._seen.schema.field(n).type), n) for n in layout.extras
+            n: to_storable(pa.array([], self._facts.schema.field(n).type), n) for n in layout.extras
         }
         self._dropped = [name for name, kind in kinds.items() if kind is None]
         for name in (n for n, kind in kinds.items() if kind is not None):
-            self._dropped += unfilled_members(self._seen.schema.field(name).type, name)
-        kept = {n: ours for n, ours in layout.extras.items() if kinds[n] is not None}
-        self._layout = replace(layout, extras=kept)
-        self._extras = {kept[n]: kind.type for n, kind in kinds.items() if kind is not None}
+            self._dropped += find_unfilled(self._facts.schema.field(name).type, name)
+        extras = {n: ours for n, ours in layout.extras.items() if kinds[n] is not None}
+        self._layout = replace(layout, extras=extras)
+        self._extras = {extras[n]: kind.type for n, kind in kinds.items() if kind is not None}
         if not (self._by_id or self._one_step or self._has_flags):
             raise SourceInvalidError(
                 f"{where}: found no column that tells episodes apart, expected an episode id, or "
@@ -156,7 +156,7 @@ class TabularReader:
 
     @property
     def num_rows(self) -> int:
-        return self._seen.num_rows
+        return self._facts.num_rows
 
     @property
     def num_actions(self) -> int | None:
@@ -230,7 +230,7 @@ class TabularReader:
                     decode_names(_combine_column(table, agent), agent).fill_null("null").to_pylist()
                 )
             yield from self._episodes(
-                table, Groups(np.arange(num), ids, agents), self._reused(table, ids)
+                table, Groups(np.arange(num), ids, agents), self._find_reused(table, ids)
             )
 
     def _by_ids(self) -> Iterator[Episode | RejectedEpisode]:
@@ -273,7 +273,7 @@ class TabularReader:
                 yield from self._episodes(table, Groups(codes, ids))
             block = following
 
-    def _reused(self, table: pa.Table, ids: Sequence[str]) -> list[RowFault]:
+    def _find_reused(self, table: pa.Table, ids: Sequence[str]) -> list[RowFault]:
         """Mark the rows of one decision whose key other rows have too."""
         rows = np.asarray([one in self._repeated for one in ids]) if self._repeated else None
         if rows is None or not rows.any():
@@ -281,12 +281,12 @@ class TabularReader:
         name = str(self._layout.one("episode_id"))
         origins = np.asarray(table.column(ORIGIN))[rows].tolist()
         found = [one for one in ids if one in self._repeated]
-        said = {
-            origin: f"{self._seen.place(origin)}, column {name!r}: found {one!r} in several rows, "
+        places = {
+            origin: f"{self._facts.place(origin)}, column {name!r}: found {one!r} in several rows, "
             "expected an id of each decision's own"
             for origin, one in zip(origins, found, strict=True)
         }
-        return [RowFault("id_reused", name, rows, said)]
+        return [RowFault("id_reused", name, rows, places)]
 
     def _episodes(
         self, table: pa.Table, groups: Groups, faults: Sequence[RowFault] = ()
@@ -294,14 +294,14 @@ class TabularReader:
         if self._layout.order_by:
             table, groups = sort_rows(table, groups, self._layout.order_by)
         steps = decode_steps(
-            table, self._layout, self._seen, self._ready.encoder, self._ready.units
+            table, self._layout, self._facts, self._ready.encoder, self._ready.units
         )
         if self._one_step:
             steps.terminated = np.ones(len(steps), dtype=np.bool_)
         steps.faults += faults
         self._head_widths |= steps.head_widths
         mapping = self._layout.mapping()
-        yield from group(steps, groups, table, mapping, self._seen, self._options, self._census)
+        yield from group(steps, groups, table, mapping, self._facts, self._options, self._census)
 
     def _find_ends(self, table: pa.Table) -> Array:
         names = [self._layout.one("terminated"), self._layout.one("truncated"), self._layout.done]
@@ -328,16 +328,16 @@ class TabularReader:
         return Groups(codes, [labels[i] for i in episode], [who[i] for i in one])
 
     def _blocks(self, *, whole: bool) -> Iterator[pa.Table]:
-        held: list[pa.Table] = []
+        buffer: list[pa.Table] = []
         num_bytes = 0
         for table in self._ready.preparation.chunks(self._tables):
-            held.append(table)
+            buffer.append(table)
             num_bytes += table.nbytes
             if num_bytes >= self._block_bytes and not whole:
-                yield pa.concat_tables(held)
-                held, num_bytes = [], 0
-        if any(table.num_rows for table in held):
-            yield pa.concat_tables(held)
+                yield pa.concat_tables(buffer)
+                buffer, num_bytes = [], 0
+        if any(table.num_rows for table in buffer):
+            yield pa.concat_tables(buffer)
 
     def _look_ahead(self) -> LookAhead:
         by_id = None if self._one_step or self._tables.fill() else self._layout.one("episode_id")
@@ -375,14 +375,14 @@ class TabularReader:
             for ours in ("next_observation", "final_observation")
             if ours in layout.fields and ours not in mapping
         ]
-        kept = without_fields(layout, found)
+        rest = without_fields(layout, found)
         for ours in found:
             name = layout.fields[ours][0]
             self._own_notes.append(
                 f"{name} is of {observed} and not of {mapping['observation']}: kept as "
-                f"{kept.extras[name]}"
+                f"{rest.extras[name]}"
             )
-        return kept
+        return rest
 
     def _with_one_step(self, layout: ColumnLayout) -> ColumnLayout:
         """Return the layout of rows that end by themselves, keyed where a column tells them apart.
@@ -393,8 +393,8 @@ class TabularReader:
         layout = without_fields(layout, _ENDS)
         if (name := layout.one("episode_id")) is None:
             return layout
-        self._repeated = repeated_ids(
-            lambda: uniform_chunks(self._tables, self._seen, [name]), name
+        self._repeated = find_repeated_ids(
+            lambda: uniform_chunks(self._tables, self._facts, [name]), name
         )
         if not self._repeated or "episode_id" in self._options.mapping:
             return layout
@@ -432,7 +432,7 @@ class TabularReader:
 
     def _refuse_partial(self, layout: ColumnLayout) -> None:
         for name in layout.columns():
-            if (file := self._seen.incomplete.get(name)) is not None:
+            if (file := self._facts.incomplete.get(name)) is not None:
                 raise SourceInvalidError(
                     f"{file.name}: found no column {name!r}, expected it as in the other files. "
                     "Ingest files of different columns one kind at a time."
@@ -459,7 +459,7 @@ class TabularReader:
         if name != "agent_index" or "agent_id" in self._options.mapping:
             return layout
         found: set[Any] = set()
-        for table in uniform_chunks(self._tables, self._seen, [name]):
+        for table in uniform_chunks(self._tables, self._facts, [name]):
             found |= set(pc.unique(table.column(name)).to_pylist())
             if len(found) > 1:
                 return layout
@@ -485,22 +485,22 @@ class LookAhead:
 def look_ahead(tables: Iterable[pa.Table], episode_id: str | None, step: str | None) -> LookAhead:
     """Read the columns of ids and of steps, where they are named; memory: the ids."""
     last_rows: dict[str, int] = {}
-    least: list[int] = []
+    minima: list[int] = []
     for table in tables:
         if step is not None:
             numbers = whole_numbers(table.column(step).combine_chunks())
             wrong = np.any([np.zeros(table.num_rows, bool), *numbers.faults.values()], axis=0)
-            least += [] if wrong.all() else [int(numbers.values[~wrong].min())]
+            minima += [] if wrong.all() else [int(numbers.values[~wrong].min())]
         if episode_id is not None:
             column = table.column(episode_id).combine_chunks()
             ids = decode_names(column, episode_id).fill_null("null").dictionary_encode()
             last = np.zeros(len(ids.dictionary), np.int64)
             np.maximum.at(last, np.asarray(ids.indices), np.asarray(table.column(ORIGIN)))
             last_rows.update(zip(ids.dictionary.to_pylist(), last.tolist(), strict=True))
-    return LookAhead(min(least, default=None), None if episode_id is None else last_rows)
+    return LookAhead(min(minima, default=None), None if episode_id is None else last_rows)
 
 
-def repeated_ids(read: Callable[[], Iterable[pa.Table]], name: str) -> frozenset[str]:
+def find_repeated_ids(read: Callable[[], Iterable[pa.Table]], name: str) -> frozenset[str]:
     """Return the ids that stand in several rows; `read` begins to read the column anew.
 
     Cost: a pass, and where two ids may be one, another; memory: 8 bytes a row, and the ids found.

@@ -77,7 +77,7 @@ class RowPlan:
 
 def plan_rows(
     tables: CachedTables,
-    seen: Survey,
+    survey: Survey,
     layout: ColumnLayout,
     options: ReadOptions,
     where: str,
@@ -94,24 +94,24 @@ def plan_rows(
     if options.timezone is not None:
         check_timezone(options.timezone)
     units = parse_units(options)
-    fills = parse_fills(_with_known_fills(options, seen), seen, where)
+    fills = parse_fills(_with_known_fills(options, survey), survey, where)
     if is_stated and options.encoding is None:
         options = replace(options, encoding=Encoding())
-    looked_at = find_text_columns(layout, seen.schema, options, encodes_lone=encodes_lone)
+    looked_at = find_text_columns(layout, survey.schema, options, encodes_lone=encodes_lone)
     contents = read_contents(
-        tables, seen, looked_at, _vocabularies(options.encoding), options.max_categories
+        tables, survey, looked_at, _vocabularies(options.encoding), options.max_categories
     )
     preparation = Preparation(
-        seen=seen,
+        seen=survey,
         fills=fills,
-        times=frozenset(_times(layout, contents, fills, options, seen)),
+        times=frozenset(_times(layout, contents, fills, options, survey)),
         timezone=options.timezone,
         episode_by=layout.episode_by,
     )
     schema = preparation.survey().schema
     encoder = find_encoder(layout, schema, contents, fills, options, encodes_lone=encodes_lone)
     _refuse_without_zone(layout, schema, encoder)
-    layout = retain_columns(layout, list_encoded_columns(encoder, layout), seen.schema.names)
+    layout = retain_columns(layout, list_encoded_columns(encoder, layout), survey.schema.names)
     return RowPlan(layout, preparation, encoder, units)
 
 
@@ -130,9 +130,9 @@ def find_known_columns(options: ReadOptions, names: list[str]) -> Mapping[str, s
     return {"observation": ",".join(known)}
 
 
-def _with_known_fills(options: ReadOptions, seen: Survey) -> Mapping[str, str]:
+def _with_known_fills(options: ReadOptions, survey: Survey) -> Mapping[str, str]:
     fields = () if options.encoding is None else options.encoding.fields
-    known = {one.name: one.fill for one in fields if one.name in seen.schema.names}
+    known = {one.name: one.fill for one in fields if one.name in survey.schema.names}
     return {**{n: _text(fill) for n, fill in known.items() if fill is not None}, **options.fill}
 
 
@@ -152,12 +152,12 @@ def _times(
     contents: Mapping[str, TextContents],
     fills: Mapping[str, pa.Scalar],
     options: ReadOptions,
-    seen: Survey,
+    survey: Survey,
 ) -> list[str]:
     """Return the columns that are read as times. Raises: SourceInvalidError for want of a zone."""
     categories = _vocabularies(options.encoding)
     observed = {name for ours in OBSERVATIONS for name in layout.fields.get(ours, ())}
-    times = [name for name in observed if options.timezone and _is_date(seen, name)]
+    times = [name for name in observed if options.timezone and _is_date(survey, name)]
     for name, found in contents.items():
         if not found.is_time or name in layout.fields["action"] or name in categories:
             continue
@@ -170,8 +170,8 @@ def _times(
     return times
 
 
-def _is_date(seen: Survey, name: str) -> bool:
-    return bool(pa.types.is_date(seen.schema.field(name).type))
+def _is_date(survey: Survey, name: str) -> bool:
+    return bool(pa.types.is_date(survey.schema.field(name).type))
 
 
 def _refuse_without_zone(layout: ColumnLayout, schema: pa.Schema, encoder: Encoder) -> None:
@@ -231,8 +231,8 @@ class Preparation:
     def _sources(self, columns: Sequence[str] | None) -> list[str] | None:
         if columns is None:
             return None
-        named = [*(n for n in columns if n != EPISODE)]
-        return list(dict.fromkeys([*named, *(self.episode_by if EPISODE in columns else ())]))
+        names = [*(n for n in columns if n != EPISODE)]
+        return list(dict.fromkeys([*names, *(self.episode_by if EPISODE in columns else ())]))
 
     def _prepare(self, table: pa.Table) -> pa.Table:
         if not (self.fills or self.times or self.timezone or self.episode_by):
@@ -340,17 +340,17 @@ def join_ids(parts: Sequence[pa.Array], names: Sequence[str]) -> pa.Array:
     return pc.binary_join_element_wise(*texts, "/")
 
 
-def parse_fills(fills: Mapping[str, str], seen: Survey, where: str) -> dict[str, pa.Scalar]:
+def parse_fills(fills: Mapping[str, str], survey: Survey, where: str) -> dict[str, pa.Scalar]:
     """Return each fill as its column's type. Raises: SourceInvalidError, ConfigInvalidError."""
     typed = {}
     for name, text in fills.items():
-        if name not in seen.schema.names:
-            listed = ", ".join(map(repr, seen.schema.names[:20]))
+        if name not in survey.schema.names:
+            listed = ", ".join(map(repr, survey.schema.names[:20]))
             raise SourceInvalidError(
                 f"{where}: found the columns {listed}, expected {name!r}, which `fill` "
-                f"{name}={text} names.{suggest_name(name, seen.schema.names)} Correct it."
+                f"{name}={text} names.{suggest_name(name, survey.schema.names)} Correct it."
             )
-        typed[name] = _parse_fill(seen.schema.field(name).type, name, text)
+        typed[name] = _parse_fill(survey.schema.field(name).type, name, text)
     return typed
 
 

@@ -112,7 +112,7 @@ class StepSlices:
 
     def __init__(self, steps: TableSteps) -> None:
         self._steps = steps
-        named = {
+        columns = {
             "behavior_log_probs": steps.log_probs,
             "policies": steps.policies,
             "policy_versions": steps.policy_versions,
@@ -121,7 +121,7 @@ class StepSlices:
             "env_steps": steps.env_steps,
             "rewards": steps.rewards,
         }
-        self._arrays = {name: array for name, array in named.items() if array is not None}
+        self._arrays = {name: array for name, array in columns.items() if array is not None}
         self._absent = {OPTIONAL_FIELDS[name][0]: rows for name, rows in steps.absent.items()}
 
     def slice_fields(self, start: int, end: int) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class Chunk:
                 if name in self.table.schema.names:
                     kind = self.table.schema.field(name).type
                 raise SourceInvalidError(
-                    f"{self.place(i)}, column {name!r}: found {_shown(value)}, expected "
-                    f"{_called(kind)}. Correct the line, or leave the file out."
+                    f"{self.place(i)}, column {name!r}: found {_format_value(value)}, expected "
+                    f"{_format_kind(kind)}. Correct the line, or leave the file out."
                 )
 
 
@@ -150,15 +150,15 @@ class CachedTables(TableSource):
         if self._overflown:
             yield from self._tables.chunks(columns)
         elif self._spool is None:
-            yield from self._kept
+            yield from self._chunks
         else:
-            wanted = None if columns is None else [*columns, MISFITS]
-            for chunk, table in zip(self._kept, self._spool.tables(wanted), strict=True):
+            names = None if columns is None else [*columns, MISFITS]
+            for chunk, table in zip(self._chunks, self._spool.tables(names), strict=True):
                 yield _with_misfits(replace(chunk, table=table))
 
     def schemas(self) -> Iterator[ChunkSchema]:
         self.fill()
-        yield from self._tables.schemas() if self._overflown else self._described
+        yield from self._tables.schemas() if self._overflown else self._schemas
 
     @property
     def settled(self) -> frozenset[str]:
@@ -171,8 +171,8 @@ class CachedTables(TableSource):
             self._reset()
 
     def _reset(self) -> None:
-        self._kept: list[Chunk] = []
-        self._described: list[ChunkSchema] = []
+        self._chunks: list[Chunk] = []
+        self._schemas: list[ChunkSchema] = []
         self._spool: Spool | None = None
         self._overflown = self._is_filled = False
 
@@ -190,18 +190,18 @@ class CachedTables(TableSource):
                     self._overflown = True
                     break
                 self._spill()
-            self._described.append(describe(chunk))
+            self._schemas.append(describe(chunk))
             if self._spool is not None:
                 self._spool.append(_table_with_misfits(chunk))
                 chunk = _empty_chunk(chunk)
-            self._kept.append(chunk)
+            self._chunks.append(chunk)
         self._is_filled = True
 
     def _spill(self) -> None:
         self._spool = Spool()
-        for chunk in self._kept:
+        for chunk in self._chunks:
             self._spool.append(_table_with_misfits(chunk))
-        self._kept = [_empty_chunk(chunk) for chunk in self._kept]
+        self._chunks = [_empty_chunk(chunk) for chunk in self._chunks]
 
 
 def _empty_chunk(chunk: Chunk) -> Chunk:
@@ -274,12 +274,12 @@ def survey(tables: TableSource) -> Survey:
             if name not in table.schema.names:
                 lacking.setdefault(name, part.file)
         for f in table.schema:
-            kinds.setdefault(f.name, {})[_signed(f.type)] = None
+            kinds.setdefault(f.name, {})[_to_signed(f.type)] = None
         mixed |= part.mixed & kinds.keys()
         _same_shapes(shapes, found, part.file)
         extents.append(Extent(num_rows, part.file, part.first_row))
         num_rows += part.num_rows
-    joined = {name: _unified([*several]) for name, several in kinds.items()}
+    joined = {name: _unify([*several]) for name, several in kinds.items()}
     contested = [n for n, kind in joined.items() if kind is None or n in mixed]
     settled = tables.settled
     if contested and not settled.issuperset(contested):
@@ -294,32 +294,32 @@ def survey(tables: TableSource) -> Survey:
 
 
 def uniform_chunks(
-    tables: TableSource, seen: Survey, columns: Sequence[str] | None = None
+    tables: TableSource, survey: Survey, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
     """Read chunks under the survey's schema, or some of its columns, and add the hidden columns."""
     start = 0
-    names = seen.schema.names if columns is None else list(columns)
+    names = survey.schema.names if columns is None else list(columns)
     for chunk in tables.chunks(columns):
         table, _ = plain_table(chunk.table)
         num = table.num_rows
         misfits: dict[int, dict[str, Any]] = {}
         arrays = []
-        for f in map(seen.schema.field, names):
+        for f in map(survey.schema.field, names):
             column = pa.nulls(num, f.type)
             if f.name in table.schema.names:
-                column, wrong = _fitted(table.column(f.name), f.type)
+                column, wrong = _fit(table.column(f.name), f.type)
                 for row, value in wrong.items():
                     misfits.setdefault(row, {})[f.name] = value
-            arrays.append(_restored(column, f.name, chunk, misfits) if chunk.misfits else column)
+            arrays.append(_restore(column, f.name, chunk, misfits) if chunk.misfits else column)
         if chunk.misfits:
-            _add_unnamed(chunk, seen, misfits)
+            _add_unnamed(chunk, survey, misfits)
         damage = [chunk.damage.get(i) for i in range(num)] if chunk.damage else None
         yield pa.Table.from_arrays(
             [
                 *arrays,
                 pa.array(np.arange(start, start + num)),
                 pa.nulls(num, pa.string()) if damage is None else pa.array(damage, pa.string()),
-                _misfit_texts(misfits, chunk, seen) if misfits else pa.nulls(num, pa.string()),
+                _misfit_texts(misfits, chunk, survey) if misfits else pa.nulls(num, pa.string()),
             ],
             names=[*names, *HIDDEN],
         )
@@ -348,7 +348,7 @@ def _empty(schema: pa.Schema) -> pa.Table:
     return pa.table([pa.chunked_array([], field.type) for field in schema], schema=schema)
 
 
-def _unified(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
+def _unify(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
     """Return the type that holds values of all of these, None where there is none."""
     known = kinds[0]
     for kind in kinds[1:]:
@@ -360,12 +360,12 @@ def _unified(kinds: Sequence[pa.DataType]) -> pa.DataType | None:
     return known
 
 
-def _signed(kind: pa.DataType) -> pa.DataType:
+def _to_signed(kind: pa.DataType) -> pa.DataType:
     """Return int64 for uint64, also in lists: tables have no other, and what is more, no place."""
     if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_signed(kind.value_type)))
+        return pa.list_(kind.value_field.with_type(_to_signed(kind.value_type)))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(_signed(kind.value_type)), kind.list_size)
+        return pa.list_(kind.value_field.with_type(_to_signed(kind.value_type)), kind.list_size)
     return pa.int64() if pa.types.is_uint64(kind) else kind
 
 
@@ -380,8 +380,8 @@ def _most_common(tables: TableSource, names: Sequence[str]) -> dict[str, pa.Data
         for name in table.schema.names:
             if name in counts:
                 column = table.column(name)
-                counts[name][_signed(column.type)] += len(column) - column.null_count
-                files.setdefault((name, _signed(column.type)), chunk.file)
+                counts[name][_to_signed(column.type)] += len(column) - column.null_count
+                files.setdefault((name, _to_signed(column.type)), chunk.file)
         for cells in chunk.misfits.values():
             for name in cells.keys() & counts.keys():
                 counts[name][kind := _type_of(cells[name])] += 1
@@ -389,7 +389,7 @@ def _most_common(tables: TableSource, names: Sequence[str]) -> dict[str, pa.Data
     found = {name: _by_frequency(several) for name, several in counts.items()}
     for name, kinds in found.items():
         if len(kinds) > 1 and kinds[0][0] == kinds[1][0]:
-            second = next(k for k in counts[name] if _unified([k, kinds[1][1]]) is not None)
+            second = next(k for k in counts[name] if _unify([k, kinds[1][1]]) is not None)
             raise SourceInvalidError(
                 f"{files[name, second].name}: column {name!r}: found {kinds[1][0]:,} values of "
                 f"type {kinds[1][1]} and as many of type {kinds[0][1]}, expected one type. Convert "
@@ -403,7 +403,7 @@ def _by_frequency(counts: Mapping[pa.DataType, int]) -> list[tuple[int, pa.DataT
     joined: list[tuple[int, pa.DataType]] = []
     for kind, num in sorted(counts.items(), key=lambda item: (-item[1], str(item[0]))):
         for i, (total, known) in enumerate(joined):
-            if (wider := _unified([known, kind])) is not None:
+            if (wider := _unify([known, kind])) is not None:
                 joined[i] = (total + num, wider)
                 break
         else:
@@ -432,11 +432,11 @@ def _same_shapes(
             )
 
 
-def _fitted(column: Any, kind: pa.DataType) -> tuple[Any, dict[int, Any]]:
+def _fit(column: Any, kind: pa.DataType) -> tuple[Any, dict[int, Any]]:
     """Return a column as another type, and the values that it does not hold, which are null."""
     if column.type == kind:
         return column, {}
-    if _unified([_signed(column.type), kind]) is None:
+    if _unify([_to_signed(column.type), kind]) is None:
         # Never by a cast: "1" is no number, and true not 1.
         wrong = np.flatnonzero(np.asarray(column.is_valid()))
         fitted = pa.nulls(len(column), kind)
@@ -470,7 +470,7 @@ def _uncast(column: Any, kind: pa.DataType, start: int = 0) -> list[int]:
     return []
 
 
-def _restored(
+def _restore(
     column: Any, name: str, chunk: Chunk, misfits: dict[int, dict[str, Any]]
 ) -> pa.Array | pa.ChunkedArray:
     """Put back what is a misfit in its chunk and none in the whole source; note the others."""
@@ -480,7 +480,7 @@ def _restored(
             continue
         try:
             one = pa.array([cells[name]])
-            if _unified([one.type, column.type]) is None:
+            if _unify([one.type, column.type]) is None:
                 raise pa.ArrowInvalid("of another type")
             known[row] = one.cast(column.type)[0]
         except OverflowError:
@@ -502,25 +502,29 @@ def _restored(
     return pa.concat_arrays([column, values]).take(pa.array(at))
 
 
-def _add_unnamed(chunk: Chunk, seen: Survey, misfits: dict[int, dict[str, Any]]) -> None:
+def _add_unnamed(chunk: Chunk, survey: Survey, misfits: dict[int, dict[str, Any]]) -> None:
     """Add the misfits of names that no column can have."""
     for row, cells in chunk.misfits.items():
-        for name in cells.keys() - {*seen.schema.names}:
+        for name in cells.keys() - {*survey.schema.names}:
             misfits.setdefault(row, {})[name] = cells[name]
 
 
-def _misfit_texts(misfits: Mapping[int, Mapping[str, Any]], chunk: Chunk, seen: Survey) -> pa.Array:
+def _misfit_texts(
+    misfits: Mapping[int, Mapping[str, Any]], chunk: Chunk, facts: Survey
+) -> pa.Array:
     texts: list[str | None] = [None] * chunk.table.num_rows
     for row, cells in misfits.items():
-        told = {}
+        texts_of = {}
         for name, value in cells.items():
             expected = "what most rows have"
-            if name in seen.schema.names:
-                kind = seen.schema.field(name).type
-                expected = f"{_called(kind)} as in most rows"
-            message = f"{chunk.place(row)}, column {name!r}: found {_shown(value)}, expected "
-            told[name] = [_json_value(value), message + expected]
-        texts[row] = json.dumps(told, default=str)
+            if name in facts.schema.names:
+                kind = facts.schema.field(name).type
+                expected = f"{_format_kind(kind)} as in most rows"
+            message = (
+                f"{chunk.place(row)}, column {name!r}: found {_format_value(value)}, expected "
+            )
+            texts_of[name] = [_json_value(value), message + expected]
+        texts[row] = json.dumps(texts_of, default=str)
     return pa.array(texts, pa.string())
 
 
@@ -548,13 +552,13 @@ def is_encodable(text: str) -> bool:
     return True
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     shown = repr(value)
     shown = shown if is_encodable(shown) else ascii(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def _called(kind: pa.DataType) -> str:
+def _format_kind(kind: pa.DataType) -> str:
     """Return what a person calls a type."""
     types = pa.types
     if types.is_integer(kind):

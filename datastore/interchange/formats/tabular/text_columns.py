@@ -56,7 +56,7 @@ class TextContents:
 
 def read_contents(
     tables: CachedTables,
-    seen: Survey,
+    survey: Survey,
     columns: Sequence[str],
     known: Mapping[str, Sequence[str]],
     max_values: int,
@@ -67,7 +67,7 @@ def read_contents(
         for name in columns
     }
     if columns:
-        for table in uniform_chunks(tables, seen, columns):
+        for table in uniform_chunks(tables, survey, columns):
             for name, contents in found.items():
                 contents.add(table.column(name), max_values)
     return found

@@ -207,9 +207,9 @@ def _completions(record: Mapping[str, Any]) -> list[Dialogue]:
             whole = messages
         own = {**base, "reward": reward}
         if suffix is not None:
-            given = first_id(record, IDS)
+            own_id = first_id(record, IDS)
             own |= {"sample_id": suffix} if "sample_id" not in record else {}
-            own |= {"episode_id": f"{given}/{suffix}"} if given is not None else {}
+            own |= {"episode_id": f"{own_id}/{suffix}"} if own_id is not None else {}
         found.append(_dialogue(own, whole, "prompt-completion", "prompt", *_COMPLETIONS))
     return found
 
@@ -358,12 +358,12 @@ def parse_group(
     """
     if record.get("group_id_source") in (DERIVED, NONE):  # as we export it
         return first_id(record, ("group_id",)), record["group_id_source"]
-    if (given := first_id(record, _GROUPS)) is not None:
-        return given, GIVEN
+    if (own_id := first_id(record, _GROUPS)) is not None:
+        return own_id, GIVEN
     if not prompt:
         return None, NONE
-    said = [[message["role"], message.get("content")] for message in prompt]
-    return hashlib.sha256(dump_json(said).encode()).hexdigest()[:_DIGITS], DERIVED
+    key = [[message["role"], message.get("content")] for message in prompt]
+    return hashlib.sha256(dump_json(key).encode()).hexdigest()[:_DIGITS], DERIVED
 
 
 def parse_rewards(record: Mapping[str, Any], num_turns: int) -> list[float | None]:

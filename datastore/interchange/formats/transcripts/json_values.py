@@ -106,7 +106,7 @@ class _TextStream:
 
     def skip(self, separator: str) -> str:
         """Move past white space and at most one separator; return the character there."""
-        seen = ""
+        last = ""
         while True:
             character = self.peek()
             if not character:
@@ -114,9 +114,9 @@ class _TextStream:
                     return ""
             elif character in _SPACE:
                 self.position += 1
-            elif character == separator and not seen:
-                self.position, seen = self.position + 1, separator
-            elif separator and not seen and character != "]":
+            elif character == separator and not last:
+                self.position, last = self.position + 1, separator
+            elif separator and not last and character != "]":
                 raise self.error(f"found {character!r} after an element", f"{separator!r} or ]")
             else:
                 return character

@@ -174,26 +174,26 @@ class _EpisodeIds:
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
         self._number = 0
-        self._reused: list[str] = []
+        self._duplicates: list[str] = []
 
-    def next(self, given: str | None) -> str:
+    def next(self, own_id: str | None) -> str:
         self._number += 1
-        wanted = str(self._number - 1) if given is None else given
-        name = wanted
+        candidate = str(self._number - 1) if own_id is None else own_id
+        name = candidate
         while name in self._counts:
-            self._counts[wanted] += 1
-            name = f"{wanted}#{self._counts[wanted]}"
+            self._counts[candidate] += 1
+            name = f"{candidate}#{self._counts[candidate]}"
         self._counts[name] = 1
-        if name != wanted:
-            self._reused.append(wanted)
+        if name != candidate:
+            self._duplicates.append(candidate)
         return name
 
     def notes(self) -> list[str]:
-        if not self._reused:
+        if not self._duplicates:
             return []
-        first = self._reused[0]
+        first = self._duplicates[0]
         return [
-            f"{len(self._reused)} transcripts have the id of one before them, such as {first}: "
+            f"{len(self._duplicates)} transcripts have the id of one before them, such as {first}: "
             f"they are {first}#2 and so on"
         ]
 
@@ -308,10 +308,10 @@ def iter_rows(dialogue: Dialogue, episode_id: str) -> Iterator[dict[str, Any]]:
 
 def empty_row(episode_id: str) -> dict[str, Any]:
     """Return a row that stands for a record of which nothing could be read."""
-    given = {"episode_id": episode_id, "agent_id": "", "step": 0, "env_step": 0}
+    row = {"episode_id": episode_id, "agent_id": "", "step": 0, "env_step": 0}
     texts = ("prompt_text", "completion_text", PROMPT_MESSAGES, COMPLETION_MESSAGES)
     ends = {"terminated": False, "truncated": False}
-    return {**dict.fromkeys(ROW_SCHEMA.names), **given, **dict.fromkeys(texts, ""), **ends}
+    return {**dict.fromkeys(ROW_SCHEMA.names), **row, **dict.fromkeys(texts, ""), **ends}
 
 
 def make_record(episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -403,8 +403,8 @@ def _call(call: Any) -> tuple[str, str]:
     inner = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(inner, dict):
         return "", ""
-    name, given = inner.get("name"), inner.get("arguments", inner.get("input", ""))
-    return str(name or ""), given if isinstance(given, str) else dump_json(given)
+    name, arguments = inner.get("name"), inner.get("arguments", inner.get("input", ""))
+    return str(name or ""), arguments if isinstance(arguments, str) else dump_json(arguments)
 
 
 def _format_messages(messages: Sequence[Message]) -> str:

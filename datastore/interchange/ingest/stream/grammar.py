@@ -174,8 +174,8 @@ class Grammar:
         """The options under which groups of rows are decoded as episodes of their own."""
         layout = self._known_layout
         fields = {ours: (layout.one(ours) or "") for ours in ("step", "agent_id")}
-        named = {ours: theirs for ours, theirs in fields.items() if theirs}
-        return replace(self.options, mapping={**self.options.mapping, **named, "episode_id": GROUP})
+        own = {ours: theirs for ours, theirs in fields.items() if theirs}
+        return replace(self.options, mapping={**self.options.mapping, **own, "episode_id": GROUP})
 
     @property
     def fields(self) -> Sequence[str]:

@@ -101,9 +101,9 @@ class StreamIngester:
         has_changed = bool(self._new) or any(row.arrived_s <= cutoff for row in rows)
         self._new, self._num_bytes = [], 0
         while rows and has_changed:
-            left = self._process(rows, cutoff)
-            has_changed = len(left) < len(rows)
-            rows = left
+            remaining = self._process(rows, cutoff)
+            has_changed = len(remaining) < len(rows)
+            rows = remaining
         self._waiting = []
         for row in rows:
             if row.arrived_s <= cutoff:
@@ -166,9 +166,9 @@ class StreamIngester:
             decided.add(i)
             if difference is not None:
                 self._reject(rows[i], difference)
-        done, refused = self._pieces.commit(window, runs, reached)
+        done, rejections = self._pieces.commit(window, runs, reached)
         decided.update(done)
-        for i, finding in refused:
+        for i, finding in rejections:
             self._reject(rows[i], finding)
             decided.add(i)
         return [row for i, row in enumerate(rows) if i not in decided]
@@ -209,16 +209,16 @@ class StreamIngester:
         reached = self._pieces.present.find([key])[key]
         if reached is None or row.step < reached.first:
             first = "none" if reached is None else f"{reached.first} and later ones"
-            said = f"which came after {first} of its episode had been committed"
+            reason = f"which came after {first} of its episode had been committed"
         else:
-            said = f"whose predecessors from {reached.following} on have not come"
-        return self._finding("gap", row, f"{said}. Deliver the lines of the episode again")
+            reason = f"whose predecessors from {reached.following} on have not come"
+        return self._finding("gap", row, f"{reason}. Deliver the lines of the episode again")
 
-    def _finding(self, check: str, row: StreamRow, said: str) -> Finding:
+    def _finding(self, check: str, row: StreamRow, reason: str) -> Finding:
         return Finding(
             check,
             f"{self._grammar.name} line {row.line}: found step {row.step} of episode "
-            f"{row.episode}, {said}",
+            f"{row.episode}, {reason}",
         )
 
     def _reject(self, row: StreamRow, finding: Finding) -> None:
@@ -234,11 +234,11 @@ class StreamIngester:
         if not self._pieces.exists:
             return  # kept until there is a dataset to lie beside
         self._pieces.quarantine_rejected(
-            [self._rejected(*one) for one in self._refused], quarantine
+            [self._to_rejected(*one) for one in self._refused], quarantine
         )
         self._refused = []
 
-    def _rejected(self, row: StreamRow, finding: Finding) -> RejectedEpisode:
+    def _to_rejected(self, row: StreamRow, finding: Finding) -> RejectedEpisode:
         # A line that names no episode gets an id of its own: lines of several people under one id
         # could only be deleted together.
         episode = row.episode or f"line-{row.line}/{new_ulid()}"

@@ -52,8 +52,8 @@ class StoredSteps:
 
     def find(self, keys: Iterable[Key]) -> dict[Key, StreamPosition | None]:
         """Return how far each is; None for one that is not there. Cost: at most one scan."""
-        wanted = list(dict.fromkeys(keys))
-        unknown = [key for key in wanted if key not in self._reached]
+        unique_keys = list(dict.fromkeys(keys))
+        unknown = [key for key in unique_keys if key not in self._reached]
         if unknown and self._dataset.exists():
             found = self._look_up({episode for episode, _ in unknown})
             for key in unknown:
@@ -61,7 +61,7 @@ class StoredSteps:
         elif unknown:
             for key in unknown:
                 self._cache(key, None)
-        result = {key: self._reached[key] for key in wanted}
+        result = {key: self._reached[key] for key in unique_keys}
         while len(self._reached) > _MAX_CACHED:
             self._reached.popitem(last=False)
         return result

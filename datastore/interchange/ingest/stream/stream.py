@@ -81,8 +81,8 @@ def follow(
     due: float | None = None
     while not (stop.is_set() or lines.is_over):
         now = time.monotonic()
-        left = _POLL_S if due is None else min(due - now, _POLL_S)
-        for line in lines.take(max(left, 0.0)):
+        timeout_s = _POLL_S if due is None else min(due - now, _POLL_S)
+        for line in lines.take(max(timeout_s, 0.0)):
             follower.add(line, now)
         if due is None and follower.is_holding:
             due = now + flush_every_s

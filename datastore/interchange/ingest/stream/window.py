@@ -108,12 +108,12 @@ class Window:
         expected = _plain(known) if not pa.types.is_null(known) else None
         if expected is None or expected not in counted:
             expected = counted.most_common(1)[0][0] if counted else "null"
-        kept = []
+        rest = []
         for i, (value, kind) in enumerate(zip(values, kinds, strict=True)):
             if kind not in (expected, "null"):
                 self.faults[i] = self._grammar.make_finding("dtype", self.rows[i], name, value)
-            kept.append(value if kind == expected else None)
-        return kept
+            rest.append(value if kind == expected else None)
+        return rest
 
 
 class _Rows(TableSource):

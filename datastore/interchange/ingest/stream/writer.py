@@ -88,7 +88,7 @@ class StreamWriter:
 
     def compare(self, window: Window, rows: Sequence[int]) -> list[tuple[int, Finding | None]]:
         """Tell of rows whose steps are there already whether they say the same; None if so."""
-        told: list[tuple[int, Finding | None]] = []
+        results: list[tuple[int, Finding | None]] = []
         pieces: list[tuple[list[int], Episode]] = []
         runs = _runs(window, rows)
         found = self._assembly.validate(window, runs)
@@ -99,14 +99,14 @@ class StreamWriter:
         ]
         for single, one in zip(singles, self._assembly.validate(window, singles), strict=True):
             if isinstance(one, Finding):
-                told.append((single[0], self._assembly.locate_finding(window, single[0], one)))
+                results.append((single[0], self._assembly.locate_finding(window, single[0], one)))
             else:
                 pieces.append((single, one))
         same = self._are_same([(window.key(run[0]), one) for run, one in pieces])
         for i, is_same in zip((i for run, _ in pieces for i in run), same, strict=True):
             self.num_present += is_same
-            told.append((i, None if is_same else self._duplicate_finding(window, i)))
-        return told
+            results.append((i, None if is_same else self._duplicate_finding(window, i)))
+        return results
 
     def commit(
         self,
@@ -119,9 +119,9 @@ class StreamWriter:
         Of each run at most one row is refused, and what comes after it is neither: it may have to
         wait. Raises: StorageError.
         """
-        pieces, refused = self._assembly.assemble(window, runs, reached)
+        pieces, rejections = self._assembly.assemble(window, runs, reached)
         if not pieces:
-            return [], refused
+            return [], rejections
         episodes = [self._with_own_id(window, run, episode) for run, episode in pieces]
         try:
             commit = self._append(episodes)
@@ -141,7 +141,7 @@ class StreamWriter:
         self.num_steps += commit.num_steps
         for run, episode in pieces:
             self.present.add(episode, window.key(run[0]))
-        return [i for run, _ in pieces for i in run], refused
+        return [i for run, _ in pieces for i in run], rejections
 
     def account(self) -> None:
         """Tell the dataset's history what was left out since the last commit."""
@@ -299,7 +299,7 @@ class PieceAssembler:
     ) -> tuple[list[tuple[list[int], Episode]], Rejections]:
         """Return of each run the longest start that is a piece, and the row that ended it."""
         pieces: list[tuple[list[int], Episode]] = []
-        refused: Rejections = []
+        rejections: Rejections = []
         broken = []
         for run, found in zip(runs, self.validate(window, runs), strict=True):
             if isinstance(found, Finding):
@@ -319,7 +319,7 @@ class PieceAssembler:
             if part is not None:
                 pieces.append((good[:num], part))
             if finding is not None:
-                refused.append((run[num], self.locate_finding(window, run[num], finding)))
+                rejections.append((run[num], self.locate_finding(window, run[num], finding)))
         joined = []
         for run, episode in pieces:
             row = window.rows[run[0]]
@@ -329,9 +329,9 @@ class PieceAssembler:
                 joined.append((run, episode))
                 continue
             # What else was wrong with its episode comes after this.
-            refused = [one for one in refused if window.key(one[0]) != key]
-            refused.append((run[0], self._gap_finding(window, run[0])))
-        return joined, refused
+            rejections = [one for one in rejections if window.key(one[0]) != key]
+            rejections.append((run[0], self._gap_finding(window, run[0])))
+        return joined, rejections
 
     def locate_finding(self, window: Window, i: int, finding: Finding) -> Finding:
         """Say which line it is: decoding has numbered the rows as it had them."""
@@ -368,10 +368,10 @@ class PieceAssembler:
                 found[n] = Finding("space", f"{self._grammar.name}: found a step that does not fit")
         if not episodes:
             return found
-        accepted, refused = self._validate_episodes(episodes)
+        accepted, rejections = self._validate_episodes(episodes)
         for episode in accepted:
             found[int(episode.episode_id)] = episode
-        for number, finding in refused:
+        for number, finding in rejections:
             found[number] = finding
         return found
 
@@ -385,11 +385,11 @@ class PieceAssembler:
                 return [], [(int(episodes[0].episode_id), Finding("space", str(error)))]
             parts = [self._validate_episodes([one]) for one in episodes]
             return [e for part, _ in parts for e in part], [r for _, part in parts for r in part]
-        refused = [(int(one.episode_id), told.findings[0]) for told, one in refusals]
+        rejections = [(int(one.episode_id), rejection.findings[0]) for rejection, one in refusals]
         if self.is_strict and accepted:
             accepted, more = partition_valid(self._handle, accepted)
-            refused += [(int(one.episode_id), Finding("dtype", str(why))) for one, why in more]
-        return accepted, refused
+            rejections += [(int(one.episode_id), Finding("dtype", str(why))) for one, why in more]
+        return accepted, rejections
 
     def open_validator(self) -> SourceValidator:
         """Look at the dataset, and tell the grammar what it says of columns."""
