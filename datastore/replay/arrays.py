@@ -188,13 +188,13 @@ def complete_columns(rows: pa.Table, fields: pa.Schema) -> pa.Table:
 
     Raises: SchemaMismatchError for nulls where the field has none.
     """
-    wanted = [
+    names = [
         pa.field(field.name, schema.NAMES_TYPE, field.nullable)
         if pa.types.is_string(field.type)
         else field
         for field in fields
     ]
-    return conform(rows, pa.schema(wanted))
+    return conform(rows, pa.schema(names))
 
 
 def _empty(space: Space, num: int) -> Values:

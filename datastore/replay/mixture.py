@@ -120,8 +120,8 @@ class MixtureSampler:
         # All of them first, so that nothing is changed where one refuses.
         for sampler, rows, _ in parts:
             sampler.check_indices(rows)
-        for sampler, rows, given in parts:
-            sampler.update_priorities(rows, given)
+        for sampler, rows, part in parts:
+            sampler.update_priorities(rows, part)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and that of each sampler."""

@@ -34,8 +34,8 @@ class Runs:
     def chain_heads(self) -> NDArray[np.int64]:
         """Return for each chain the number of its first run, ascending: int64 [num_chains]."""
         begins = np.ones(len(self), np.bool_)
-        goes_on = self.offsets[1:] == self.offsets[:-1] + self.lengths[:-1]
-        begins[1:] = (self.offsets[1:] == 0) | ~goes_on
+        continues = self.offsets[1:] == self.offsets[:-1] + self.lengths[:-1]
+        begins[1:] = (self.offsets[1:] == 0) | ~continues
         return np.flatnonzero(begins)
 
     def chain_ends(self) -> NDArray[np.int64]:

@@ -151,9 +151,9 @@ class Sampler:
         selected = self._selector.select(self._candidates, num)
         positions = self._candidates.positions(selected.numbers)
         while not self._candidates.is_fixed:
-            gone = positions < 0
-            if gone.any():
-                selected = self._replace_gone(selected, gone)
+            lost = positions < 0
+            if lost.any():
+                selected = self._replace_gone(selected, lost)
             else:
                 try:
                     return self._assemble(positions, selected, out)
@@ -169,16 +169,16 @@ class Sampler:
             out = None
         return self._assembler.assemble(positions, selected, out)
 
-    def _replace_gone(self, selected: SelectedItems, gone: NDArray[np.bool_]) -> SelectedItems:
+    def _replace_gone(self, selected: SelectedItems, lost: NDArray[np.bool_]) -> SelectedItems:
         """Return the items that are not gone, and for each of the rest another, if there is one."""
         weights = selected.weights
         parts = [
-            SelectedItems(selected.numbers[~gone], None if weights is None else weights[~gone])
+            SelectedItems(selected.numbers[~lost], None if weights is None else weights[~lost])
         ]
         try:
-            parts.append(self._selector.select(self._candidates, int(gone.sum())))
+            parts.append(self._selector.select(self._candidates, int(lost.sum())))
         except EmptyReplayError:
-            if gone.all():
+            if lost.all():
                 raise
         known = [part.weights for part in parts if part.weights is not None]
         return SelectedItems(

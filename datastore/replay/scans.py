@@ -109,10 +109,10 @@ def _iter_sorted_keys(
     for part in range(1 << num_bits):
         found = []
         for piece in _pieces(positions):
-            chosen = keys[piece]
+            part_keys = keys[piece]
             if num_bits:
-                chosen = chosen[chosen[:, 0] >> np.uint64(64 - num_bits) == part]
-            found.append(chosen)
+                part_keys = part_keys[part_keys[:, 0] >> np.uint64(64 - num_bits) == part]
+            found.append(part_keys)
         array = np.concatenate(found) if found else np.empty((0, 2), np.uint64)
         yield array[np.argsort(array[:, 0])]
 

@@ -183,15 +183,15 @@ class TorchSampler:
             slot = _ReusedBlock(output, output.batch)
             slot.batches = self._batches(output.batch, size, slot.memory)
         else:
-            for stretch, moved in slot.memory:
-                moved.copy_(self._stage(stretch), non_blocking=True)
+            for part, moved in slot.memory:
+                moved.copy_(self._stage(part), non_blocking=True)
         self._slots.append(slot)
         return slot.batches
 
     def _move_batch(self, batch: Batch[Array]) -> Batch[torch.Tensor]:
         if self._shares_memory:
             return _map_arrays(batch, _tensor)
-        return convert_sharing(batch, lambda stretch: self._move(stretch, None))
+        return convert_sharing(batch, lambda part: self._move(part, None))
 
     def _batches(
         self, batch: Batch[Array], size: int, memory: list[_Copy] | None = None
@@ -199,28 +199,26 @@ class TorchSampler:
         """Cut some rows into batches where they shall be; append to `memory` what was copied."""
         if self._shares_memory:
             return _split_and_map(batch, size)
-        return _split_tensors(
-            convert_sharing(batch, lambda stretch: self._move(stretch, memory)), size
-        )
+        return _split_tensors(convert_sharing(batch, lambda part: self._move(part, memory)), size)
 
     @property
     def _shares_memory(self) -> bool:
         return self.device.type == "cpu" and not self._pinned
 
-    def _move(self, stretch: torch.Tensor, memory: list[_Copy] | None) -> torch.Tensor:
-        moved = self._stage(stretch).to(self.device, non_blocking=True)
+    def _move(self, part: torch.Tensor, memory: list[_Copy] | None) -> torch.Tensor:
+        moved = self._stage(part).to(self.device, non_blocking=True)
         if memory is not None:
-            memory.append((stretch, moved))
+            memory.append((part, moved))
         return moved
 
-    def _stage(self, stretch: torch.Tensor) -> torch.Tensor:
+    def _stage(self, part: torch.Tensor) -> torch.Tensor:
         """Return a copy in page-locked memory, if asked for.
 
         torch keeps such memory for the next one, once the copy to the GPU that it is for has ended.
         """
         if not self._pinned:
-            return stretch
-        return torch.empty_like(stretch, pin_memory=True).copy_(stretch)
+            return part
+        return torch.empty_like(part, pin_memory=True).copy_(part)
 
 
 @dataclass

@@ -123,7 +123,7 @@ class _ViewOpener:
     def _pack(
         self, query: ViewQuery, room: ArrayAllocator, on_progress: OnProgress | None
     ) -> Packed:
-        def evaluated(argument: str, evaluate: Callable[[TableSnapshot, str], _T]) -> _T | None:
+        def compute(argument: str, evaluate: Callable[[TableSnapshot, str], _T]) -> _T | None:
             expression: str | None = getattr(query, argument)
             if expression is None:
                 return None
@@ -133,19 +133,19 @@ class _ViewOpener:
         return pack(
             self._snapshot,
             self._layout,
-            selected=evaluated("where", select_episode_keys),
-            rewards=evaluated("reward", evaluate_rewards),
-            start_flags=evaluated("where_steps", select_steps),
+            selected=compute("where", select_episode_keys),
+            rewards=compute("reward", evaluate_rewards),
+            start_flags=compute("where_steps", select_steps),
             allocate=room.allocate,
             on_progress=on_progress,
         )
 
     def _check(self, packed: Packed, query: ViewQuery) -> None:
         if not len(packed.steps):
-            asked = [f" {name} {text}" for name, text in query.conditions() if text]
+            conditions = [f" {name} {text}" for name, text in query.conditions() if text]
             raise EmptyReplayError(
                 f"replay of {self._dataset}@{self._snapshot.version}: found no step"
-                f"{' and'.join(asked)}, expected at least one. Look at what there is: "
+                f"{' and'.join(conditions)}, expected at least one. Look at what there is: "
                 f"replaylake sql 'select * from {self._dataset}.episodes limit 10'."
             )
         if query.reward is not None:

@@ -126,23 +126,23 @@ class ViewCache:
                 shutil.rmtree(target)  # half of a view; where we may not remove it, for good
         draft.close()
         fsync_folder(self.home)
-        if gone := missing_files(self._storage, self._root, shards):
+        if lost := missing_files(self._storage, self._root, shards):
             _remove(target)
             raise NotFoundError(
-                f"replay view of {self._root}: found that {len(gone)} of its {len(shards)} shards "
+                f"replay view of {self._root}: found that {len(lost)} of its {len(shards)} shards "
                 "were removed while it was written, expected all of them: it is not kept."
             )
         self._trim(target)
         return target
 
-    def iter_stale(self, gone: Callable[[str], bool]) -> Iterator[StaleView]:
+    def iter_stale(self, is_gone: Callable[[str], bool]) -> Iterator[StaleView]:
         """Yield what can be of no use: views of shards that are gone, and what crashes left.
 
-        `gone` says it of a shard's path below the dataset.
+        `is_gone` says it of a shard's path below the dataset.
         """
         for _, size, folder in self._views():
             shards = read_shards(folder)
-            if shards is None or any(gone(path) for path in shards):
+            if shards is None or any(is_gone(path) for path in shards):
                 yield StaleView(folder.name, folder, size)
         for folder in find_abandoned_drafts(self.home):
             yield StaleView(str(folder.relative_to(self.home)), folder, _size(folder))
@@ -175,11 +175,11 @@ class ViewCache:
     def _trim(self, added: Path) -> None:
         """Remove the views that were not opened for the longest time, beyond the limit."""
         views = sorted(self._views(), reverse=True)
-        left = self._max_bytes - _size(added)
+        budget = self._max_bytes - _size(added)
         for _, size, folder in views:
             if folder != added:
-                left -= size
-                if left < 0:
+                budget -= size
+                if budget < 0:
                     _remove(folder)
 
     def _views(self) -> Iterator[tuple[float, int, Path]]:

@@ -115,11 +115,11 @@ class TransitionOutput(WindowOutput):
         if not len(tails):
             return
         heads = rows[KEY][tails, -1, 0].astype(np.int64) - 1
-        goes_on = heads >= 0
+        has_next = heads >= 0
         for name, _ in leaves(self.layout.spec.action_space, schema.ACTION):
             rows[name][tails, -1] = self.steps[name][tails]
-            if goes_on.any():
-                rows[name][tails[goes_on], -1] = records.take(name, heads[goes_on])
+            if has_next.any():
+                rows[name][tails[has_next], -1] = records.take(name, heads[has_next])
 
 
 class TransitionAssembler:

@@ -96,8 +96,8 @@ def _copy_code(_: Any, out: Any, to: Any, words: Any, start: Any, count: Any) ->
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def address(array: int, index: int) -> Any:
-            made = context.make_array(signature.args[array])(context, builder, arguments[array])
-            return builder.gep(made.data, [arguments[index]])
+            struct = context.make_array(signature.args[array])(context, builder, arguments[array])
+            return builder.gep(struct.data, [arguments[index]])
 
         cgutils.raw_memcpy(builder, address(0, 1), address(2, 3), arguments[4], 8)
         return context.get_dummy_value()
@@ -144,7 +144,7 @@ def gather(
 def n_steps(
     words: NDArray[np.uint64],
     places: NDArray[np.int64],
-    most: int,
+    n: int,
     stack: int,
     fields: NDArray[np.int64],
     discounted: NDArray[np.float64],
@@ -156,7 +156,7 @@ def n_steps(
     num_records, width = words.shape
     num_rows, stack_words = len(places), stack * width
     for row in range(num_rows):
-        if places[row] < stack - 1 or places[row] >= num_records - most:
+        if places[row] < stack - 1 or places[row] >= num_records - n:
             return row
     source, target = words.reshape(-1), out.reshape(-1)
     reward, left, flags = source.view(np.float32), source.view(np.int32), source.view(np.uint8)
@@ -166,8 +166,8 @@ def n_steps(
             # As if `most` steps were there, which is so in most rows.
             ahead = places[step + _ROWS_AHEAD]
             _prefetch_lines(source, (ahead - stack + 1) * width, lines)
-            _prefetch_lines(source, (ahead + most - stack + 1) * width, lines)
-            for k in range(min(most, _LINES_AHEAD)):
+            _prefetch_lines(source, (ahead + n - stack + 1) * width, lines)
+            for k in range(min(n, _LINES_AHEAD)):
                 _prefetch(source, (ahead + k) * width + fields[0] // 2)
             _prefetch(source, ahead * width + fields[1] // 2)
         if step < 0:
@@ -175,15 +175,15 @@ def n_steps(
         place = places[step]
         num = int(left[place * 2 * width + fields[1]])
         linked, ended = False, False
-        if num > most:
-            num = most
+        if num > n:
+            num = n
         else:
-            while num < most:
+            while num < n:
                 more = int(left[(place + num) * 2 * width + fields[1]])
                 if more == 0:
                     break
-                num = min(num + more, most)
-            linked = num < most and int(source[(place + num) * width]) != 0
+                num = min(num + more, n)
+            linked = num < n and int(source[(place + num) * width]) != 0
             last = (place + max(num, 1) - 1) * 8 * width
             ended = bool(flags[last + fields[2]])
             if flags[last + fields[3]] == 0 and num > 1:

@@ -35,10 +35,10 @@ def gather(
             f"gather: out has shape {out.shape}, expected {expected}: a row of {length} records of "
             f"{words.shape[1]} words for each position. Allocate it with that shape."
         )
-    refused = select_kernels().gather(words, positions, length, out)
-    if refused >= 0:
+    row = select_kernels().gather(words, positions, length, out)
+    if row >= 0:
         raise IndexError(
-            f"gather: positions[{refused}] is {positions[refused]}, expected 0 to "
+            f"gather: positions[{row}] is {positions[row]}, expected 0 to "
             f"{len(words) - length}, as rows of {length} are taken from {len(words)} records. "
             "Draw positions from the view that these records belong to."
         )
@@ -47,7 +47,7 @@ def gather(
 def n_steps(
     words: NDArray[np.uint64],
     places: NDArray[np.int64],
-    most: int,
+    n: int,
     stack: int,
     fields: NDArray[np.int64],
     discounted: NDArray[np.float64],
@@ -57,28 +57,28 @@ def n_steps(
 ) -> NDArray[np.int64]:
     """Sum up m steps from each place, copy both ends, and return m [M]: -1 where a link is reached.
 
-    m is `most`, or what the run has left; one less, but not 0, where the last one has no successor.
+    m is `n`, or what the run has left; one less, but not 0, where the last one has no successor.
     rewards float32 [M]: ((r_{m-1} g + r_{m-2}) g + ...) g + r_0 in float64, rounded once, where g
     is discounted[1]. discounts float32 [M]: discounted[m], or 0 where the m-th step terminated. A
     row of out uint64 [M, 2 * stack * W]: the `stack` records up to the place, then those up to the
-    m-th after it. Where a run that is linked to another one has fewer than `most` steps left, only
+    m-th after it. Where a run that is linked to another one has fewer than `n` steps left, only
     the first of those are right.
 
     words uint64 [N, W] are the records; places int64 [M]; fields: see Records;
-    discounted float64 [most + 1].
+    discounted float64 [n + 1].
 
-    Raises: IndexError where a row would begin before the first record or reach `most` steps on past
+    Raises: IndexError where a row would begin before the first record or reach `n` steps on past
     the last one; nothing is written then. Cost: 256 rows of 3 steps of 128 bytes among 1M take
     6.5 us with numba, 30 with numpy (2 cores, 2026-11-21).
     """
     nums = np.empty(len(places), np.int64)
-    refused = select_kernels().n_steps(
-        words, places, most, stack, fields, discounted, out, rewards, discounts, nums
+    row = select_kernels().n_steps(
+        words, places, n, stack, fields, discounted, out, rewards, discounts, nums
     )
-    if refused >= 0:
+    if row >= 0:
         raise IndexError(
-            f"n steps: places[{refused}] is {places[refused]}, expected {stack - 1} to "
-            f"{len(words) - most - 1}, as {most} steps are taken from {len(words)} records. "
+            f"n steps: places[{row}] is {places[row]}, expected {stack - 1} to "
+            f"{len(words) - n - 1}, as {n} steps are taken from {len(words)} records. "
             "Draw positions from the view that these records belong to."
         )
     return nums

@@ -49,7 +49,7 @@ def gather(
 def n_steps(
     words: NDArray[np.uint64],
     places: NDArray[np.int64],
-    most: int,
+    n: int,
     stack: int,
     fields: NDArray[np.int64],
     discounted: NDArray[np.float64],
@@ -58,39 +58,39 @@ def n_steps(
     discounts: NDArray[np.float32],
     nums: NDArray[np.int64],
 ) -> int:
-    """Sum up `most` steps or fewer from each place, and copy both ends; see kernels.n_steps."""
+    """Sum up `n` steps or fewer from each place, and copy both ends; see kernels.n_steps."""
     if len(places) == 0:
         return -1
-    refused = (places < stack - 1) | (places >= len(words) - most)
-    if refused.any():
-        return int(refused.argmax())
+    is_outside = (places < stack - 1) | (places >= len(words) - n)
+    if is_outside.any():
+        return int(is_outside.argmax())
     reward, left, terminated, bootstrappable = (
         words.view(dtype)[:, field]
         for dtype, field in zip((np.float32, np.int32, np.uint8, np.uint8), fields, strict=False)
     )
     # As if `most` steps were there, which is so in most rows; what is copied is read from there.
     width = stack * words.shape[1]
-    ends = np.stack([places, places + most], axis=1).reshape(-1) - (stack - 1)
+    ends = np.stack([places, places + n], axis=1).reshape(-1) - (stack - 1)
     gather(words, ends, stack, out.reshape(len(ends), width))
     before = 2 * (width - words.shape[1])
-    nums[:] = most
-    linked = near = np.flatnonzero(out.view(np.int32)[:, before + fields[1]] <= most)
-    values = np.empty((most, len(places)))
+    nums[:] = n
+    linked = near = np.flatnonzero(out.view(np.int32)[:, before + fields[1]] <= n)
+    values = np.empty((n, len(places)))
     values[0] = out.view(np.float32)[:, before + fields[0]]
-    values[1:] = reward[places + np.arange(1, most)[:, None]]
+    values[1:] = reward[places + np.arange(1, n)[:, None]]
     # Past a run's end there may be anything, which is not used.
     with np.errstate(all="ignore"):
         rewards[:] = _sum_discounted(values, nums, discounted[1])
-    discounts[:] = discounted[most]
+    discounts[:] = discounted[n]
     if len(near):
         at = places[near]
         num = left[at].astype(np.int64)
-        going_on = np.flatnonzero(num < most)
+        going_on = np.flatnonzero(num < n)
         while len(going_on):
             more = left[at[going_on] + num[going_on]]
-            num[going_on] = np.minimum(num[going_on] + more, most)
-            going_on = going_on[(more > 0) & (num[going_on] < most)]
-        linked = near[(num < most) & (words[at + num, 0] != 0)]
+            num[going_on] = np.minimum(num[going_on] + more, n)
+            going_on = going_on[(more > 0) & (num[going_on] < n)]
+        linked = near[(num < n) & (words[at + num, 0] != 0)]
         last = at + np.maximum(num, 1) - 1
         ended = terminated[last] != 0
         num -= (bootstrappable[last] == 0) & (num > 1)

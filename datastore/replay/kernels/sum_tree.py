@@ -59,9 +59,9 @@ class SumTree:
         """
         leaves = _vector(leaves, np.int64, "leaves")
         values = np.empty(len(leaves))
-        refused = kernels.select_kernels().leaf_values(self._nodes, leaves, self.num_leaves, values)
-        if refused >= 0:
-            raise self._leaf_error(leaves, refused)
+        bad_row = kernels.select_kernels().leaf_values(self._nodes, leaves, self.num_leaves, values)
+        if bad_row >= 0:
+            raise self._leaf_error(leaves, bad_row)
         return values
 
     def find(self, targets: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -75,10 +75,10 @@ class SumTree:
         """
         targets = _vector(targets, np.float64, "targets")
         found = np.empty(len(targets), np.int64)
-        refused = kernels.select_kernels().find_leaves(self._nodes, self._starts, targets, found)
-        if refused >= 0:
+        bad_row = kernels.select_kernels().find_leaves(self._nodes, self._starts, targets, found)
+        if bad_row >= 0:
             raise ConfigInvalidError(
-                f"sum tree: targets[{refused}] is {targets[refused]}, expected 0 <= target < "
+                f"sum tree: targets[{bad_row}] is {targets[bad_row]}, expected 0 <= target < "
                 f"{self.total}, the sum of the priorities. Draw it below `total`, and set a "
                 "priority above 0 first if that is 0."
             )
@@ -98,13 +98,13 @@ class SumTree:
                 f"sum tree: found {len(leaves)} leaves and {len(values)} values, expected as many "
                 "of both. Pass a priority for each leaf."
             )
-        refused = kernels.select_kernels().set_leaves(
+        bad_row = kernels.select_kernels().set_leaves(
             self._nodes, self._starts, leaves, values, self.num_leaves, self._limit
         )
-        if refused >= 0:
-            if not 0 <= leaves[refused] < self.num_leaves:
-                raise self._leaf_error(leaves, refused)
-            raise self._value_error(int(leaves[refused]), float(values[refused]))
+        if bad_row >= 0:
+            if not 0 <= leaves[bad_row] < self.num_leaves:
+                raise self._leaf_error(leaves, bad_row)
+            raise self._value_error(int(leaves[bad_row]), float(values[bad_row]))
 
     def fill(self, values: NDArray[np.float64]) -> None:
         """Set the first n priorities to values float64 [n], n <= num_leaves, and all others to 0.

@@ -52,10 +52,10 @@ class LiveCandidates:
     def positions(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the records where items start, int64 [M]; -1 for those that are gone."""
         found = self._positions.take(numbers % self.capacity)
-        gone = ~self._ring.may_start(found)
+        is_gone = ~self._ring.may_start(found)
         # In this order: another candidate takes the place after `low` was raised.
-        gone |= numbers < self._bounds[0]
-        found[gone] = -1
+        is_gone |= numbers < self._bounds[0]
+        found[is_gone] = -1
         return found
 
     def add_new(self, positions: NDArray[np.int64]) -> None:
@@ -71,8 +71,8 @@ class LiveCandidates:
         self._numbered[self._ring.places(positions)] = True
         low, high = self._bounds
         num = len(positions)
-        if (least := high + num - self.capacity) > low:
-            low = least
+        if (oldest := high + num - self.capacity) > low:
+            low = oldest
             self._bounds = (low, high)
         at = high % self.capacity
         if at + num <= self.capacity:

@@ -148,9 +148,9 @@ class CommitFollower:
         """Go on with the newest version: keep what it has, and take in the rest."""
         self._reader.begin(None)
         groups = self._reader.newest_rows(self._max_steps)
-        kept = self._reader.readable_intervals([e for entries in groups for e in entries])
+        intervals = self._reader.readable_intervals([e for entries in groups for e in entries])
         with self.lock:
-            self._contents.retain(kept)
+            self._contents.retain(intervals)
         for entries in groups:
             change = self._reader.change(entries)
             there = IntervalSet(steps for block in change.added for steps in block.intervals)

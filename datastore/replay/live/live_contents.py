@@ -97,11 +97,11 @@ class LiveContents:
                 comes += self._parts(number, block.intervals[number], [common])
         return comes
 
-    def retain(self, kept: IntervalSet) -> None:
+    def retain(self, intervals: IntervalSet) -> None:
         """Remove all steps but those of a set."""
         for run in list(self._runs):
             if run.is_there:
-                self._remove(list(subtract(run.interval, kept.within(run.interval))))
+                self._remove(list(subtract(run.interval, intervals.within(run.interval))))
         self._settle()
 
     def extend(self, run: LiveRun, block: PackedBlock) -> bool:
@@ -155,14 +155,14 @@ class LiveContents:
         return run
 
     def _parts(
-        self, number: int, steps: StepInterval, wanted: Iterable[StepInterval]
+        self, number: int, steps: StepInterval, intervals: Iterable[StepInterval]
     ) -> list[RunPart]:
         """Return parts of a run, none longer than may be written at once."""
-        most = self._most_steps
+        limit = self._most_steps
         return [
-            RunPart(number, at - steps.first_step, min(most, part.end - at))
-            for part in wanted
-            for at in range(part.first_step, part.end, most)
+            RunPart(number, at - steps.first_step, min(limit, part.end - at))
+            for part in intervals
+            for at in range(part.first_step, part.end, limit)
         ]
 
     def _insert_runs(self, block: PackedBlock, runs: Sequence[LiveRun], until: int) -> None:
@@ -267,14 +267,14 @@ class LiveContents:
         """Remove steps, of those that are there. What came before them is settled later."""
         for steps in intervals:
             for run in self._table.overlapping(steps):
-                left = list(subtract(run.interval, [steps]))
-                parts = [RunPart(0, part.first_step - run.first_step, part.length) for part in left]
-                kept = (
+                rest = list(subtract(run.interval, [steps]))
+                parts = [RunPart(0, part.first_step - run.first_step, part.length) for part in rest]
+                rows = (
                     cut_block(self._block_of(run), parts, with_successors=False) if parts else None
                 )
                 self._discard_run(run)
-                if kept is not None:
-                    self.add(kept)
+                if rows is not None:
+                    self.add(rows)
 
     def _settle(self) -> None:
         """Take the successor from last steps whose successors went and did not come again."""

@@ -188,10 +188,10 @@ class LiveView(SampleSource):
                     num_steps is None or self.num_steps >= num_steps
                 ):
                     return True
-                left = until - time.monotonic()
-                if left <= 0 or not self._follower.is_running:
+                remaining_s = until - time.monotonic()
+                if remaining_s <= 0 or not self._follower.is_running:
                     return False
-                self._follower.arrived.wait(left)
+                self._follower.arrived.wait(remaining_s)
 
     def __reduce__(self) -> NoReturn:
         """Raises: ConfigInvalidError: what follows a dataset stays in its process."""

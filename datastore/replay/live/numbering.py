@@ -39,9 +39,9 @@ class ItemNumbering:
     def candidates(self, item: Item, refresh: Refresh) -> LiveCandidates:
         """Return the items of a kind that there are, kept up to date from now on."""
         if item not in self._candidates:
-            made = LiveCandidates(self._ring, refresh)
-            made.add(self._starts(item, [run for run in self._runs if run.is_there]))
-            self._candidates[item] = made
+            result = LiveCandidates(self._ring, refresh)
+            result.add(self._starts(item, [run for run in self._runs if run.is_there]))
+            self._candidates[item] = result
         return self._candidates[item]
 
     def find_finished_candidates(self, item: Item, refresh: Refresh) -> LiveCandidates:
@@ -147,24 +147,24 @@ def show_runs(ring: Ring, runs: Sequence[LiveRun], steps: NDArray[np.int64]) -> 
     )
 
 
-def _chains(runs: Iterable[LiveRun], most: int | None) -> list[list[LiveRun]]:
-    """Return the chains of some runs; of each about `most` steps to either side of a run."""
-    seen: set[LiveRun] = set()
+def _chains(runs: Iterable[LiveRun], limit: int | None) -> list[list[LiveRun]]:
+    """Return the chains of some runs; of each about `limit` steps to either side of a run."""
+    visited: set[LiveRun] = set()
     chains = []
     for run in runs:
-        if run in seen:
+        if run in visited:
             continue
         head, num = run, 0
-        while head.before is not None and (most is None or num < most):
+        while head.before is not None and (limit is None or num < limit):
             head = head.before
             num += head.length
         chain = []
         at: LiveRun | None = head
-        num += most or 0
-        while at is not None and (most is None or num > 0):
+        num += limit or 0
+        while at is not None and (limit is None or num > 0):
             chain.append(at)
             num, at = num - at.length, at.after
-        seen.update(chain)
+        visited.update(chain)
         chains.append(chain)
     return chains
 

@@ -73,7 +73,7 @@ def cut_block(
     sizes = lengths + before + 1
     begins = np.cumsum(sizes) - sizes
     words = np.zeros((int(sizes.sum()) + PADDING, layout.num_words), np.uint64)
-    made = layout.rows(words)[:, 0]
+    rows = layout.rows(words)[:, 0]
     steps = []
     ended = np.zeros(len(parts), np.int64)
     has_final = np.zeros(len(parts), np.bool_)
@@ -81,7 +81,7 @@ def cut_block(
         source = int(runs.starts[part.run]) + part.skip
         num = part.length + before + 1
         words[begin : begin + num] = packed.records.words[source - before :][:num]
-        taken = made[begin : begin + num]
+        taken = rows[begin : begin + num]
         taken[STEPS_LEFT] = np.arange(num)[::-1]
         taken[KEY][-1] = 0
         if part.skip + part.length == runs.lengths[part.run]:
@@ -102,7 +102,7 @@ def cut_block(
                 begins + before, lengths, np.zeros_like(lengths), np.array(first_steps), ended
             ),
             steps=starts,
-            bootstrappable=starts[made[BOOTSTRAPPABLE][starts]],
+            bootstrappable=starts[rows[BOOTSTRAPPABLE][starts]],
             num_steps=int(lengths.sum()),
             num_episodes=len({i.episode for i in of}),
         ),

@@ -61,7 +61,7 @@ class PiecePacker:
         if schema.POLICY_VERSION in layout.columns:
             self._optional.append("policy_versions")
         self._are_joined = layout.dtype.itemsize <= _JOINED_RECORD_BYTES
-        self._kept: NDArray[np.uint64] = np.empty((0, layout.num_words), np.uint64)
+        self._words: NDArray[np.uint64] = np.empty((0, layout.num_words), np.uint64)
 
     def blocks(self, pieces: Sequence[Episode]) -> Iterator[PackedBlock]:
         """Yield blocks of some megabytes; each checked as Dataset.append checks episodes.
@@ -73,11 +73,11 @@ class PiecePacker:
             if len(pieces):
                 yield self._pack(pieces)
             return
-        most = max(1, _BYTES_AT_ONCE // self._layout.dtype.itemsize)
+        limit = max(1, _BYTES_AT_ONCE // self._layout.dtype.itemsize)
         start, num = 0, 0
         for number, piece in enumerate(pieces):
             size = len(piece) + self._before + 1
-            if num and num + size > most:
+            if num and num + size > limit:
                 yield self._pack(pieces[start:number])
                 start, num = number, 0
             num += size
@@ -122,13 +122,13 @@ class PiecePacker:
 
     def _room(self, num: int) -> NDArray[np.uint64]:
         """Return words for `num` records, with anything in them."""
-        if num > len(self._kept):
+        if num > len(self._words):
             # Not zeroed: all of a record but its padding is written.
-            made = np.empty((num, self._layout.num_words), np.uint64)
-            if made.nbytes > _MAX_KEPT_BYTES:
-                return made
-            self._kept = made
-        return self._kept[:num]
+            words = np.empty((num, self._layout.num_words), np.uint64)
+            if words.nbytes > _MAX_KEPT_BYTES:
+                return words
+            self._words = words
+        return self._words[:num]
 
     def _put_steps(
         self,
@@ -154,13 +154,13 @@ class PiecePacker:
                 whole_record = f"V{layout.dtype.itemsize}"
                 rows.view(whole_record)[positions] = block.view(whole_record)
                 return finals
-        given: list[Values] = []
+        parts: list[Values] = []
         for piece, start in zip(pieces, starts.tolist(), strict=True):
             found = validate(piece, *spaces, rewards_optional=spec.rewards_optional)
             self._put_values(rows[start : start + len(piece)], found, [found])
             if found.final_observation is not None:
-                given.append(as_batch(found.final_observation))
-        return concatenate(given) if given else None
+                parts.append(as_batch(found.final_observation))
+        return concatenate(parts) if parts else None
 
     def _put_values(
         self, rows: NDArray[np.void], whole: Episode, pieces: Sequence[Episode]

@@ -193,7 +193,7 @@ def _put_column(
     columns: Sequence[Mapping[str, Any]],
     first_step: int,
 ) -> None:
-    values = [given.get(name) for given in columns]
+    values = [column.get(name) for column in columns]
     values += [None] * (len(rows) - len(values))
     try:
         found = pa.array(values, kind)

@@ -82,8 +82,8 @@ class PairNames:
             numbers(pc.fill_null(place, unknown)).astype(np.int64) for place in places
         )
         is_known = (episodes >= 0) & (agents >= 0)
-        wanted = (episodes * len(self.agents) + agents)[is_known]
-        return np.isin(pairs, wanted)
+        codes = (episodes * len(self.agents) + agents)[is_known]
+        return np.isin(pairs, codes)
 
     def digests(self, pairs: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return what pairs [N] have in row keys: uint64 [N, 2]; see row_keys.py."""

@@ -117,8 +117,8 @@ def _lay_out(
     runs = np.repeat(np.arange(len(lasts)), lasts - firsts + 1)
     # A tail and the records before the first step are each run's own.
     positions = before + runs * frame_stack + (frame_stack - 1)
-    goes_on = np.zeros(len(lasts), np.bool_)
-    goes_on[:-1] = adjoins[lasts[:-1]] & (ordered.flags[lasts[:-1]] == FINAL)
+    continues = np.zeros(len(lasts), np.bool_)
+    continues[:-1] = adjoins[lasts[:-1]] & (ordered.flags[lasts[:-1]] == FINAL)
     flags = stretches.flags.copy()
     flags[order[lasts]] |= LAST
     in_row_order = np.empty(len(order), np.int64)
@@ -132,7 +132,7 @@ def _lay_out(
         starts=positions[firsts],
         lengths=run_ends - before[firsts],
         first_ranges=firsts,
-        continues=goes_on,
+        continues=continues,
         digests=digests,
     )
 

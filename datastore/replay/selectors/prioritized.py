@@ -144,11 +144,11 @@ class PrioritizedSelector:
         What goes just after this the sampler draws anew, and it then has its weight from few rows.
         """
         for _ in range(_ROUNDS):
-            gone = np.flatnonzero(candidates.positions(numbers) < 0)
-            if not len(gone):
+            rows = np.flatnonzero(candidates.positions(numbers) < 0)
+            if not len(rows):
                 return
-            self.priorities.remove(numbers[gone])
-            numbers[gone] = self._draw_numbers(np.sort(self._rng.random(len(gone))), low, high)
+            self.priorities.remove(numbers[rows])
+            numbers[rows] = self._draw_numbers(np.sort(self._rng.random(len(rows))), low, high)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state and how far beta has come; the sampler has the rest."""

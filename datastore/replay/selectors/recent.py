@@ -122,8 +122,8 @@ class RecentSelector:
             self.consolidate(candidates)
 
     def _current(self) -> int | None:
-        said = self._policy_version
-        return self._newest if said is None else _version(said()) if callable(said) else said
+        own = self._policy_version
+        return self._newest if own is None else _version(own()) if callable(own) else own
 
     def _oldest(self) -> int:
         """Return the oldest version that may be drawn; an unknown one is -1."""
@@ -133,16 +133,16 @@ class RecentSelector:
         self, candidates: Candidates, numbers: NDArray[np.int64], oldest: int
     ) -> None:
         """Draw again those of `numbers` that are gone, until none is."""
-        gone = np.flatnonzero(candidates.positions(numbers) < 0)
-        while len(gone):
-            self._num_lost += len(gone)
+        rows = np.flatnonzero(candidates.positions(numbers) < 0)
+        while len(rows):
+            self._num_lost += len(rows)
             if self._num_lost > max(len(numbers), len(self._index) // _LOST):
                 self.consolidate(candidates)
-            drawn = self._index.draw(self._rng, len(gone), oldest)
+            drawn = self._index.draw(self._rng, len(rows), oldest)
             if not len(drawn):
                 raise self._empty_error()
-            numbers[gone] = drawn
-            gone = gone[candidates.positions(drawn) < 0]
+            numbers[rows] = drawn
+            rows = rows[candidates.positions(drawn) < 0]
 
     def _empty_error(self) -> EmptyReplayError:
         newest = self._index.newest()
@@ -240,9 +240,9 @@ class VersionIndex:
             values[starts[-1] : end] = values[starts[-1] : end][order]
         self._oldest = None
 
-    def keep(self, kept: NDArray[np.bool_]) -> None:
+    def keep(self, mask: NDArray[np.bool_]) -> None:
         """Let go of the `numbers` where kept [N] is false, and make one part of the others."""
-        numbers, versions = self.numbers[kept], self._versions[: len(self)][kept]
+        numbers, versions = self.numbers[mask], self._versions[: len(self)][mask]
         # The parts came one after another, so those of one version are in order already.
         order = np.argsort(versions, kind="stable")
         self._numbers, self._versions = numbers[order], versions[order]

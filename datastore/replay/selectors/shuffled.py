@@ -83,9 +83,9 @@ class ShuffledSelector:
         """
         while True:
             order, share = self.begin(candidates)
-            taken = self._num_taken
-            end = share.end(taken, num)
-            numbers = order.numbers(share.first + taken, share.first + end)
+            position = self._num_taken
+            end = share.end(position, num)
+            numbers = order.numbers(share.first + position, share.first + end)
             if self._bounds[0]:
                 numbers = numbers + self._bounds[0]
             self._num_taken = end
@@ -117,9 +117,9 @@ class ShuffledSelector:
 
     def _share_of(self, num: int) -> RankShare:
         size, ranks, rank = self._batch_size, self._num_ranks, self._rank
-        least, more = divmod(num, ranks)
-        num_batches = least // size if self._drop_last else -(-(least + (more > 0)) // size)
-        if num_batches < 1 or num_batches > least:
+        share, more = divmod(num, ranks)
+        num_batches = share // size if self._drop_last else -(-(share + (more > 0)) // size)
+        if num_batches < 1 or num_batches > share:
             raise ConfigInvalidError(
                 f"shuffled sampler: found {num} items for {ranks} ranks in batches of {size}"
                 f"{', the last dropped' if self._drop_last else ''}, expected as many batches on "
@@ -129,12 +129,12 @@ class ShuffledSelector:
         if self._drop_last:
             own = num_batches * size
             return RankShare(rank * own, own, num_batches, (own,))
-        own = least + (rank < more)
+        own = share + (rank < more)
         stops: tuple[int, ...] = (own,)
         if own == (num_batches - 1) * size:
             # An item less than other ranks, and so a batch less: the last full one is made two.
             stops = (own - size, own - size // 2, own)
-        return RankShare(rank * least + min(rank, more), own, num_batches, stops)
+        return RankShare(rank * share + min(rank, more), own, num_batches, stops)
 
     def begin(self, candidates: Candidates) -> tuple[Permutation, RankShare]:
         """Return the order and the share of the epoch under way, which begins if none is.
@@ -247,8 +247,8 @@ class ShuffledSampler(Sampler):
     @property
     def epoch(self) -> int:
         """How many epochs were handed out to their end: that of the next batch, from 0 on."""
-        begun: int = self.state_dict()["selector"]["epoch"]
-        return begun
+        number: int = self.state_dict()["selector"]["epoch"]
+        return number
 
     def _position(self) -> dict[str, Any]:
         if self._candidates.is_fixed:

@@ -126,15 +126,15 @@ class AliasTable:
         lights, heavies = np.flatnonzero(~is_heavy), np.flatnonzero(is_heavy)
         excess = np.cumsum(scaled[heavies] - 1.0)
         # What the lights before each one took, and all of them together.
-        taken = np.concatenate(([0.0], np.cumsum(1.0 - scaled[lights])))
+        cumulative = np.concatenate(([0.0], np.cumsum(1.0 - scaled[lights])))
         # A light is filled up by the first heavy whose excess reaches further than that; at the end
         # the two sums may differ by rounding.
-        filler = np.searchsorted(excess, taken[:-1], side="right")
+        filler = np.searchsorted(excess, cumulative[:-1], side="right")
         self.aliases[lights] = heavies[np.minimum(filler, len(heavies) - 1)]
         # What a heavy gave to its last light beyond its own excess, the next heavy gives back to
         # it. The last heavy of all keeps its column.
-        end = np.searchsorted(taken, excess[:-1])
-        over = taken[np.minimum(end, len(lights))] - excess[:-1]
+        end = np.searchsorted(cumulative, excess[:-1])
+        over = cumulative[np.minimum(end, len(lights))] - excess[:-1]
         scaled[heavies[:-1]] = 1.0 - np.maximum(over, 0.0)
         self.aliases[heavies[:-1]] = heavies[1:]
         scaled[heavies[-1]] = 1.0
@@ -211,17 +211,17 @@ def _check(
     table: pa.Table, rows: NDArray[np.int64], values: NDArray[np.float64], weight: str
 ) -> None:
     """Refuse weights of the candidates at `rows` that are no weights."""
-    refused = ~((values >= 0.0) & (values < np.inf))
-    if not refused.any():
+    wrong = ~((values >= 0.0) & (values < np.inf))
+    if not wrong.any():
         return
-    first = int(refused.argmax())
+    first = int(wrong.argmax())
     value = table["weight"][int(rows[first])].as_py()
     example = table.slice(int(rows[first]), 1).to_pylist()[0]
     agent = f" agent {example[schema.AGENT_ID]!r}" if example[schema.AGENT_ID] else ""
     raise SchemaMismatchError(
         f"weight {weight}: found {'NULL' if value is None else value} for step "
         f"{example[schema.STEP]} of episode {example[schema.EPISODE_ID]!r}{agent}, the first of "
-        f"{int(refused.sum())} of {len(values)} steps, expected finite numbers of at least 0. Say "
+        f"{int(wrong.sum())} of {len(values)} steps, expected finite numbers of at least 0. Say "
         "what they count as, as in coalesce(greatest(x, 0), 0), or leave those episodes out with "
         "`where`."
     )
