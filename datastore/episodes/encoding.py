@@ -214,14 +214,14 @@ class Encoding:
         """Return a JSON object; what is left out is as the defaults have it."""
         fields = []
         for one in self.fields:
-            said: dict[str, Any] = {"name": one.name, "kind": one.kind}
+            body: dict[str, Any] = {"name": one.name, "kind": one.kind}
             if one.kind == CATEGORY:
-                said["vocabulary"] = list(one.vocabulary)
+                body["vocabulary"] = list(one.vocabulary)
             if one.kind == TIME:
-                said["timezone"] = one.timezone
+                body["timezone"] = one.timezone
             if one.fill is not None:
-                said["fill"] = one.fill
-            fields.append(said)
+                body["fill"] = one.fill
+            fields.append(body)
         names = None if self.action_names is None else list(self.action_names)
         return {
             "format_version": FORMAT_VERSION,

@@ -181,11 +181,11 @@ def is_countable(space: Space) -> bool:
 
 def _check_allowed(actions: Array, space: Discrete, masks: Array) -> None:
     """Refuse an action that its own mask forbids: no policy could have chosen it."""
-    chosen = actions - space.start
+    indices = actions - space.start
     # The space may be wider than the mask, whose width the dataset fixes and the encoder checks.
-    inside = chosen < masks.shape[1]
-    allowed = np.zeros(len(chosen), dtype=bool)
-    allowed[inside] = masks[inside, chosen[inside]]
+    inside = indices < masks.shape[1]
+    allowed = np.zeros(len(indices), dtype=bool)
+    allowed[inside] = masks[inside, indices[inside]]
     if not allowed.all():
         row = int(np.argmin(allowed))
         raise EpisodeInvalidError(
@@ -273,9 +273,9 @@ def _validate_masks(raw: Any, num: int) -> Array | None:
 
 def _validate_extra(name: str, array: Any, num: int) -> Any:
     try:
-        found = len(array)
+        length = len(array)
     except TypeError:
-        found = 0
-    if found != num:
-        raise EpisodeInvalidError(f"{name}: found {found} rows, expected {num}, one a step.")
+        length = 0
+    if length != num:
+        raise EpisodeInvalidError(f"{name}: found {length} rows, expected {num}, one a step.")
     return array

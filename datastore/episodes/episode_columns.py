@@ -43,7 +43,7 @@ class EpisodeColumns(Sequence[Episode]):
         nums += [len(self.terminated), len(self.truncated), num_values(self.final_observations)]
         if self.agent_ids is not None:
             nums.append(len(self.agent_ids))
-        if any(found != num for found in nums) or int(self.lengths.sum()) != len(self.steps):
+        if any(count != num for count in nums) or int(self.lengths.sum()) != len(self.steps):
             raise EpisodeInvalidError(
                 f"episodes: found {nums} ids, first steps, ends and final observations of "
                 f"{num} episodes with {int(self.lengths.sum())} steps in {len(self.steps)} rows, "

@@ -81,8 +81,8 @@ def _infer_spaces(episode: Episode) -> tuple[Space, Space]:
 
 def _infer_space(values: Any, what: str, *, is_action: bool = False) -> Space:
     if isinstance(values, Mapping):
-        named = {k: _infer_space(v, f"{what}.{k}", is_action=is_action) for k, v in values.items()}
-        return Dict(named)
+        kinds = {k: _infer_space(v, f"{what}.{k}", is_action=is_action) for k, v in values.items()}
+        return Dict(kinds)
     if isinstance(values, tuple):
         parts = enumerate(values)
         return Tuple(tuple(_infer_space(v, f"{what}._{i}", is_action=is_action) for i, v in parts))

@@ -357,10 +357,10 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 def _common_type(parts: Sequence[pa.Array | None], name: str) -> pa.DataType:
     """Return the type that holds a new column of all episodes; one of nulls alone takes part."""
-    given = [part for part in parts if part is not None]
-    typed = [widen(part, name).type for part in given if part.null_count < len(part)]
+    kinds = [part for part in parts if part is not None]
+    typed = [widen(part, name).type for part in kinds if part.null_count < len(part)]
     if not typed:
-        return widen_type(given[0].type, name)
+        return widen_type(kinds[0].type, name)
     try:
         schemas = [pa.schema([(name, kind)]) for kind in dict.fromkeys(typed)]
         return pa.unify_schemas(schemas, promote_options="permissive").field(name).type

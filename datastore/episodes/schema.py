@@ -177,14 +177,14 @@ def check_names(extras: Iterable[str]) -> None:
 
     Raises: SchemaMismatchError.
     """
-    taken = {*STANDARD_COLUMNS, *_VIEW_COLUMNS}
+    reserved = {*STANDARD_COLUMNS, *_VIEW_COLUMNS}
     for name in extras:
-        if not is_column_name(name) or name.lower() in taken:
+        if not is_column_name(name) or name.lower() in reserved:
             raise SchemaMismatchError(
                 f"column {name!r}: expected [A-Za-z_][A-Za-z0-9_]*, unlike every other column "
                 "without regard to case. Rename it."
             )
-        taken.add(name.lower())
+        reserved.add(name.lower())
 
 
 def has_steps(names: Iterable[str]) -> bool:

@@ -94,11 +94,11 @@ def validate_as_one(
         action_space,
         rewards_optional=rewards_optional,
     )
-    given = [as_batch(e.final_observation) for e in episodes if e.final_observation is not None]
-    if not given:
+    parts = [as_batch(e.final_observation) for e in episodes if e.final_observation is not None]
+    if not parts:
         return whole, None
-    finals = _concatenate_parts(given, [1] * len(given))
-    return whole, as_values(observation_space, finals, "final_observation", len(given))
+    finals = _concatenate_parts(parts, [1] * len(parts))
+    return whole, as_values(observation_space, finals, "final_observation", len(parts))
 
 
 def _validate_together(

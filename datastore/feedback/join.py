@@ -217,10 +217,10 @@ def join_once(
                 episodes = build_episodes(logged, snapshot.spec, pieces, on_progress)
                 commit = handle.append(episodes, producer=producer, sequence=sequence)
             except UNWRITABLE:
-                found = _find_unwritable(handle, logged, snapshot.spec, pieces)
-                if not found:
+                errors = _find_unwritable(handle, logged, snapshot.spec, pieces)
+                if not errors:
                     raise
-                unwritable |= found
+                unwritable |= errors
                 continue
             if commit.already_present:
                 continue
@@ -245,15 +245,15 @@ def _find_unwritable(
     def check(some: Sequence[DecisionPiece]) -> None:
         dataset.check(build_episodes(logged, spec, some, None))
 
-    found: dict[str, str] = {}
+    errors: dict[str, str] = {}
     for piece, reason in find_unwritable(pieces, check):
         ones = [
             replace(piece, first_step=piece.first_step + i, decision_ids=[key], next_id=None)
             for i, key in enumerate(piece.decision_ids)
         ]
         alone = find_unwritable(ones, check) or [(piece, reason)]
-        found |= {key: said for one, said in alone for key in one.decision_ids}
-    return found
+        errors |= {key: error for one, error in alone for key in one.decision_ids}
+    return errors
 
 
 def _plan(
@@ -264,12 +264,12 @@ def _plan(
     for client in logged.clients.values():
         keys = (decision.key for decision in client.decisions)
         taken = {logged.written[key].episode_id for key in keys if key in logged.written}
-        for stretch in cut_episodes(client.decisions, logged.is_episode_end, logged.rank):
-            yield from _pieces(stretch, client.source, logged, known, taken, now, window, counts)
+        for episode in cut_episodes(client.decisions, logged.is_episode_end, logged.rank):
+            yield from _pieces(episode, client.source, logged, known, taken, now, window, counts)
 
 
 def _pieces(
-    stretch: TimelineEpisode,
+    episode: TimelineEpisode,
     source: str | None,
     logged: LoggedFeedback,
     known: Mapping[str, int],
@@ -279,23 +279,23 @@ def _pieces(
     counts: _JoinCounts,
 ) -> Iterator[DecisionPiece]:
     rewards, written = logged.rewards, logged.written
-    numbers = number_steps(stretch, known)
+    numbers = number_steps(episode, known)
     # A client that got no answer (the server was killed) asks again under the same request_id.
-    counts.repeated += sum(decision.key not in numbers for decision in stretch.decisions)
+    counts.repeated += sum(decision.key not in numbers for decision in episode.decisions)
     ids = sorted(numbers, key=numbers.__getitem__)
     there = (written[key].episode_id for key in ids if key in written)
     stored_id = next(there, None)
     for key in ids:
         if key in logged.set_aside:
             episode_id = stored_id or f"served/{min(ids)}"
-            counts.aside.append(_aside(key, episode_id, source, stretch, logged))
+            counts.aside.append(_aside(key, episode_id, source, episode, logged))
     open_ids = [key for key in ids if key not in written and key not in logged.set_aside]
     if not open_ids:
         return
     is_whole = all(logged.has_reward(key) for key in ids) and (
         source is None or logged.is_episode_end(ids[-1])
     )
-    newest = max(decision.timestamp for decision in stretch.decisions)
+    newest = max(decision.timestamp for decision in episode.decisions)
     if newest >= logged.horizon or not (is_whole or newest < now - window):
         counts.waiting += len(open_ids)
         counts.wait_until(now if newest >= logged.horizon else newest + window + 1)
@@ -308,9 +308,9 @@ def _pieces(
 
 
 def _aside(
-    key: str, episode_id: str, source: str | None, stretch: TimelineEpisode, logged: LoggedFeedback
+    key: str, episode_id: str, source: str | None, episode: TimelineEpisode, logged: LoggedFeedback
 ) -> SetAside:
-    (decision,) = (one for one in stretch.decisions if one.key == key)
+    (decision,) = (one for one in episode.decisions if one.key == key)
     reward = logged.rewards.get(key)
     is_sum = reward is not None and not reward.is_finite
     about = {DECISION_ID: key, REQUEST_ID: decision.request_id, STEP: decision.step}
@@ -357,8 +357,8 @@ def _receipt(
     recovered: Recovered,
     late: LateResult,
 ) -> JoinReceipt:
-    named = (read_unverified(key) for key in logged.unknown)
-    orphaned = sum(said is not None and said.timestamp < logged.horizon for said in named)
+    tokens = (read_unverified(key) for key in logged.unknown)
+    orphaned = sum(token is not None and token.timestamp < logged.horizon for token in tokens)
     fresh = sum(logged.has_reward(key) and key not in logged.written for key in logged.file_of)
     stale = sum(key in logged.written for key in logged.set_aside)
     return JoinReceipt(
@@ -399,10 +399,10 @@ def build_episodes(
     on_progress: Callable[[int, int], None] | None,
 ) -> list[Episode]:
     """Read the rows that the pieces need and cut the episodes out of them."""
-    wanted = [key for piece in pieces for key in piece.decision_ids]
-    wanted += [piece.next_id for piece in pieces if piece.next_id is not None]
-    chosen = pa.array(wanted, pa.string())
-    files = sorted({logged.file_of[key] for key in wanted})
+    keys = [key for piece in pieces for key in piece.decision_ids]
+    keys += [piece.next_id for piece in pieces if piece.next_id is not None]
+    chosen = pa.array(keys, pa.string())
+    files = sorted({logged.file_of[key] for key in keys})
     some = replace(logged.decisions, files=tuple(logged.decisions.files[i] for i in files))
     rows = pa.concat_tables(
         batch.filter(pc.is_in(batch.column(DECISION_ID), chosen)) for batch in some.batches()

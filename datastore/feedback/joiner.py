@@ -25,7 +25,7 @@ class FeedbackJoiner:
     def __init__(self, lake: Lake, dataset: str, *, window_s: float = DEFAULT_WINDOW_S) -> None:
         self._lake, self._dataset, self._window_s = lake, dataset, window_s
         self._handle = lake.dataset(dataset)
-        self._seen: tuple[int, ...] | None = None
+        self._state: tuple[int, ...] | None = None
         self._due: int | None = None
 
     def run(self, now_s: float | None = None) -> JoinReceipt | None:
@@ -38,13 +38,13 @@ class FeedbackJoiner:
         if self._handle.decisions.exists() and self._handle.rewards.exists():
             recovered = recover_feedback(self._handle)  # what it commits is a new version
         seen = _versions(self._handle)
-        if seen == self._seen and (self._due is None or now * 1e6 < self._due):
+        if seen == self._state and (self._due is None or now * 1e6 < self._due):
             return None
         done = join_once(self._lake, self._dataset, window_s=self._window_s, now_s=now)
         receipt = done.receipt
         # Of what waits for missing steps it is not known for how long.
         self._due = int(now * 1e6) if receipt.received.waiting else done.due
-        self._seen = seen
+        self._state = seen
         return replace(
             receipt,
             recovered=receipt.recovered + recovered.num_rows,
@@ -65,7 +65,7 @@ def join_every(
     A round that fails is told to `on_failure`, and is tried again when the next is due.
     """
     while not stop.is_set():
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             receipt = rounds.run()
         except ReplayLakeError as error:
@@ -76,7 +76,7 @@ def join_every(
         else:
             if receipt is not None:
                 on_round(receipt)
-        stop.wait(max(0.0, every_s - (time.monotonic() - began)))
+        stop.wait(max(0.0, every_s - (time.monotonic() - start)))
 
 
 def _versions(dataset: Dataset) -> tuple[int, ...]:

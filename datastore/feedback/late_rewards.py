@@ -86,10 +86,10 @@ def apply_late(dataset: Dataset, logged: LoggedFeedback) -> LateResult:
         planned = LateResult(
             None,
             sum(map(len, changes.values())),
-            sum(c.outcome != c.reward.outcome for found in changes.values() for c in found),
+            sum(c.outcome != c.reward.outcome for group in changes.values() for c in group),
         )
         info = {"num_late": planned.num_steps}
-        by_entry = {entry: _make_change(found, logged) for entry, found in changes.items()}
+        by_entry = {entry: _make_change(group, logged) for entry, group in changes.items()}
         return RewritePlan(by_entry, info)
 
     producer = f"late:{dataset.name}"
@@ -121,16 +121,16 @@ def _find_changes(
             f"GROUP BY episode) last ON last.episode = s.{EPISODE_ID} "
             "ORDER BY s.file_index, s.file_row_number",
         )
-    found: dict[FileEntry, list[_OutcomeChange]] = {}
-    for index, row, key, *outcome, rewarded_at, said, is_last in rows:
+    by_entry: dict[FileEntry, list[_OutcomeChange]] = {}
+    for index, row, key, *outcome, rewarded_at, reason, is_last in rows:
         reward, before = late[key], (outcome[0], outcome[1], outcome[2])
-        if is_late(reward, before, rewarded_at, said):
+        if is_late(reward, before, rewarded_at, reason):
             after = settle_outcome(reward, before, is_last=is_last)
             has_ended = after[1] or after[2]
             has_final = has_ended and (reward.final_row is not None or not (before[1] or before[2]))
             change = _OutcomeChange(row, after, reward, has_final)
-            found.setdefault(snapshot.files[index], []).append(change)
-    return found
+            by_entry.setdefault(snapshot.files[index], []).append(change)
+    return by_entry
 
 
 def _make_change(changes: list[_OutcomeChange], logged: LoggedFeedback) -> ChangeRows:

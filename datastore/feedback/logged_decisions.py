@@ -111,9 +111,9 @@ class DecisionReader:
         """Return the columns to read; None for all, as a condition may name any."""
         if self.where is not None:
             return None
-        wanted = [schema.OBSERVATION, schema.ACTION, self._log_prob]
-        wanted += [schema.ACTION_MASK] * (schema.ACTION_MASK in self._table.schema.names)
-        return wanted if self._by is None or self._by in wanted else [*wanted, self._by]
+        names = [schema.OBSERVATION, schema.ACTION, self._log_prob]
+        names += [schema.ACTION_MASK] * (schema.ACTION_MASK in self._table.schema.names)
+        return names if self._by is None or self._by in names else [*names, self._by]
 
     @property
     def _log_prob(self) -> str:

@@ -316,10 +316,10 @@ def read_logged_feedback(
     than decision_id is looked at once it is older than the horizon: then the decision that it means
     is known.
     """
-    looked = now - _IN_FLIGHT_US if has_live_worker(dataset.decisions) else now
+    read_at = now - _IN_FLIGHT_US if has_live_worker(dataset.decisions) else now
     if not dataset.table.storage.shares_state:
-        looked = now - OTHER_SERVER_LAG_US
-    horizon = min([looked, *first_pending(dataset.decisions, TIMESTAMP)])
+        read_at = now - OTHER_SERVER_LAG_US
+    horizon = min([read_at, *first_pending(dataset.decisions, TIMESTAMP)])
     rewards, finals = read_rewards(dataset.rewards.snapshot())
     decisions = dataset.decisions.snapshot()
     logged = LoggedFeedback(decisions, horizon, finals, num_rewards=rewards.num_rows)
@@ -369,10 +369,10 @@ def _add_decisions(logged: LoggedFeedback, active: pa.Table) -> None:
             client = clients[name] = ClientEpisode(source)
         client.decisions.append(Decision(key, us, request, step))
         logged.file_of[key] = file
-        reward, terminated, truncated, episode, number, is_last, since, said = written
+        reward, terminated, truncated, episode, number, is_last, since, reason = written
         if number is not None:
             outcome = reward, terminated, truncated
-            logged.written[key] = WrittenStep(outcome, episode, number, is_last, since, said)
+            logged.written[key] = WrittenStep(outcome, episode, number, is_last, since, reason)
     logged.clients = clients
 
 
@@ -386,7 +386,7 @@ def _add_reports(logged: LoggedFeedback, reports: pa.Table) -> None:
             logged.reports.setdefault(key, []).append(report)
         else:
             logged.clients[name].named.append(NamedReport(report, request, step))
-    logged.rewards = {key: fold_reports(said) for key, said in logged.reports.items()}
+    logged.rewards = {key: fold_reports(group) for key, group in logged.reports.items()}
 
 
 def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
@@ -404,34 +404,34 @@ def _match_reports(logged: LoggedFeedback, client: ClientEpisode, closing: int) 
     decisions = iter(client.decisions)
     following = next(decisions, None)
     early = []
-    for named in client.named:
-        while following is not None and following.timestamp <= named.report.timestamp:
+    for report in client.named:
+        while following is not None and following.timestamp <= report.report.timestamp:
             timeline.take(following)
             following = next(decisions, None)
-        if (decision := _resolve_report(timeline, named)) is None:
-            early.append(named)
+        if (decision := _resolve_report(timeline, report)) is None:
+            early.append(report)
             continue
-        _add_named_report(logged, timeline, decision, named.report)
+        _add_named_report(logged, timeline, decision, report.report)
     while following is not None:
         timeline.take(following)
         following = next(decisions, None)
     orphaned = 0
-    for named in early:
-        decision = _resolve_report(timeline, named, oldest=True)
-        ahead = 0 if decision is None else decision.timestamp - named.report.timestamp
+    for report in early:
+        decision = _resolve_report(timeline, report, oldest=True)
+        ahead = 0 if decision is None else decision.timestamp - report.report.timestamp
         if decision is not None and 0 < ahead <= OTHER_SERVER_LAG_US:
-            _add_named_report(logged, timeline, decision, named.report)
+            _add_named_report(logged, timeline, decision, report.report)
         else:
-            orphaned += named.report.timestamp < closing
+            orphaned += report.report.timestamp < closing
     return orphaned
 
 
 def _resolve_report(
-    timeline: Timeline, named: NamedReport, *, oldest: bool = False
+    timeline: Timeline, report: NamedReport, *, oldest: bool = False
 ) -> Decision | None:
-    if named.request_id is not None:
-        return timeline.find_request(named.request_id)
-    return None if named.step is None else timeline.find_step(named.step, oldest=oldest)
+    if report.request_id is not None:
+        return timeline.find_request(report.request_id)
+    return None if report.step is None else timeline.find_step(report.step, oldest=oldest)
 
 
 def _add_named_report(

@@ -150,10 +150,10 @@ def move_received(dataset: Dataset, *, now_s: float, window_s: float) -> Receive
                 episodes = _episodes(received, stored.spec, runs)
                 commit = dataset.append(episodes, producer=producer, sequence=sequence)
             except UNWRITABLE:
-                found = _find_unwritable(dataset, received, stored.spec, runs)
-                if not found:
+                errors = _find_unwritable(dataset, received, stored.spec, runs)
+                if not errors:
                     raise
-                unwritable |= found
+                unwritable |= errors
                 continue
             if commit.already_present:
                 continue
@@ -169,12 +169,12 @@ def _without(
     """Return runs with gaps where a step cannot be written, and those steps."""
     if not unwritable:
         return list(runs), []
-    kept: list[list[_Step]] = []
+    rest: list[list[_Step]] = []
     aside = []
     for run in runs:
         aside += [unwritable[place] for one in run if (place := (one.file, one.row)) in unwritable]
-        kept += _runs([one for one in run if (one.file, one.row) not in unwritable])
-    return kept, aside
+        rest += _runs([one for one in run if (one.file, one.row) not in unwritable])
+    return rest, aside
 
 
 def _find_unwritable(
@@ -185,18 +185,18 @@ def _find_unwritable(
     def check(some: Sequence[Sequence[_Step]]) -> None:
         dataset.check(_episodes(received, spec, some))
 
-    found: list[tuple[_Step, str]] = []
+    errors: list[tuple[_Step, str]] = []
     for run, reason in find_unwritable(runs, check):
         alone = find_unwritable([[one] for one in run], check) or [(run[:1], reason)]
-        found += [(one, said) for (one, *_), said in alone]
-    if not found:
+        errors += [(one, text) for (one, *_), text in alone]
+    if not errors:
         return {}
-    rows = _read_rows(received, [one for one, _ in found])
+    rows = _read_rows(received, [one for one, _ in errors])
     # Who asks that a policy's rows go means these too.
     policies = rows.select([POLICY, POLICY_VERSION]).to_pylist()
     return {
-        (one.file, one.row): _aside(one, said, policy)
-        for (one, said), policy in zip(found, policies, strict=True)
+        (one.file, one.row): _aside(one, text, policy)
+        for (one, text), policy in zip(errors, policies, strict=True)
     }
 
 
@@ -213,8 +213,8 @@ def _make_plan(received: TableSnapshot, stored: TableSnapshot, closing: int) -> 
         return plan
     plan.conflicting, steps = _missing(received, stored)
     for _, group in groupby(steps, key=lambda one: (one.episode, one.agent)):
-        kept = list(_drop_after_end(group, plan))
-        for run in _runs(kept):
+        rest = list(_drop_after_end(group, plan))
+        for run in _runs(rest):
             first = run[0]
             is_due = first.step == 0 or first.follows
             if is_due or any(one.received_at < closing for one in run):
@@ -251,7 +251,7 @@ def _missing(received: TableSnapshot, stored: TableSnapshot) -> tuple[int, list[
             "SELECT count(*) AS num FROM (SELECT 1 FROM came GROUP BY e, a, s "
             "HAVING count(DISTINCT content) > 1)",
         )
-        found = query_arrow(
+        rows = query_arrow(
             connection,
             "SELECT file_index, file_row_number, came.e, came.a, came.s, us, came.ends, "
             "before.s IS NOT NULL, reached.last, reached.end_step FROM came "
@@ -264,7 +264,7 @@ def _missing(received: TableSnapshot, stored: TableSnapshot) -> tuple[int, list[
             "QUALIFY row_number() OVER (PARTITION BY came.e, came.a, came.s "
             "ORDER BY us, file_index, file_row_number) = 1 ORDER BY came.e, came.a, came.s",
         )
-    cells = [column.to_pylist() for column in found.columns]
+    cells = [column.to_pylist() for column in rows.columns]
     return differing.column(0)[0].as_py(), list(map(_Step._make, zip(*cells, strict=True)))
 
 
@@ -311,16 +311,16 @@ def _episodes(
 
 def _read_rows(received: TableSnapshot, steps: Sequence[_Step]) -> pa.Table:
     """Return the rows of steps, in their order."""
-    wanted: dict[int, list[tuple[int, int]]] = {}
+    by_file: dict[int, list[tuple[int, int]]] = {}
     for place, one in enumerate(steps):
-        wanted.setdefault(one.file, []).append((one.row, place))
-    numbers = sorted(wanted)
+        by_file.setdefault(one.file, []).append((one.row, place))
+    numbers = sorted(by_file)
     some = replace(received, files=tuple(received.files[number] for number in numbers))
     parts = [
-        batch.take(pa.array([row for row, _ in wanted[number]], pa.int64()))
+        batch.take(pa.array([row for row, _ in by_file[number]], pa.int64()))
         for number, batch in zip(numbers, some.batches(), strict=True)
     ]
-    places = np.asarray([place for number in numbers for _, place in wanted[number]])
+    places = np.asarray([place for number in numbers for _, place in by_file[number]])
     return pa.concat_tables(parts).take(pa.array(np.argsort(places))).combine_chunks()
 
 

@@ -81,15 +81,15 @@ class Reward:
 def fold_reports(reports: Sequence[FeedbackReport]) -> Reward:
     """Return what some reports of one decision, at least one, come to; in any order."""
     ordered = sorted(reports)
-    said = _apply_report(None, ordered[0])
+    reward = _apply_report(None, ordered[0])
     seen = {ordered[0].feedback_id}
     for report in ordered[1:]:
         if report.feedback_id is not None:
             if report.feedback_id in seen:
                 continue
             seen.add(report.feedback_id)
-        said = _apply_report(said, report)
-    return said
+        reward = _apply_report(reward, report)
+    return reward
 
 
 def _apply_report(before: Reward | None, report: FeedbackReport) -> Reward:
@@ -98,7 +98,7 @@ def _apply_report(before: Reward | None, report: FeedbackReport) -> Reward:
     if before is not None and report.is_sum:
         reward += before.reward
         terminated, truncated = terminated or before.terminated, truncated or before.truncated
-    said = Reward(
+    result = Reward(
         reward,
         terminated,
         truncated,
@@ -108,11 +108,11 @@ def _apply_report(before: Reward | None, report: FeedbackReport) -> Reward:
         report.is_sum,
     )
     if before is None:
-        return said
-    is_same = said.outcome == before.outcome
+        return result
+    is_same = result.outcome == before.outcome
     return replace(
-        said,
-        timestamp=before.timestamp if is_same else said.timestamp,
-        final_row=before.final_row if said.final_row is None else said.final_row,
+        result,
+        timestamp=before.timestamp if is_same else result.timestamp,
+        final_row=before.final_row if result.final_row is None else result.final_row,
         first=before.first,
     )

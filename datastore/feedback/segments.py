@@ -135,8 +135,8 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
     under another name, and logged. Raises: ReplayLakeError if the commit fails; nothing is removed.
     """
     # Its own writer need not read it back: each checksum would hold up the event loop beside it.
-    told = segment.records
-    lines, num_torn, faults = _read(segment.path) if told is None else (told, 0, [])
+    num_records = segment.records
+    lines, num_torn, faults = _read(segment.path) if num_records is None else (num_records, 0, [])
     quick = encode.try_parse(lines) if isinstance(encode, RowEncoder) and not faults else None
     if quick is not None:
         tables = [quick] if quick.num_rows else []
@@ -148,8 +148,8 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
         table.append(pa.concat_tables(tables), producer=producer, sequence=segment.sequence)
     try:
         if faults:
-            kept = segment.path.rename(segment.path.with_suffix(DAMAGED))
-            _logger.error("%s: %d records not committed, kept: %s", kept, len(faults), faults[0])
+            path = segment.path.rename(segment.path.with_suffix(DAMAGED))
+            _logger.error("%s: %d records not committed, kept: %s", path, len(faults), faults[0])
         else:
             segment.path.unlink()
     except OSError as error:

@@ -72,13 +72,13 @@ def find_unwritable(
     return find_unwritable(items[:middle], check) + find_unwritable(items[middle:], check)
 
 
-def record_set_aside(dataset: Dataset, found: Sequence[SetAside], *, producer: str) -> int:
+def record_set_aside(dataset: Dataset, items: Sequence[SetAside], *, producer: str) -> int:
     """Put steps that were set aside into quarantine, each once; return how many are new there.
 
     Raises: StorageError, QueryError. Cost: where anything was found, a scan of the quarantine's
     producers, and of the rows of this one.
     """
-    if not found:
+    if not items:
         return 0
     table = dataset.rejected
     if not table.exists():
@@ -86,14 +86,14 @@ def record_set_aside(dataset: Dataset, found: Sequence[SetAside], *, producer: s
             table.create(REJECTED_SCHEMA)
     # First: of two runs at once the later finds its sequence taken, and adds nothing.
     sequence = table.next_sequence(producer)
-    wanted = pa.table({"about": pa.array([one.row for one in found], pa.string())})
+    keys = pa.table({"about": pa.array([one.row for one in items], pa.string())})
     known = _query(
         dataset,
         f'SELECT checks[1], "row" FROM {{source}} WHERE producer = {literal(producer)} '
         'AND "row" IN (SELECT about FROM wanted)',
-        {"wanted": wanted},
+        {"wanted": keys},
     )
-    fresh = [one for one in found if (one.check, one.row) not in known]
+    fresh = [one for one in items if (one.check, one.row) not in known]
     if not fresh:
         return 0
     num = len(fresh)

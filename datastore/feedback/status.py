@@ -156,9 +156,9 @@ def feedback_status(
     snapshot = handle.snapshot()
     logged = read_logged_feedback(handle, snapshot, now, int(window_s * 1e6))
     orphans = Counter(
-        (said.policy, said.policy_version)
+        (token.policy, token.policy_version)
         for key in logged.unknown
-        if (said := read_unverified(key)) is not None and said.timestamp < logged.horizon
+        if (token := read_unverified(key)) is not None and token.timestamp < logged.horizon
     )
     found: list[FeedbackCounts] = []
     with scan_connection(_tables(handle, snapshot, logged)) as connection:
@@ -191,7 +191,7 @@ def _tables(handle: Dataset, snapshot: Snapshot, logged: LoggedFeedback) -> dict
     if invalid:
         aside |= invalid - {*written[DECISION_ID].to_pylist()}
     rewards = logged.rewards
-    said = {
+    tables = {
         "key": pa.array(list(rewards), pa.string()),
         "ts": pa.array([reward.timestamp for reward in rewards.values()], pa.int64()),
     }
@@ -200,6 +200,6 @@ def _tables(handle: Dataset, snapshot: Snapshot, logged: LoggedFeedback) -> dict
             {ours: decisions.column(name) for ours, name in _DECISION_COLUMNS.items()}
         ),
         "written": pa.table({"key": written[DECISION_ID], "since": since, "late": late}),
-        "said": pa.table(said),
+        "said": pa.table(tables),
         "aside": pa.table({"key": pa.array(sorted(aside), pa.string())}),
     }

@@ -73,13 +73,13 @@ class TimelineEpisode:
         """Whether a decision, later than those here, belongs here rather than to a new episode."""
         if not self.by_step or decision.step is None:
             return self.end is None
-        held = self._of_name.get(decision.step)
+        slot = self._of_name.get(decision.step)
         if self.end is not None:
-            return decision.step < self.end and held is None
-        if held is None or decision.step == self._newest:
+            return decision.step < self.end and slot is None
+        if slot is None or decision.step == self._newest:
             return True
         return decision.request_id is not None and any(
-            decision.request_id == other.request_id for other in held.decisions
+            decision.request_id == other.request_id for other in slot.decisions
         )
 
     def add(self, decision: Decision, order: int, rank: Rank) -> StepSlot:
@@ -130,7 +130,7 @@ class Timeline:
 
     def __init__(self, by_step: bool, ends: Callable[[str], bool], rank: Rank) -> None:
         self._by_step, self._ends, self._rank = by_step, ends, rank
-        self._taken: list[Decision] = []
+        self._decisions: list[Decision] = []
         self._place_of: dict[str, int] = {}
         self._episodes: list[TimelineEpisode] = []
         self._begins: list[int] = []  # the place of each stretch's first decision
@@ -146,8 +146,8 @@ class Timeline:
 
     def take(self, decision: Decision) -> None:
         """Add a decision that is no older than those before."""
-        place = len(self._taken)
-        self._taken.append(decision)
+        place = len(self._decisions)
+        self._decisions.append(decision)
         self._place_of[decision.key] = place
         if (request_id := decision.request_id) is not None:
             self._only[request_id] = None if request_id in self._only else decision
@@ -155,9 +155,9 @@ class Timeline:
 
     def recut(self, key: str) -> None:
         """Cut anew, as a decision ends the episode now, or no longer does."""
-        if self._ends(key) and key == self._taken[-1].key:
+        if self._ends(key) and key == self._decisions[-1].key:
             newest = self._episodes[-1]
-            newest.end = max(newest.end or 0, self._taken[-1].step or 0)
+            newest.end = max(newest.end or 0, self._decisions[-1].step or 0)
             return
         place = self._place_of[key]
         first, last = (place, place) if self._stale is None else self._stale
@@ -174,24 +174,24 @@ class Timeline:
     def find_step(self, step: int, *, oldest: bool = False) -> Decision | None:
         """Return the decision that has a number, in the newest episode that has it, or None."""
         stretches = self.episodes
-        found = (stretch.find_slot(step) for stretch in (stretches if oldest else stretches[::-1]))
-        return next((slot.chosen for slot in found if slot is not None), None)
+        slots = (episode.find_slot(step) for episode in (stretches if oldest else stretches[::-1]))
+        return next((slot.chosen for slot in slots if slot is not None), None)
 
     def _put(self, place: int) -> StepSlot:
-        decision = self._taken[place]
+        decision = self._decisions[place]
         if not self._episodes or not self._episodes[-1].can_take(decision):
             self._episodes.append(TimelineEpisode(self._by_step))
             self._begins.append(place)
-        stretch = self._episodes[-1]
-        slot = stretch.add(decision, place, self._rank)
+        episode = self._episodes[-1]
+        slot = episode.add(decision, place, self._rank)
         if self._ends(decision.key):
-            stretch.end = max(stretch.end or 0, decision.step or 0)
+            episode.end = max(episode.end or 0, decision.step or 0)
         return slot
 
     def _name(self, decision: Decision, slot: StepSlot) -> None:
         if decision.request_id is not None:
-            held = self._slot_of.get(decision.request_id)
-            if held is None or held.order <= slot.order:
+            other = self._slot_of.get(decision.request_id)
+            if other is None or other.order <= slot.order:
                 self._slot_of[decision.request_id] = slot
 
     def _cut(self) -> None:
@@ -203,21 +203,21 @@ class Timeline:
         olds, begins = self._episodes[number:], self._begins[number:]
         del self._episodes[number:], self._begins[number:]
         slots, num_gone = [], 0
-        for place in range(begins[0], len(self._taken)):
+        for place in range(begins[0], len(self._decisions)):
             if num_gone < len(olds) and begins[num_gone] == place:
-                if place > last and not self._episodes[-1].can_take(self._taken[place]):
+                if place > last and not self._episodes[-1].can_take(self._decisions[place]):
                     break  # cut here before and now: what follows depends on nothing earlier
                 num_gone += 1
             slots.append(self._put(place))
         self._episodes += olds[num_gone:]
         self._begins += begins[num_gone:]
-        for stretch in olds[:num_gone]:
-            self._forget(stretch)
-        for decision, slot in zip(self._taken[begins[0] :], slots, strict=False):
+        for episode in olds[:num_gone]:
+            self._forget(episode)
+        for decision, slot in zip(self._decisions[begins[0] :], slots, strict=False):
             self._name(decision, slot)
 
-    def _forget(self, stretch: TimelineEpisode) -> None:
-        for slot in stretch.slots:
+    def _forget(self, episode: TimelineEpisode) -> None:
+        for slot in episode.slots:
             for decision in slot.decisions:
                 request_id = decision.request_id
                 if request_id is not None and self._slot_of.get(request_id) is slot:
@@ -231,7 +231,7 @@ def cut_episodes(
     timeline = Timeline(has_steps(decisions), ends, rank)
     for decision in decisions:
         timeline.take(decision)
-    return [stretch.sort_slots() for stretch in timeline.episodes]
+    return [episode.sort_slots() for episode in timeline.episodes]
 
 
 def has_steps(decisions: Collection[Decision]) -> bool:
@@ -239,16 +239,16 @@ def has_steps(decisions: Collection[Decision]) -> bool:
     return all(decision.step is not None for decision in decisions)
 
 
-def number_steps(stretch: TimelineEpisode, known: Mapping[str, int]) -> dict[str, int]:
+def number_steps(episode: TimelineEpisode, known: Mapping[str, int]) -> dict[str, int]:
     """Return the step's number of each decision that may be one, those in `known` as they are.
 
     Between two known ones there is room for as many as were counted when they were written: for all
     decisions of theirs, or for the slots. A decision for which there is none is not in the answer.
     """
-    decisions = sorted(decision.key for decision in stretch.decisions)
+    decisions = sorted(decision.key for decision in episode.decisions)
     written = {key: known[key] for key in decisions if key in known}
-    chosen = {slot.chosen.key: stretch.number(i) for i, slot in enumerate(stretch.slots)}
-    if stretch.by_step:
+    chosen = {slot.chosen.key: episode.number(i) for i, slot in enumerate(episode.slots)}
+    if episode.by_step:
         taken = {*written.values()}
         fresh = {key: number for key, number in chosen.items() if number not in taken}
         return fresh | written

@@ -195,9 +195,9 @@ def commits(handles: Iterable[Dataset]) -> pa.Table:
 
 def datasets(snapshots: Mapping[str, Snapshot], tags: Tags) -> pa.Table:
     """Return one row per dataset, at the version of its snapshot."""
-    named: dict[str, list[tuple[str, int]]] = {}
+    pins: dict[str, list[tuple[str, int]]] = {}
     for tag in tags.list():
-        named.setdefault(tag.dataset, []).append((tag.name, tag.version))
+        pins.setdefault(tag.dataset, []).append((tag.name, tag.version))
     rows = [
         {
             "dataset": name,
@@ -205,7 +205,7 @@ def datasets(snapshots: Mapping[str, Snapshot], tags: Tags) -> pa.Table:
             "num_steps": snapshot.num_steps,
             "num_shards": len(snapshot.files),
             "num_bytes": sum(entry.size_bytes for entry in snapshot.files),
-            "tags": named.get(snapshot.dataset, []),
+            "tags": pins.get(snapshot.dataset, []),
         }
         for name, snapshot in snapshots.items()
     ]

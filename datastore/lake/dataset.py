@@ -158,9 +158,9 @@ class Dataset:
         `encoding` says what observations' elements are and what actions are called.
         Raises: AlreadyExistsError, SchemaMismatchError.
         """
-        kept = {name: widen_type(kind, name) for name, kind in (extras or {}).items()}
+        columns = {name: widen_type(kind, name) for name, kind in (extras or {}).items()}
         spec = DatasetSpec(
-            observation_space, action_space, mask_size, kept, rewards_optional, encoding
+            observation_space, action_space, mask_size, columns, rewards_optional, encoding
         )
         self.table.create(arrow_schema(spec), spec.configuration())
 
@@ -213,7 +213,7 @@ class Dataset:
         rows = self._rows(episodes, known)
         if is_new:
             rows = self._create_for(known, rows, episodes)
-        done = self.table.commit(
+        commit = self.table.commit(
             [self.table.write(rows)],
             producer=producer,
             sequence=sequence,
@@ -222,7 +222,7 @@ class Dataset:
                 **(info or {}),
             },
         )
-        return _to_commit(done, len(episodes))
+        return _to_commit(commit, len(episodes))
 
     def check(self, episodes: Sequence[Episode]) -> None:
         """Check episodes as `append` would, and write nothing. Raises: as append."""
@@ -259,13 +259,13 @@ class Dataset:
         """
         num_episodes = sum(part.num_episodes for part in written)
         num_steps = sum(part.num_steps for part in written)
-        done = self.table.commit(
+        commit = self.table.commit(
             [part.rows for part in written],
             producer=producer,
             sequence=sequence,
             info={**commit_counts(num_episodes, num_steps, DropCounts()), **(info or {})},
         )
-        return _to_commit(done, num_episodes)
+        return _to_commit(commit, num_episodes)
 
     def account(
         self,
@@ -276,14 +276,14 @@ class Dataset:
         info: Mapping[str, Any] | None = None,
     ) -> Commit:
         """Commit no rows, but what a producer made and did not commit. Raises: NotFoundError."""
-        done = self.table.commit(
+        commit = self.table.commit(
             [],
             producer=producer,
             sequence=sequence,
             operation="ACCOUNT",
             info={**commit_counts(0, 0, drops), **(info or {})},
         )
-        return _to_commit(done, 0)
+        return _to_commit(commit, 0)
 
     def find_commit(self, producer: str, sequence: int) -> int | None:
         """Return the version that holds a (producer, sequence), or None."""
@@ -408,14 +408,14 @@ def _read_spec(state: LogState) -> DatasetSpec:
     return DatasetSpec.from_table(read_configuration(state), table_schema(state))
 
 
-def _to_commit(done: TableCommit, num_episodes: int) -> Commit:
+def _to_commit(commit: TableCommit, num_episodes: int) -> Commit:
     return Commit(
-        done.version,
-        done.already_present,
-        0 if done.already_present else num_episodes,
-        done.num_rows,
-        done.num_shards,
-        done.num_bytes,
+        commit.version,
+        commit.already_present,
+        0 if commit.already_present else num_episodes,
+        commit.num_rows,
+        commit.num_shards,
+        commit.num_bytes,
     )
 
 

@@ -173,9 +173,9 @@ class EpisodeWriter:
                     f"episode {key[0]}: found it open in this writer, expected it once for each "
                     "agent. Go on with the one that `begin` returned."
                 )
-            opened = OpenEpisode(self, (spec.observation_space, spec.action_space), *key)
-            self._open[key] = opened
-            return opened
+            episode = OpenEpisode(self, (spec.observation_space, spec.action_space), *key)
+            self._open[key] = episode
+            return episode
 
     def count_step(self, size: int) -> None:
         """Count a step, and its bytes, that an open episode holds. Called with the lock held."""
@@ -184,9 +184,9 @@ class EpisodeWriter:
         self._start_timer()
         self._flush_if_full()
 
-    def end(self, opened: OpenEpisode, piece: Episode) -> None:
+    def end(self, episode: OpenEpisode, piece: Episode) -> None:
         """Take the last piece of an open episode. Called with the lock held."""
-        self._open.pop((opened.episode_id, opened.agent_id), None)
+        self._open.pop((episode.episode_id, episode.agent_id), None)
         self._num_buffered -= len(piece) - 1  # those that were counted as they came
         self.write(piece)
 
@@ -256,8 +256,8 @@ class EpisodeWriter:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for opened in [opened for opened in self._open.values() if len(opened)]:
-            piece = opened.take_piece()
+        for episode in [episode for episode in self._open.values() if len(episode)]:
+            piece = episode.take_piece()
             try:
                 self._accept(piece)
             except (EpisodeInvalidError, SchemaMismatchError) as error:
@@ -276,14 +276,14 @@ class EpisodeWriter:
         """Drop from the buffer what this producer committed before it was started again."""
         if not self._is_resumed:
             return
-        kept: list[Episode] = []
+        rest: list[Episode] = []
         for episode, pieces in iter_absent_pieces(self._dataset.snapshot(), self._buffer):
-            kept += pieces
+            rest += pieces
             self._drops += DropCounts(
                 num_already_present=int(not pieces),
                 num_already_present_steps=len(episode) - sum(map(len, pieces)),
             )
-        self._keep(kept)
+        self._keep(rest)
 
     def _commit(self) -> Commit | None:
         """Commit the buffer, or the part of it that an earlier flush may have committed."""
@@ -311,11 +311,11 @@ class EpisodeWriter:
             else:
                 commit = self._dataset.account(**names)
         except (EpisodeInvalidError, SchemaMismatchError):
-            good, refused = partition_valid(self._dataset, pending)
-            if not refused:
+            good, failures = partition_valid(self._dataset, pending)
+            if not failures:
                 raise
             self._attempt = None
-            self._refuse(refused)
+            self._refuse(failures)
             self._keep([*good, *self._buffer[attempt.num_episodes :]])
             return None
         # Forgotten only now: an append that failed may have been committed all the same.
@@ -329,10 +329,10 @@ class EpisodeWriter:
         self._keep(self._buffer[attempt.num_episodes :])
         return commit
 
-    def _refuse(self, refused: Sequence[tuple[Episode, ReplayLakeError]]) -> None:
-        self.rejected += refused
-        self._drops += count_rejected(episode for episode, _ in refused)
-        for episode, _ in refused:
+    def _refuse(self, failures: Sequence[tuple[Episode, ReplayLakeError]]) -> None:
+        self.rejected += failures
+        self._drops += count_rejected(episode for episode, _ in failures)
+        for episode, _ in failures:
             self._order.remove(episode)
 
     def _is_own_commit(self, version: int) -> bool:
@@ -406,7 +406,7 @@ class OpenEpisode:
             )
         try:
             # Before any of it is kept: half a step would shift all that follow.
-            observed, acted, following = map(copy_value, (observation, action, next_observation))
+            observed, executed, following = map(copy_value, (observation, action, next_observation))
         except ValueError as error:
             raise EpisodeInvalidError(
                 f"episode {self.episode_id}: step {self._first_step + len(self)}: found {error}, "
@@ -416,7 +416,7 @@ class OpenEpisode:
         with self._writer.lock:
             steps = self._steps
             steps.observations.append(observed)
-            steps.actions.append(acted)
+            steps.actions.append(executed)
             steps.rewards.append(reward)
             steps.extras.append(extras)
             steps.final_observation = following

@@ -93,11 +93,11 @@ class Holdout:
         name = f"holdout of {snapshot.dataset}@{snapshot.version}"
         if self.after is not None:
             _check_began(snapshot, selected, self.condition(True), name)
-        (found,) = snapshot.sql(
+        (count,) = snapshot.sql(
             f"SELECT count(*) AS num, count(*) FILTER ({self.condition(True)}) AS num_held "
             f"FROM ({selected})"
         ).to_pylist()
-        num, num_held = found["num"], found["num_held"]
+        num, num_held = count["num"], count["num_held"]
         if num_held == 0 or num_held == num:
             way = f"fraction {self.fraction:g}" if self.after is None else f"after {self.after}"
             raise EmptyReplayError(

@@ -103,9 +103,9 @@ class LoggedSteps:
 
     def any_step(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return which episodes have a step of which bool [M] is true: bool [E]."""
-        found = np.zeros(self.num_episodes, np.bool_)
-        found[self.episode_of[flags]] = True
-        return found
+        result = np.zeros(self.num_episodes, np.bool_)
+        result[self.episode_of[flags]] = True
+        return result
 
     def are_among(self, rows: pa.Table) -> NDArray[np.bool_]:
         """Return which episodes have an id that is in a table's episode_id: bool [E]."""
@@ -135,13 +135,13 @@ class LoggedSteps:
         if keep.all():
             return self
         rows = np.flatnonzero(np.repeat(keep, self.lengths))
-        chosen = row_numbers(np.flatnonzero(keep))
+        picks = row_numbers(np.flatnonzero(keep))
         final = self.final_observations
         return replace(
             self,
             offsets=np.append(0, np.cumsum(self.lengths[keep])),
-            episode_ids=self.episode_ids.take(chosen),
-            agent_ids=self.agent_ids.take(chosen),
+            episode_ids=self.episode_ids.take(picks),
+            agent_ids=self.agent_ids.take(picks),
             step_numbers=self.step_numbers[rows],
             actions=take(self.actions, rows),
             rewards=self.rewards[rows],
@@ -188,8 +188,8 @@ def read_logged_steps(
     order, offsets, ids, agents = _order_rows(rows)
     if query.where is not None:
         with explain_sql_errors("where", query.where):
-            chosen = select_episode_keys(snapshot.table, query.where)
-        order, offsets, ids, agents = _select_episodes(order, offsets, ids, agents, chosen)
+            selection = select_episode_keys(snapshot.table, query.where)
+        order, offsets, ids, agents = _select_episodes(order, offsets, ids, agents, selection)
     computed = _evaluate_columns(snapshot, query.reward, columns or {})
     return _build_steps(snapshot.spec, rows, order, offsets, ids, agents, computed)
 
@@ -266,10 +266,10 @@ def _select_episodes(
     offsets: NDArray[np.int64],
     ids: pa.Array,
     agents: pa.Array,
-    chosen: pa.Table,
+    selection: pa.Table,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], pa.Array, pa.Array]:
     """Keep the episodes and agents that a table names."""
-    keep = is_named(ids, agents, chosen)
+    keep = is_named(ids, agents, selection)
     lengths = np.diff(offsets)
     where = row_numbers(np.flatnonzero(keep))
     return (
@@ -280,11 +280,11 @@ def _select_episodes(
     )
 
 
-def is_named(ids: pa.Array, agents: pa.Array, named: pa.Table) -> NDArray[np.bool_]:
+def is_named(ids: pa.Array, agents: pa.Array, table: pa.Table) -> NDArray[np.bool_]:
     """Return which episodes and agents [E] are among the rows of a table: bool [E]."""
     text = pa.large_string()
     theirs = [
-        combine_chunks(named[name].cast(text)) for name in (schema.EPISODE_ID, schema.AGENT_ID)
+        combine_chunks(table[name].cast(text)) for name in (schema.EPISODE_ID, schema.AGENT_ID)
     ]
     distinct = pc.unique(agents)
     missing = scalar(-1, np.int32)
@@ -298,23 +298,23 @@ def is_named(ids: pa.Array, agents: pa.Array, named: pa.Table) -> NDArray[np.boo
     )
     size = len(distinct)
     known = (their_agent >= 0) & (their_episode >= 0)
-    found: NDArray[np.bool_] = np.isin(
+    result: NDArray[np.bool_] = np.isin(
         episode * size + agent, (their_episode * size + their_agent)[known]
     )
-    return found
+    return result
 
 
 def _evaluate_columns(
     snapshot: Snapshot, reward: str | None, columns: Mapping[str, str]
 ) -> dict[str, Array]:
     """Evaluate SQL for the rows of all files, in file and row order."""
-    found: dict[str, Array] = {}
-    wanted = dict(columns) if reward is None else {schema.REWARD: reward, **columns}
-    for name, expression in wanted.items():
+    values: dict[str, Array] = {}
+    expressions = dict(columns) if reward is None else {schema.REWARD: reward, **columns}
+    for name, expression in expressions.items():
         with explain_sql_errors(name, expression):
             canonical = canonical_expression(expression)
-            found[name] = evaluate_column(snapshot.table, canonical, name)
-    return found
+            values[name] = evaluate_column(snapshot.table, canonical, name)
+    return values
 
 
 def _masks(spec: DatasetSpec, rows: pa.Table, order: NDArray[np.int64]) -> NDArray[np.bool_] | None:

@@ -51,7 +51,7 @@ def partition_valid(
 ) -> tuple[list[Episode], list[tuple[Episode, ReplayLakeError]]]:
     """Part episodes into those that can be appended together and those that cannot, with why."""
     good: list[Episode] = []
-    refused: list[tuple[Episode, ReplayLakeError]] = []
+    failures: list[tuple[Episode, ReplayLakeError]] = []
     parts = [list(episodes)]
     while parts:
         part = parts.pop()
@@ -60,11 +60,11 @@ def partition_valid(
             good += part
         except (EpisodeInvalidError, SchemaMismatchError) as error:
             if len(part) == 1:
-                refused.append((part[0], _with_episode_id(error, part[0])))
+                failures.append((part[0], _with_episode_id(error, part[0])))
             else:
                 middle = len(part) // 2
                 parts += [part[middle:], part[:middle]]
-    return good, refused
+    return good, failures
 
 
 def _with_episode_id(error: ReplayLakeError, episode: Episode) -> ReplayLakeError:

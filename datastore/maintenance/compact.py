@@ -154,13 +154,13 @@ def compact_table(
         found = plan_groups(
             snapshot, target_bytes=target_bytes, written_after_ms=now_ms - int(open_s * 1000)
         )
-        left = [group for group in found if group not in run.settled]
-        if not left:
+        rest = [group for group in found if group not in run.settled]
+        if not rest:
             break
         if run.num_conflicts:
             # Two compactors that both begin with the oldest would meet at every group.
-            random.shuffle(left)
-        run.merge_all(snapshot, left)
+            random.shuffle(rest)
+        run.merge_all(snapshot, rest)
         if once:
             snapshot = table.snapshot()
             break
@@ -198,10 +198,10 @@ class _Compaction:
         self._table = table
         self._on_progress = on_progress
 
-    def merge_all(self, snapshot: TableSnapshot, chosen: Sequence[tuple[FileEntry, ...]]) -> None:
+    def merge_all(self, snapshot: TableSnapshot, groups: Sequence[tuple[FileEntry, ...]]) -> None:
         """Merge group by group; ends early, to be planned again, if another writer was first."""
-        total = self.num_rewritten + sum(map(len, chosen))
-        for group in chosen:
+        total = self.num_rewritten + sum(map(len, groups))
+        for group in groups:
             self.settled.add(group)
             try:
                 for entries, tables in self._parts(snapshot, group):
@@ -226,16 +226,16 @@ class _Compaction:
         """Read and verify a group: whole, or in parts where it is larger than was foreseen."""
         entries: list[FileEntry] = []
         tables: list[pa.Table] = []
-        held = 0
+        num_bytes = 0
         for entry in group:
             with fetch_files(snapshot, [entry]) as (path,):
                 rows = conform(read_shard(path, entry), snapshot.schema)
-            if tables and held + rows.nbytes > 1.5 * MAX_DECODED_BYTES:
+            if tables and num_bytes + rows.nbytes > 1.5 * MAX_DECODED_BYTES:
                 yield entries, tables
-                entries, tables, held = [], [], 0
+                entries, tables, num_bytes = [], [], 0
             entries.append(entry)
             tables.append(rows)
-            held += rows.nbytes
+            num_bytes += rows.nbytes
             del rows
         yield entries, tables
 
@@ -304,11 +304,11 @@ def _cluster_episodes(tables: list[pa.Table]) -> pa.Table:
     order = np.lexsort(keys)  # stable: rows of the same step keep their order
     if np.array_equal(order, np.arange(len(order))):
         return rows
-    taken, schema, columns = pa.array(order), rows.schema, rows.columns
+    indices, schema, columns = pa.array(order), rows.schema, rows.columns
     del rows
     for place, column in enumerate(columns):
         # In the place of the other, which is then free: both orders are never there as a whole.
-        columns[place] = column.combine_chunks().take(taken)
+        columns[place] = column.combine_chunks().take(indices)
         del column
     return pa.Table.from_arrays(columns, schema=schema)
 
@@ -335,23 +335,23 @@ def plan_groups(
     `written_after_ms` (ms since 1970) and none has ended. Raises: ShardCorruptError.
     """
     small = [entry for entry in snapshot.files if entry.size_bytes < target_bytes // 2]
-    held = _with_open_episodes(snapshot, small, written_after_ms)
-    chosen: list[tuple[FileEntry, ...]] = []
+    open_entries = _with_open_episodes(snapshot, small, written_after_ms)
+    groups: list[tuple[FileEntry, ...]] = []
     group: list[WeighedShard] = []
     varies = _has_variable_width(snapshot.schema)
     for entry in snapshot.files:
         weighed = None
-        if entry.size_bytes < target_bytes // 2 and entry.path not in held:
+        if entry.size_bytes < target_bytes // 2 and entry.path not in open_entries:
             weighed = _weigh(snapshot, entry, target_bytes, varies)
         if weighed is None or weighed.share >= _FULL:
-            chosen += _worthwhile_parts(group)
+            groups += _worthwhile_parts(group)
             group = []
             continue
         if sum(other.share for other in group) + weighed.share > 1:
-            chosen += _worthwhile_parts(group)
+            groups += _worthwhile_parts(group)
             group = []
         group.append(weighed)
-    return [*chosen, *_worthwhile_parts(group)]
+    return [*groups, *_worthwhile_parts(group)]
 
 
 def _worthwhile_parts(group: Sequence[WeighedShard]) -> Iterator[tuple[FileEntry, ...]]:

@@ -109,33 +109,33 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         recover_feedback(handle)
     if not dry_run:
         recover_received(handle)
-    chosen = [select_episode_ids(snapshot, condition)]
+    ids = [select_episode_ids(snapshot, condition)]
     undecided = pa.array([], pa.string())
     if handle.rejected.exists():
         rejected = select_rejected(handle.rejected.snapshot(), condition)
-        chosen.append(rejected.selected)
+        ids.append(rejected.selected)
         undecided = rejected.undecided
-    chosen.append(select_waiting(handle, snapshot, condition))
-    episodes = pa.chunked_array(chosen, pa.string()).combine_chunks().unique()
+    ids.append(select_waiting(handle, snapshot, condition))
+    episodes = pa.chunked_array(ids, pa.string()).combine_chunks().unique()
     num_undecided = len(undecided.filter(pc.invert(pc.is_in(undecided, value_set=episodes))))
     if dry_run:
         num_steps = plan_removal(snapshot, EPISODE_ID, episodes).num_rows
         decisions, rewards = count_decisions(handle, find_feedback(handle, snapshot, episodes))
-        left = snapshot.num_rows - num_steps
+        num_left = snapshot.num_rows - num_steps
         others = (count_rejected(handle, episodes), count_received(handle, episodes))
         counts = (num_steps, decisions, rewards, *others)
-        return DeleteReceipt(dataset, True, None, len(episodes), *counts, left, num_undecided)
-    done = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
+        return DeleteReceipt(dataset, True, None, len(episodes), *counts, num_left, num_undecided)
+    receipt = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
     return DeleteReceipt(
         dataset,
         False,
-        done.version,
+        receipt.version,
         len(episodes),
-        done.num_steps,
-        done.num_decisions,
-        done.num_rewards,
-        done.num_rejected,
-        done.num_received,
+        receipt.num_steps,
+        receipt.num_decisions,
+        receipt.num_rewards,
+        receipt.num_rejected,
+        receipt.num_received,
         handle.table.snapshot().num_rows,
         num_undecided,
     )
@@ -144,8 +144,8 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
 def select_episode_ids(snapshot: TableSnapshot, condition: str) -> pa.Array:
     """Return the ids of the episodes that a condition in DuckDB's spelling selects."""
     check_shards_present(snapshot)
-    found = select_episode_keys(snapshot, condition).column(EPISODE_ID)
-    return found.combine_chunks().unique()
+    ids = select_episode_keys(snapshot, condition).column(EPISODE_ID)
+    return ids.combine_chunks().unique()
 
 
 def remove_episodes(
@@ -155,22 +155,22 @@ def remove_episodes(
 
     That is their decisions, rewards, rows in quarantine and received ones.
     """
-    gone = [0, 0, 0, 0, 0]
+    nums = [0, 0, 0, 0, 0]
 
     def plan(snapshot: TableSnapshot) -> RewritePlan:
         decisions = find_feedback(handle, snapshot, episodes)
         counts = remove_decisions(handle, decisions, operation)
-        gone[0], gone[1] = gone[0] + counts[0], gone[1] + counts[1]
-        gone[4] += remove_received(handle, episodes, operation)
+        nums[0], nums[1] = nums[0] + counts[0], nums[1] + counts[1]
+        nums[4] += remove_received(handle, episodes, operation)
         planned = plan_removal(snapshot, EPISODE_ID, episodes, {"episodes_removed": len(episodes)})
-        gone[2] = planned.num_rows
-        gone[3] += remove_rejected(handle, episodes, operation)
+        nums[2] = planned.num_rows
+        nums[3] += remove_rejected(handle, episodes, operation)
         return planned.plan
 
     sequence = handle.next_sequence(producer)
-    done = rewrite(handle.table, plan, producer=producer, sequence=sequence, operation=operation)
-    num_steps = gone[2] if done else 0
-    return RemovalCounts(done.version if done else None, num_steps, gone[0], gone[1], *gone[3:])
+    result = rewrite(handle.table, plan, producer=producer, sequence=sequence, operation=operation)
+    num_steps = nums[2] if result else 0
+    return RemovalCounts(result.version if result else None, num_steps, nums[0], nums[1], *nums[3:])
 
 
 def find_feedback(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:
@@ -178,10 +178,10 @@ def find_feedback(handle: Dataset, steps: TableSnapshot, episodes: pa.Array) -> 
 
     Those would continue open ones, or were set aside.
     """
-    found = [find_decisions(handle, steps, episodes), set_aside_of(handle, steps, episodes)]
-    if len(found[0]) and handle.decisions.exists():
-        found.append(_find_continuing(handle.decisions.snapshot(), steps, episodes))
-    return pa.chunked_array(found).combine_chunks().unique()
+    columns = [find_decisions(handle, steps, episodes), set_aside_of(handle, steps, episodes)]
+    if len(columns[0]) and handle.decisions.exists():
+        columns.append(_find_continuing(handle.decisions.snapshot(), steps, episodes))
+    return pa.chunked_array(columns).combine_chunks().unique()
 
 
 def _find_continuing(
@@ -207,10 +207,10 @@ def _find_continuing(
             f"FROM {written} WHERE {DECISION_ID} IS NOT NULL AND {SOURCE_EPISODE_ID} IS NOT NULL "
             "GROUP BY source"
         )
-        found = query_arrow(
+        rows = query_arrow(
             connection,
             f"SELECT {DECISION_ID} AS key FROM {from_clause(decisions, paths)} d JOIN ({last}) "
             f"ON d.{EPISODE_ID} = source AND d.{TIMESTAMP} > decided "
             "WHERE NOT has_ended AND episode IN (SELECT key FROM chosen)",
         )
-    return found.column("key").combine_chunks()
+    return rows.column("key").combine_chunks()

@@ -90,9 +90,9 @@ def maintain_every(
 ) -> None:
     """Maintain until `stop` is set, each round beginning `every_s` after the one before began."""
     while not stop.is_set():
-        began = time.monotonic()
+        start = time.monotonic()
         on_round(maintain(lake, datasets, stop=stop, on_step=on_step))
-        stop.wait(max(0.0, every_s - (time.monotonic() - began)))
+        stop.wait(max(0.0, every_s - (time.monotonic() - start)))
 
 
 class _Round:
@@ -121,7 +121,7 @@ class _Round:
                 return
 
     def _dataset(self, name: str) -> MaintainReceipt:
-        done = MaintainReceipt(name)
+        receipt = MaintainReceipt(name)
         try:
             handle = self._lake.dataset(name)
             retention = read_retention(handle.snapshot().table)
@@ -129,16 +129,16 @@ class _Round:
                 self._caps.append(retention.cache_max_bytes)
             for step in self._steps:
                 self._check_not_stopped()
-                done = step(handle, retention, done)
-            return replace(done, version=handle.table.snapshot().version)
+                receipt = step(handle, retention, receipt)
+            return replace(receipt, version=handle.table.snapshot().version)
         except ReplayLakeError as error:
-            return replace(done, error=f"{type(error).__name__}: {error}")
+            return replace(receipt, error=f"{type(error).__name__}: {error}")
 
     def _trim(
-        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+        self, handle: Dataset, retention: Retention, receipt: MaintainReceipt
     ) -> MaintainReceipt:
         if retention.max_steps is None and retention.max_age_s is None:
-            return done
+            return receipt
         self._on_step(handle.name, "trimming")
         trimmed = trim(
             self._lake,
@@ -147,10 +147,10 @@ class _Round:
             older_than_s=retention.max_age_s,
             now_ms=self._now_ms,
         )
-        return replace(done, trimmed=trimmed.num_episodes)
+        return replace(receipt, trimmed=trimmed.num_episodes)
 
     def _compact(
-        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+        self, handle: Dataset, retention: Retention, receipt: MaintainReceipt
     ) -> MaintainReceipt:
         self._on_step(handle.name, "compacting")
         tables = compact(
@@ -158,35 +158,35 @@ class _Round:
             handle.name,
             target_bytes=retention.target_shard_bytes,
             now_ms=self._now_ms,
-            on_progress=lambda done, total: self._check_not_stopped(),
+            on_progress=lambda receipt, total: self._check_not_stopped(),
         )
         won = sum(table.shards_before - table.shards_after for table in tables)
-        return replace(done, compacted=max(0, won))
+        return replace(receipt, compacted=max(0, won))
 
     def _summarize(
-        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+        self, handle: Dataset, retention: Retention, receipt: MaintainReceipt
     ) -> MaintainReceipt:
         self._on_step(handle.name, "summarising episodes")
-        return replace(done, summarised=refresh(handle.table.snapshot()))
+        return replace(receipt, summarised=refresh(handle.table.snapshot()))
 
     def _drop(
-        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+        self, handle: Dataset, retention: Retention, receipt: MaintainReceipt
     ) -> MaintainReceipt:
         self._on_step(handle.name, "dropping old commits from the log")
-        kept = find_retained_files(
+        retained = find_retained_files(
             self._lake, handle.name, retention_s=retention.keep_versions_s, now_ms=self._now_ms
         )
         dropped = 0
         for table in handle.tables():
-            oldest = min(pin.version for pin in kept.pins if pin.root == table.root)
-            check = partial(self._check_not_named, kept, table.root, oldest)
+            oldest = min(pin.version for pin in retained.pins if pin.root == table.root)
+            check = partial(self._check_not_named, retained, table.root, oldest)
             dropped += len(expire(table.log, oldest, check=check).paths)
-        return replace(done, dropped=dropped)
+        return replace(receipt, dropped=dropped)
 
-    def _check_not_named(self, kept: RetainedFiles, root: str, oldest: int) -> None:
+    def _check_not_named(self, retained: RetainedFiles, root: str, oldest: int) -> None:
         """Refuse to drop a version that was named since. Raises: CommitConflictError."""
         now_ms = time.time_ns() // 1_000_000 if self._now_ms is None else self._now_ms
-        known = {*kept.pins, *kept.broken}
+        known = {*retained.pins, *retained.broken}
         for pin in list_pins(self._lake, root, now_ms):
             if pin.version < oldest and pin not in known:
                 raise CommitConflictError(
@@ -195,27 +195,29 @@ class _Round:
                 )
 
     def _checkpoint(
-        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+        self, handle: Dataset, retention: Retention, receipt: MaintainReceipt
     ) -> MaintainReceipt:
         self._on_step(handle.name, "writing a checkpoint")
         written = [_checkpoint(table) for table in handle.tables()]
-        return replace(done, checkpointed=any(written))
+        return replace(receipt, checkpointed=any(written))
 
     def _vacuum(
-        self, handle: Dataset, retention: Retention, done: MaintainReceipt
+        self, handle: Dataset, retention: Retention, receipt: MaintainReceipt
     ) -> MaintainReceipt:
         self._on_step(handle.name, "vacuuming")
-        found = vacuum(self._lake, [handle.name], delete=True, now_ms=self._now_ms)
-        return replace(done, vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
+        result = vacuum(self._lake, [handle.name], delete=True, now_ms=self._now_ms)
+        return replace(receipt, vacuumed=len(result.garbage), vacuumed_bytes=result.num_bytes)
 
     def _maintain_lake(self) -> MaintainReceipt:
         self._check_not_stopped()
         self._on_step("", "removing leftovers")
         try:
-            found = vacuum_leftovers(self._lake, now_ms=self._now_ms)
+            result = vacuum_leftovers(self._lake, now_ms=self._now_ms)
             # Copies of all lakes share one folder: the least of what their datasets ask for.
             self._lake.storage.trim_copies(min(self._caps, default=None))
-            return MaintainReceipt("", vacuumed=len(found.garbage), vacuumed_bytes=found.num_bytes)
+            return MaintainReceipt(
+                "", vacuumed=len(result.garbage), vacuumed_bytes=result.num_bytes
+            )
         except ReplayLakeError as error:
             return MaintainReceipt("", error=f"{type(error).__name__}: {error}")
 

@@ -21,7 +21,7 @@ from replaylake.datastore.feedback.set_aside import REWARD_CHECK, STEP_CHECK
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.query.episode_views import episodes_sql, group_rows_sql
-from replaylake.datastore.query.expressions import bound_condition, select_episode_keys
+from replaylake.datastore.query.expressions import bind_condition, select_episode_keys
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
@@ -190,13 +190,13 @@ def set_aside_of(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> 
         return none
     tables = {"chosen": pa.table({"key": episodes})}
     with fetch_files(snapshot, snapshot.files) as paths, scan_connection(tables) as connection:
-        found = query_arrow(
+        rows = query_arrow(
             connection,
             f"SELECT DISTINCT json_extract_string(row, '$.{DECISION_ID}') AS key "
             f"FROM {from_clause(snapshot, paths)} WHERE {EPISODE_ID} IN (SELECT key FROM chosen) "
             f"AND list_has_any(checks, ['{REWARD_CHECK}', '{STEP_CHECK}']) AND key IS NOT NULL",
         )
-    keys = found.column("key").combine_chunks()
+    keys = rows.column("key").combine_chunks()
     if DECISION_ID not in steps.schema.names:
         return keys
     written = _find_written(steps, keys, DECISION_ID)
@@ -218,13 +218,13 @@ def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Tabl
             f"WHERE {DECISION_ID} IN (SELECT key FROM served) AND {EPISODE_ID} IS NOT NULL "
             "GROUP BY episode"
         )
-        found = query_arrow(
+        rows = query_arrow(
             connection,
             f"SELECT {DECISION_ID} AS key FROM {source} JOIN ({last}) "
             f"ON {EPISODE_ID} = episode AND {TIMESTAMP} <= until "
             f"WHERE {DECISION_ID} NOT IN (SELECT key FROM others) UNION SELECT key FROM served",
         )
-    return found.column("key").combine_chunks()
+    return rows.column("key").combine_chunks()
 
 
 def _hits(snapshot: TableSnapshot, column: str, keys: pa.Array) -> list[tuple[FileEntry, int]]:
@@ -233,12 +233,12 @@ def _hits(snapshot: TableSnapshot, column: str, keys: pa.Array) -> list[tuple[Fi
         fetch_files(snapshot, snapshot.files) as paths,
         scan_connection({"keys": pa.table({"key": keys})}) as connection,
     ):
-        found = query_rows(
+        rows = query_rows(
             connection,
             f"SELECT file_index, count(*) FROM {from_clause(snapshot, paths)} "
             f'WHERE "{column}" IN (SELECT key FROM keys) GROUP BY file_index ORDER BY file_index',
         )
-    return [(snapshot.files[index], num) for index, num in found]
+    return [(snapshot.files[index], num) for index, num in rows]
 
 
 def _without(column: str, keys: pa.Array) -> Any:
@@ -263,9 +263,9 @@ def remove_named_reports(dataset: Dataset, keys: pa.Array, operation: str) -> in
 
     def plan(snapshot: TableSnapshot) -> RewritePlan:
         nonlocal num_rows
-        found = _find_named_reports(dataset, keys, snapshot)
-        num_rows = sum(map(len, found.values()))
-        return RewritePlan({entry: _drop_rows(rows) for entry, rows in found.items()})
+        reports = _find_named_reports(dataset, keys, snapshot)
+        num_rows = sum(map(len, reports.values()))
+        return RewritePlan({entry: _drop_rows(rows) for entry, rows in reports.items()})
 
     producer = f"{operation.lower()}/{new_ulid()}"
     rewrite(dataset.rewards, plan, producer=producer, sequence=0, operation=operation)
@@ -287,7 +287,7 @@ def _find_named_reports(
     has_step = STEP in decisions.schema.names  # not in a lake that no newer server has served
     names = [DECISION_ID, REQUEST_ID, EPISODE_ID, TIMESTAMP, *([STEP] if has_step else [])]
     tables = {"keys": pa.table({"key": keys}), "decisions": decisions.read(names)}
-    found: dict[FileEntry, list[int]] = {}
+    by_entry: dict[FileEntry, list[int]] = {}
     with fetch_files(rewards, rewards.files) as paths, scan_connection(tables) as connection:
         for name, other in ((REQUEST_ID, "true"), (EPISODE_ID, f"r.{REQUEST_ID} IS NULL")):
             query_rows(
@@ -306,15 +306,15 @@ def _find_named_reports(
                 rewards=source, name=name, time=TIMESTAMP, key=DECISION_ID, other=other, step=STEP
             )
             for index, row in query_rows(connection, text):
-                found.setdefault(rewards.files[index], []).append(row)
-    return found
+                by_entry.setdefault(rewards.files[index], []).append(row)
+    return by_entry
 
 
 def _drop_rows(rows: list[int]) -> ChangeRows:
     def change(table: pa.Table) -> pa.Table:
-        kept = np.ones(table.num_rows, bool)
-        kept[rows] = False
-        return table.filter(pa.array(kept))
+        mask = np.ones(table.num_rows, bool)
+        mask[rows] = False
+        return table.filter(pa.array(mask))
 
     return change
 
@@ -326,8 +326,8 @@ def select_waiting(dataset: Dataset, steps: TableSnapshot, condition: str) -> pa
     """
     if not dataset.received.exists():
         return pa.array([], pa.string())
-    found = select_received(dataset.received.snapshot(), condition)
-    return found.filter(pc.invert(pc.is_in(found, value_set=_find_written(steps, found))))
+    ids = select_received(dataset.received.snapshot(), condition)
+    return ids.filter(pc.invert(pc.is_in(ids, value_set=_find_written(steps, ids))))
 
 
 def select_received(received: TableSnapshot, condition: str) -> pa.Array:
@@ -362,12 +362,12 @@ def _find_written(steps: TableSnapshot, keys: pa.Array, column: str = EPISODE_ID
         return pa.array([], pa.string())
     tables = {"keys": pa.table({"key": keys})}
     with fetch_files(steps, steps.files) as paths, scan_connection(tables) as connection:
-        found = query_arrow(
+        rows = query_arrow(
             connection,
             f"SELECT DISTINCT {column} AS key FROM {from_clause(steps, paths)} "
             f"WHERE {column} IN (SELECT key FROM keys)",
         )
-    return found.column("key").combine_chunks()
+    return rows.column("key").combine_chunks()
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ def select_rejected(snapshot: TableSnapshot, condition: str) -> RejectedEpisodes
     """
     if not (entries := snapshot.files):
         return RejectedEpisodes(_NONE, _NONE)
-    surely, maybe = bound_condition(condition, _KNOWN)
+    surely, maybe = bind_condition(condition, _KNOWN)
     names = (schema.POLICY, schema.POLICY_VERSION)
     logged = ", ".join(
         f"{_extract_field(snapshot, name, kind)} AS {name}, "
@@ -410,13 +410,13 @@ def select_rejected(snapshot: TableSnapshot, condition: str) -> RejectedEpisodes
         )
         flags = f"SELECT {key}, {known} FROM rows GROUP BY {key}"
         view = f"({episodes_sql(group_rows_sql('rows'))}) AS episodes JOIN ({flags}) USING ({key})"
-        found = query_arrow(
+        matches = query_arrow(
             connection,
             f"SELECT {EPISODE_ID} AS key, bool_or(coalesce({surely}, false)) AS selected, "
             f"bool_or(coalesce({maybe}, false)) AS possible FROM {view} GROUP BY key",
         )
-    keys, selected = found.column("key"), found.column("selected")
-    undecided = pc.and_not(found.column("possible"), selected)
+    keys, selected = matches.column("key"), matches.column("selected")
+    undecided = pc.and_not(matches.column("possible"), selected)
     parts = (keys.filter(mask).combine_chunks() for mask in (selected, undecided))
     return RejectedEpisodes(*parts)
 
@@ -452,12 +452,12 @@ def select_rejected_before(dataset: Dataset, cutoff_us: int) -> pa.Array:
     if not dataset.rejected.exists() or not (snapshot := dataset.rejected.snapshot()).files:
         return _NONE
     with fetch_files(snapshot, snapshot.files) as paths, scan_connection() as connection:
-        found = query_arrow(
+        rows = query_arrow(
             connection,
             f"SELECT {EPISODE_ID} AS key FROM {from_clause(snapshot, paths)} GROUP BY key "
             f"HAVING max(epoch_us(ingested_at)) < {cutoff_us}",
         )
-    return found.column("key").combine_chunks()
+    return rows.column("key").combine_chunks()
 
 
 def count_rejected(dataset: Dataset, keys: pa.Array) -> int:

@@ -75,7 +75,7 @@ def find_retained_files(
     now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
     horizon_ms = now_ms - int(retention_s * 1000)
     handle = lake.dataset(dataset_name)
-    named = list_pins(lake, dataset_name, now_ms)
+    all_pins = list_pins(lake, dataset_name, now_ms)
     paths: set[str] = set()
     pins: list[VersionPin] = []
     broken: list[VersionPin] = []
@@ -83,7 +83,7 @@ def find_retained_files(
         recent, live = _recent(table, horizon_ms)
         paths |= live
         pins += recent
-        for pin in named if table is handle.table else ():
+        for pin in all_pins if table is handle.table else ():
             try:
                 state = table.log.at(pin.version)
             except NotFoundError:
@@ -100,9 +100,9 @@ def list_pins(lake: Lake, dataset: str, now_ms: int) -> list[VersionPin]:
 
 
 def find_newly_retained(
-    lake: Lake, dataset_name: str, kept: RetainedFiles, now_ms: int
+    lake: Lake, dataset_name: str, before: RetainedFiles, now_ms: int
 ) -> set[str]:
-    """Return the files of what is live now, and of what was named since `kept` was found.
+    """Return the files of what is live now, and of what was named since `before` was found.
 
     Cost: a look at each log where neither changed.
     """
@@ -111,7 +111,7 @@ def find_newly_retained(
     for table in handle.tables():
         if table.exists():
             paths |= _below(table, table.log.newest().files)
-    for pin in set(list_pins(lake, dataset_name, now_ms)).difference(kept.pins, kept.broken):
+    for pin in set(list_pins(lake, dataset_name, now_ms)).difference(before.pins, before.broken):
         with suppress(NotFoundError):  # as broken as those in `kept`
             paths |= _below(handle.table, handle.table.log.at(pin.version).files)
     return paths
@@ -145,9 +145,9 @@ def needs_checkpoints(lake: Lake, run: Mapping[str, Any], now_ms: int) -> bool:
 
 def _is_abandoned(lake: Lake, run: Mapping[str, Any], now_ms: int) -> bool:
     """Return whether nobody is at work on a run, nor was for long."""
-    told = [run.get("started_ms"), run.get("ended_ms")]
-    told += [again.get("at_ms") for again in run.get("resumed") or ()]
-    if max((at_ms or 0 for at_ms in told), default=0) > now_ms - _RUN_MS:
+    times_ms = [run.get("started_ms"), run.get("ended_ms")]
+    times_ms += [again.get("at_ms") for again in run.get("resumed") or ()]
+    if max((at_ms or 0 for at_ms in times_ms), default=0) > now_ms - _RUN_MS:
         return False
     # One that goes on for longer says so elsewhere.
     heartbeat = last_heartbeat(lake.storage, run["run_id"])

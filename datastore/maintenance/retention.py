@@ -117,8 +117,8 @@ def set_retention(lake: Lake, dataset: str, changes: Mapping[str, int | float | 
         result = replace(_parse_retention(dataset, configuration), **stated)
         if state.metadata is None:
             raise NotFoundError(f"dataset {dataset!r}: found no table, expected one.")
-        kept = {**configuration, _KEY: json.dumps(_changed_fields(result))}
-        metadata = replace(state.metadata, configuration=kept)
+        updated = {**configuration, _KEY: json.dumps(_changed_fields(result))}
+        metadata = replace(state.metadata, configuration=updated)
         return Intent(producer, 0, "SET RETENTION", metadata=metadata)
 
     handle.table.log.commit(build)

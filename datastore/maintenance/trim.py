@@ -134,14 +134,14 @@ def trim(
         rewrite(handle.table, run.plan, producer=producer, sequence=0, operation=_OPERATION) is None
     ):
         run.num_episodes = run.num_steps = 0
-    left = handle.table.snapshot()
+    snapshot = handle.table.snapshot()
     return TrimReceipt(
         dataset=dataset,
         dry_run=dry_run,
-        version=left.version,
+        version=snapshot.version,
         num_episodes=run.num_episodes,
         num_steps=run.num_steps,
-        steps_left=left.num_rows - (run.num_steps if dry_run else 0),
+        steps_left=snapshot.num_rows - (run.num_steps if dry_run else 0),
         shards_dropped=run.shards_dropped,
         shards_rewritten=run.shards_rewritten,
         num_decisions=run.num_decisions,
@@ -176,16 +176,16 @@ class _Trim:
     def plan(self, snapshot: TableSnapshot) -> RewritePlan:
         """Choose episodes, remove the decisions they are made of, and plan that they leave."""
         episodes = _select_episodes(self._dataset.table, snapshot, self._limits)
-        gone = pa.chunked_array([episodes, self._select_aged(snapshot, episodes)])
-        gone = gone.combine_chunks().unique()
+        ids = pa.chunked_array([episodes, self._select_aged(snapshot, episodes)])
+        ids = ids.combine_chunks().unique()
         served = find_decisions(self._dataset, snapshot, episodes)
-        aside = set_aside_of(self._dataset, snapshot, gone)
+        aside = set_aside_of(self._dataset, snapshot, ids)
         decisions = pa.chunked_array([served, aside]).combine_chunks().unique()
         counts = self._leave(self._dataset, decisions)
         self.num_decisions += counts[0]
         self.num_rewards += counts[1]
-        self.num_received += self._remove_received(gone)
-        self.num_rejected += self._remove_rejected(gone)
+        self.num_received += self._remove_received(ids)
+        self.num_rejected += self._remove_rejected(ids)
         info = {"episodes_removed": len(episodes)}
         planned = plan_removal(snapshot, EPISODE_ID, episodes, info)
         self.num_episodes, self.num_steps = len(episodes), planned.num_rows
@@ -233,9 +233,9 @@ def _select_episodes(table: Table, snapshot: TableSnapshot, limits: _TrimLimits)
     num_oldest = _prefix(snapshot.files, surplus) if limits.cutoff_us is None else num_files
     committed = _read_commit_times(table, snapshot) if limits.cutoff_us is not None else None
     while True:
-        chosen = _select_oldest(snapshot, num_oldest, surplus, limits, committed)
-        if num_oldest == num_files or sum(chosen.column("num_steps").to_pylist()) >= surplus:
-            return chosen.column("key").combine_chunks()
+        ids = _select_oldest(snapshot, num_oldest, surplus, limits, committed)
+        if num_oldest == num_files or sum(ids.column("num_steps").to_pylist()) >= surplus:
+            return ids.column("key").combine_chunks()
         num_oldest = min(2 * num_oldest, num_files)
 
 

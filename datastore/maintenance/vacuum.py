@@ -172,19 +172,19 @@ class _Vacuum:
         handle = self._lake.dataset(name)
         tables = handle.tables()
         # Listed before it is asked what is kept: a file that is committed in between is kept.
-        found = [
+        files = [
             file
             for table in tables
             for file in self._iter_older(f"{table.root}/{FOLDER}", _SHARD, age_s)
         ]
-        kept = find_retained_files(self._lake, name, retention_s=age_s, now_ms=self._now_ms)
-        self.pinned += [pin for pin in kept.pins if pin.reason not in ("newest", "recent")]
+        retained = find_retained_files(self._lake, name, retention_s=age_s, now_ms=self._now_ms)
+        self.pinned += [pin for pin in retained.pins if pin.reason not in ("newest", "recent")]
         # While thousands are deleted, a tag may be set, or a shard that waited be committed.
         self._take(
             "shard",
-            [file for file in found if file.path not in kept.paths],
+            [file for file in files if file.path not in retained.paths],
             delete,
-            lambda: find_newly_retained(self._lake, name, kept, self._now_ms),
+            lambda: find_newly_retained(self._lake, name, retained, self._now_ms),
         )
         if delete and not self._is_below_link(f"{name}/{summaries.FOLDER}"):
             # What is derived from a shard leaves with it.
@@ -223,20 +223,20 @@ class _Vacuum:
 
     def _checkpoints(self, delete: bool) -> None:
         """Go through the checkpoints of runs that nobody goes on with."""
-        found: dict[str, list[StoredFile]] = {}
+        by_run: dict[str, list[StoredFile]] = {}
         for file in self._files(f"{LAKE_ROOT}/runs"):
             if match := _CHECKPOINT.fullmatch(file.path):
-                found.setdefault(match.group(1), []).append(file)
-        for run in self._lake.registry.runs() if found else ():
+                by_run.setdefault(match.group(1), []).append(file)
+        for run in self._lake.registry.runs() if by_run else ():
             run_id = run["run_id"]
-            if run_id not in found or needs_checkpoints(self._lake, run, self._now_ms):
+            if run_id not in by_run or needs_checkpoints(self._lake, run, self._now_ms):
                 continue
             if not delete:
-                self._take("checkpoint", found[run_id], delete)
+                self._take("checkpoint", by_run[run_id], delete)
                 continue
             # Whoever has just begun to go on with it keeps them.
             with suppress(CommitConflictError), RunLease(self._storage, run_id):
-                self._take("checkpoint", found[run_id], delete)
+                self._take("checkpoint", by_run[run_id], delete)
 
     def _take(
         self,
@@ -248,8 +248,8 @@ class _Vacuum:
         for start in range(0, len(files), _AT_ONCE):
             part = files[start : start + _AT_ONCE]
             if delete:
-                kept = spared()
-                part = [file for file in part if file.path not in kept]
+                retained = spared()
+                part = [file for file in part if file.path not in retained]
                 self._storage.delete([file.path for file in part])
                 self._storage.forget([file.path for file in part])
             self.garbage += [Garbage(kind, file.path, file.size_bytes) for file in part]

@@ -58,10 +58,10 @@ def canonical_expression(expression: str) -> str:
                 "the dataset. Leave out parameters, GROUP BY, UNION and the like."
             )
         _refuse_unreproducible(connection, expression, tree)
-        spelt = execute(
+        plain = execute(
             connection, "SELECT json_deserialize_sql($j) AS q", {"j": json.dumps(tree)}
         )["q"][0].as_py()
-    return str(spelt).removeprefix(_PREFIX)
+    return str(plain).removeprefix(_PREFIX)
 
 
 def canonical_reward(reward: str | None) -> str:
@@ -69,9 +69,9 @@ def canonical_reward(reward: str | None) -> str:
 
     Two that are equal reward alike. Raises: as canonical_expression.
     """
-    spelt = schema.REWARD if reward is None else canonical_expression(reward)
+    sql = schema.REWARD if reward is None else canonical_expression(reward)
     # Names of columns have no case.
-    return schema.REWARD if spelt.lower() == schema.REWARD else spelt
+    return schema.REWARD if sql.lower() == schema.REWARD else sql
 
 
 def check_reward(snapshot: TableSnapshot, reward: str) -> None:
@@ -80,7 +80,7 @@ def check_reward(snapshot: TableSnapshot, reward: str) -> None:
         execute(connection, f"SELECT CAST(({reward}) AS DOUBLE) AS reward FROM steps LIMIT 0")
 
 
-def bound_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]:
+def bind_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]:
     """Return two conditions: one that holds where this one surely does, and one where it may.
 
     Args:
@@ -97,17 +97,17 @@ def bound_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]
         def spell(node: Any) -> str:
             select["where_clause"] = node
             text = {"j": json.dumps(tree)}
-            spelt = execute(connection, "SELECT json_deserialize_sql($j) AS q", text)["q"][0]
-            return str(spelt.as_py()).removeprefix(_PREFIX)
+            ast = execute(connection, "SELECT json_deserialize_sql($j) AS q", text)["q"][0]
+            return str(ast.as_py()).removeprefix(_PREFIX)
 
-        def bound(node: Any) -> tuple[str, str]:
+        def bind(node: Any) -> tuple[str, str]:
             if node["class"] == "CONJUNCTION":
                 word = " AND " if node["type"] == "CONJUNCTION_AND" else " OR "
-                parts = [bound(child) for child in node["children"]]
+                parts = [bind(child) for child in node["children"]]
                 surely, maybe = (word.join(side) for side in zip(*parts, strict=True))
                 return f"({surely})", f"({maybe})"
             if node["type"] == "OPERATOR_NOT":
-                surely, maybe = bound(node["children"][0])
+                surely, maybe = bind(node["children"][0])
                 return f"(NOT {maybe})", f"(NOT {surely})"
             columns = {n["column_names"][-1].lower() for n in walk(node) if "column_names" in n}
             where = " AND ".join(known.get(name, "false") for name in sorted(columns)) or "true"
@@ -117,7 +117,7 @@ def bound_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]
                 f"(CASE WHEN {where} THEN ({text}) ELSE true END)",
             )
 
-        return bound(select["where_clause"])
+        return bind(select["where_clause"])
 
 
 def select_episode_keys(snapshot: TableSnapshot, where: str) -> pa.Table:
@@ -231,8 +231,8 @@ def reproducible_views(snapshot: TableSnapshot) -> Iterator[duckdb.DuckDBPyConne
     paths = [str(path) for path in snapshot.paths()]
     key = (snapshot.version, snapshot.schema, *paths)
     with _lock:
-        held = _idle.pop(key, None)
-    connection = _open_views(snapshot, paths) if held is None else held
+        idle = _idle.pop(key, None)
+    connection = _open_views(snapshot, paths) if idle is None else idle
     try:
         yield connection
     finally:
@@ -278,9 +278,9 @@ def _refuse_unreproducible(
 ) -> None:
     nodes = list(walk(tree))
     kinds = {node.get("class") for node in nodes}
-    if found := [name for kind, name in _REFUSED_NODES.items() if kind in kinds]:
+    if names := [name for kind, name in _REFUSED_NODES.items() if kind in kinds]:
         raise QueryRefusedError(
-            f"{expression!r}: found {', '.join(found)}, expected an expression over one row's "
+            f"{expression!r}: found {', '.join(names)}, expected an expression over one row's "
             "columns, so that the selection can be reproduced. Add a column when ingesting instead."
         )
     volatile = execute(

@@ -83,14 +83,14 @@ def measure_steps(
     )
     rows = f"SELECT list_concat({joined}) AS numbers FROM {_steps(where, where_steps)}"
     with reproducible_views(snapshot) as connection:
-        found = execute(
+        table = execute(
             connection,
             "SELECT element, count(number) AS num, avg(number) AS mean, "
             "var_pop(number) AS variance, min(number) AS least, max(number) AS greatest "
             "FROM (SELECT unnest(numbers) AS number, "
             f"generate_subscripts(numbers, 1) AS element FROM ({rows})) GROUP BY element",
         )
-    return _split(found, elements)
+    return _split(table, elements)
 
 
 def measure_returns(
@@ -107,12 +107,12 @@ def measure_returns(
         f"GROUP BY {_KEY}"
     )
     with reproducible_views(snapshot) as connection:
-        found = execute(
+        table = execute(
             connection,
             "SELECT 1 AS element, count(total) AS num, avg(total) AS mean, var_pop(total) AS "
             f"variance, min(total) AS least, max(total) AS greatest FROM ({sums})",
         )
-    return _split(found, {"return": Elements(reward)})["return"]
+    return _split(table, {"return": Elements(reward)})["return"]
 
 
 def _steps(where: str | None, where_steps: str | None) -> str:
@@ -126,22 +126,22 @@ def _steps(where: str | None, where_steps: str | None) -> str:
     return text
 
 
-def _split(found: pa.Table, elements: Mapping[str, Elements]) -> dict[str, ElementMoments]:
+def _split(table: pa.Table, elements: Mapping[str, Elements]) -> dict[str, ElementMoments]:
     width = sum(e.width for e in elements.values())
-    places = found["element"].to_numpy() - 1
+    places = table["element"].to_numpy() - 1
     if len(places) and (int(places.max()) >= width or len(places) < width):
         raise QueryRefusedError(
             f"measures of {', '.join(elements)}: found {int(places.max()) + 1} numbers a step, "
             f"expected {width}. Leave out aggregates and unnest."
         )
-    num = _column(found, "num", places, width, 0.0)
-    variance = _column(found, "variance", places, width, 0.0)
+    num = _column(table, "num", places, width, 0.0)
+    variance = _column(table, "variance", places, width, 0.0)
     whole = ElementMoments(
         num=num,
-        mean=_column(found, "mean", places, width, 0.0),
+        mean=_column(table, "mean", places, width, 0.0),
         squares=variance * num,
-        least=_column(found, "least", places, width, np.inf),
-        greatest=_column(found, "greatest", places, width, -np.inf),
+        least=_column(table, "least", places, width, np.inf),
+        greatest=_column(table, "greatest", places, width, -np.inf),
     )
     split, start = {}, 0
     for name, e in elements.items():
@@ -153,9 +153,9 @@ def _split(found: pa.Table, elements: Mapping[str, Elements]) -> dict[str, Eleme
     return split
 
 
-def _column(found: pa.Table, name: str, places: Array, width: int, absent: float) -> Array:
+def _column(table: pa.Table, name: str, places: Array, width: int, absent: float) -> Array:
     values = np.full(width, absent)
     # NULL, of what has no number, becomes NaN.
-    known = found[name].cast(pa.float64()).to_numpy()
+    known = table[name].cast(pa.float64()).to_numpy()
     values[places] = np.where(np.isnan(known), absent, known)
     return values

@@ -45,11 +45,11 @@ def run_snapshot_query(
     """
     with session() as connection:
         check_select(connection, query)
-        named = {view for schema, view in find_tables(connection, query) if not schema}
+        names = {view for schema, view in find_tables(connection, query) if not schema}
         views = Views()
         try:
-            if chosen := [view for view in STEP_VIEWS if view in named]:
-                views.add("", chosen, steps)
+            if step_views := [view for view in STEP_VIEWS if view in names]:
+                views.add("", step_views, steps)
             views.create(connection)
             return execute_interruptibly(connection, query, parameters)
         finally:

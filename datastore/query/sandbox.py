@@ -53,11 +53,11 @@ _TCP_VERSION: Final = 4
 _NO_NEW_PRIVILEGES: Final = 38  # prctl(PR_SET_NO_NEW_PRIVS)
 
 
-def read_frame(stream: BinaryIO, most: int) -> bytes | None:
-    """Read one frame of at most `most` bytes; None if the other side is gone or breaks the rule."""
+def read_frame(stream: BinaryIO, high: int) -> bytes | None:
+    """Read one frame of at most `high` bytes; None if the other side is gone or breaks the rule."""
     head = stream.read(_SIZE_BYTES)
     size = int.from_bytes(head, "little")
-    if len(head) < _SIZE_BYTES or size > most:
+    if len(head) < _SIZE_BYTES or size > high:
         return None
     body = stream.read(size)
     return body if len(body) == size else None
@@ -197,9 +197,9 @@ def _check_views_exist(connection: duckdb.DuckDBPyConnection, names: list[tuple[
     rows = execute(
         connection, "SELECT schema_name AS s, view_name AS v FROM duckdb_views() WHERE NOT internal"
     ).to_pylist()
-    made = {("" if row["s"] == "main" else row["s"], row["v"]) for row in rows}
+    existing = {("" if row["s"] == "main" else row["s"], row["v"]) for row in rows}
     for dataset, view in names:
-        if (dataset, view) not in made:
+        if (dataset, view) not in existing:
             name = f"{dataset}.{view}" if dataset else view
             raise QueryRefusedError(
                 f"query: found {name!r}, which is no view of the lake, expected such as "
@@ -237,27 +237,27 @@ def _cut(
     """
     num_rows = num_bytes = 0
     for batch in batches:
-        kept, truncated = batch, None
+        rest, truncated = batch, None
         if num_rows + batch.num_rows > max_rows:
-            kept, truncated = batch.slice(0, max_rows - num_rows), "rows"
-        if num_bytes + kept.nbytes > max_bytes:
-            kept, truncated = _truncate_batch(kept, max_bytes - num_bytes), "bytes"
-            if num_rows + kept.num_rows == 0:
+            rest, truncated = batch.slice(0, max_rows - num_rows), "rows"
+        if num_bytes + rest.nbytes > max_bytes:
+            rest, truncated = _truncate_batch(rest, max_bytes - num_bytes), "bytes"
+            if num_rows + rest.num_rows == 0:
                 raise QueryError(
                     f"query: its first row takes {batch.slice(0, 1).nbytes:,} bytes, expected at "
                     f"most {max_bytes:,} for the result. Select fewer columns."
                 )
-        num_rows, num_bytes = num_rows + kept.num_rows, num_bytes + kept.nbytes
-        yield kept, truncated
+        num_rows, num_bytes = num_rows + rest.num_rows, num_bytes + rest.nbytes
+        yield rest, truncated
         if truncated:
             return
 
 
-def _truncate_batch(batch: pa.RecordBatch, most: int) -> pa.RecordBatch:
+def _truncate_batch(batch: pa.RecordBatch, limit: int) -> pa.RecordBatch:
     low, high = 0, batch.num_rows
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if batch.slice(0, middle).nbytes <= most else (low, middle - 1)
+        low, high = (middle, high) if batch.slice(0, middle).nbytes <= limit else (low, middle - 1)
     return batch.slice(0, low)
 
 
@@ -271,8 +271,8 @@ def _receive(source: BinaryIO) -> dict[str, Any]:
     body = read_frame(source, sys.maxsize)
     if body is None:
         sys.exit(0)  # the parent gave up
-    told: dict[str, Any] = json.loads(body)
-    return told
+    request: dict[str, Any] = json.loads(body)
+    return request
 
 
 def _table(source: BinaryIO) -> pa.Table:
@@ -304,9 +304,9 @@ def limit_resources(*, memory_bytes: int, cpu_s: int, wall_s: float, num_files: 
         resource.RLIMIT_CORE: (0, 0),
     }
     for kind, (soft, hard) in limits.items():
-        _, most = resource.getrlimit(kind)
-        most = hard if most == resource.RLIM_INFINITY else min(hard, most)
-        resource.setrlimit(kind, (min(soft, most), most))
+        _, limit = resource.getrlimit(kind)
+        limit = hard if limit == resource.RLIM_INFINITY else min(hard, limit)
+        resource.setrlimit(kind, (min(soft, limit), limit))
     signal.alarm(math.ceil(wall_s) + _ORPHAN_MARGIN_S)
 
 

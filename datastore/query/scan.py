@@ -28,8 +28,8 @@ def scan(snapshot: TableSnapshot, paths: Sequence[Path | str] | None = None) -> 
     structs = [f.name for f in snapshot.schema if f.nullable and pa.types.is_struct(f.type)]
     if not structs or not snapshot.files:
         return source
-    kept = ", ".join(f'coalesce("{name}", NULL) AS "{name}"' for name in structs)
-    return f"(SELECT * REPLACE ({kept}) FROM {source})"
+    columns = ", ".join(f'coalesce("{name}", NULL) AS "{name}"' for name in structs)
+    return f"(SELECT * REPLACE ({columns}) FROM {source})"
 
 
 def scan_files(snapshot: TableSnapshot, paths: Sequence[Path | str] | None = None) -> str:

@@ -65,12 +65,12 @@ def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
             "SQL reads the lake; use the other commands to change it."
         )
     called = {str(node.get("function_name", "")).lower() for node in nodes}
-    if refused := sorted(called & (_SQL_TEXT_FUNCTIONS | _NON_READING_FUNCTIONS)):
+    if names := sorted(called & (_SQL_TEXT_FUNCTIONS | _NON_READING_FUNCTIONS)):
         what = (
-            "runs SQL out of a text" if refused[0] in _SQL_TEXT_FUNCTIONS else "does more than read"
+            "runs SQL out of a text" if names[0] in _SQL_TEXT_FUNCTIONS else "does more than read"
         )
         raise QueryRefusedError(
-            f"query: found {refused[0]}(), which {what}, expected functions that only read. "
+            f"query: found {names[0]}(), which {what}, expected functions that only read. "
             "Write the SELECT out, or leave it to a DuckDB of your own."
         )
 

@@ -199,14 +199,14 @@ def _write(storage: Storage, root: str, summary: Summary) -> str:
     """Write a summary in the place of older ones, and return its name."""
     older = storage.names(f"{root}/{FOLDER}")
     there = _filter_existing(storage, root, summary.shards)
-    kept = [place for place, path in enumerate(summary.shards) if path in there]
+    places = [place for place, path in enumerate(summary.shards) if path in there]
     pieces = summary.pieces
-    if len(kept) < len(summary.shards):
+    if len(places) < len(summary.shards):
         # Of shards that are gone nothing is kept: they may have been purged.
-        pieces = pieces.filter(pc.is_in(pieces[_SHARD], pa.array(kept, pa.int32())))
-        place = pc.index_in(pieces[_SHARD], pa.array(kept, pa.int32()))
+        pieces = pieces.filter(pc.is_in(pieces[_SHARD], pa.array(places, pa.int32())))
+        place = pc.index_in(pieces[_SHARD], pa.array(places, pa.int32()))
         pieces = pieces.set_column(0, _SHARD, place)
-    shards = [summary.shards[place] for place in kept]
+    shards = [summary.shards[place] for place in places]
     sink = pa.BufferOutputStream()
     about = {"shards": shards, "is_distinct": summary.is_distinct}
     table = pieces.replace_schema_metadata({_METADATA_KEY: json.dumps(about)})

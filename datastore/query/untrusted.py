@@ -60,11 +60,11 @@ class QueryLimits:
     max_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
-        least = {"wall_s": 0.1, "memory_bytes": 128 << 20}
+        minima = {"wall_s": 0.1, "memory_bytes": 128 << 20}
         for name, value in asdict(self).items():
-            if value < least.get(name, 1):
+            if value < minima.get(name, 1):
                 raise ConfigInvalidError(
-                    f"query limits: {name}: found {value}, expected {least.get(name, 1)} or more."
+                    f"query limits: {name}: found {value}, expected {minima.get(name, 1)} or more."
                 )
 
 
@@ -204,15 +204,15 @@ class _Sandbox:
         body = read_frame(_stream(self._process.stdout), _MAX_FRAME_BYTES)
         if body is None:
             raise self._exit_error()
-        said: dict[str, Any] = json.loads(body)
-        if "error" in said:
-            raise _rebuild_error(str(said["error"]), str(said["message"])[:_MAX_MESSAGE])
-        return said
+        answer: dict[str, Any] = json.loads(body)
+        if "error" in answer:
+            raise _rebuild_error(str(answer["error"]), str(answer["message"])[:_MAX_MESSAGE])
+        return answer
 
     def rows(self) -> pa.Table:
         """Return the result. Raises: QueryError."""
-        most = self._limits.max_bytes + _FRAMING_BYTES
-        body = read_frame(_stream(self._process.stdout), most)
+        limit = self._limits.max_bytes + _FRAMING_BYTES
+        body = read_frame(_stream(self._process.stdout), limit)
         if body is None:
             raise self._exit_error()
         try:
@@ -232,13 +232,13 @@ class _Sandbox:
         code = self._process.wait()
         limits = self._limits
         if self._out_of_time.is_set():
-            found = f"it was still running after {limits.wall_s:g} s"
+            reason = f"it was still running after {limits.wall_s:g} s"
         elif code == -signal.SIGXCPU:
-            found = f"it took {limits.cpu_s} s of CPU"
+            reason = f"it took {limits.cpu_s} s of CPU"
         else:
-            found = f"it ended its process, most likely beyond {limits.memory_bytes >> 20} MiB"
+            reason = f"it ended its process, most likely beyond {limits.memory_bytes >> 20} MiB"
         return QueryError(
-            f"query: {found}, expected a smaller one. Select fewer rows or columns, or aggregate."
+            f"query: {reason}, expected a smaller one. Select fewer rows or columns, or aggregate."
         )
 
 
@@ -249,13 +249,13 @@ def _start() -> subprocess.Popen[bytes]:
         f"import sys; sys.path[:] = {paths!r}\n"
         "from replaylake.datastore.query.sandbox import main; main()"
     )
-    kept = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
+    environment = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     return subprocess.Popen(
         [sys.executable, "-I", "-B", "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**kept, **_ENVIRONMENT},
+        env={**environment, **_ENVIRONMENT},
         cwd="/",
         start_new_session=True,
     )

@@ -127,7 +127,7 @@ def plan_views(names: Iterable[tuple[str, str]], catalog: Catalog) -> Views:
     ShardCorruptError.
     """
     views = Views()
-    wanted: dict[str, list[str]] = {}
+    by_dataset: dict[str, list[str]] = {}
     for dataset, view in dict.fromkeys(names):
         if not dataset:
             relation = catalog.relation(view) if view in LAKE_VIEWS else None
@@ -136,18 +136,18 @@ def plan_views(names: Iterable[tuple[str, str]], catalog: Catalog) -> Views:
             else:
                 _refuse_without_dataset(view, catalog)
         elif view in DATASET_VIEWS:
-            wanted.setdefault(dataset, []).append(view)
+            by_dataset.setdefault(dataset, []).append(view)
         elif dataset in catalog.datasets():
             raise NotFoundError(
                 f"{dataset}.{view}: found no such view, expected {', '.join(DATASET_VIEWS)}."
             )
-    for dataset, chosen in wanted.items():
+    for dataset, group in by_dataset.items():
         views.statements.append(f"CREATE SCHEMA {dataset}")
-        of_steps = [view for view in chosen if view in STEP_VIEWS]
+        of_steps = [view for view in group if view in STEP_VIEWS]
         # One look at the log: all views of a dataset are of one version.
         if of_steps and (steps := catalog.table(dataset, of_steps[0])) is not None:
             views.add(f"{dataset}.", of_steps, steps)
-        for view in chosen:
+        for view in group:
             if view in _PLAIN_VIEWS and (table := catalog.table(dataset, view)) is not None:
                 views.add_plain(f"{dataset}.{view}", table)
     return views

@@ -320,13 +320,13 @@ def _translate_os_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        said = f"{target}: {error.strerror or error}, expected to read or write it."
+        message = f"{target}: {error.strerror or error}, expected to read or write it."
         if error.errno in _DISK_FULL_ERRNOS:
             raise TransientStorageError(
-                f"{said} Make room; what was committed before stays, and is recognised."
+                f"{message} Make room; what was committed before stays, and is recognised."
             ) from error
         raise StorageError(
-            f"{said} Free space or correct the permission, then run it again: what was committed "
+            f"{message} Free space or correct the permission, then run it again: what was committed "
             "before is recognised."
         ) from error
 

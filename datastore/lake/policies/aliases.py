@@ -94,28 +94,28 @@ class Aliases:
         check_policy_name(name)
         check_alias(alias)
         key = f"{_PREFIX}{new_ulid()}"
-        made: Move | None = None
+        record: Move | None = None
 
         def build(state: LogState) -> Intent:
-            nonlocal made
+            nonlocal record
             if version not in find_versions(state, name):
                 raise NotFoundError(
                     f"policy {name}:{version}: not in this lake, expected a version to point "
                     f"{alias} at. `replaylake policies list` names them."
                 )
             # After a lost reply this is called again, with the move made already.
-            if made is None or transaction_id(key, 0) not in state.transactions:
+            if record is None or transaction_id(key, 0) not in state.transactions:
                 _check_unmoved(
                     state, name, {**(unmoved or {}), **_expected_entries(alias, expected)}
                 )
                 before = find_alias(state, name, alias)
-                made = Move(name, alias, before, version, kind, now_ms(), by, note, forced, gate)
-            entries = {alias_key(name, alias): alias_text(version), key: json.dumps(asdict(made))}
+                record = Move(name, alias, before, version, kind, now_ms(), by, note, forced, gate)
+            entries = {alias_key(name, alias): alias_text(version), key: json.dumps(asdict(record))}
             return Intent(key, 0, _OPERATION, entries=entries)
 
         self._log.commit(build)
-        assert made is not None, "the first build made it"
-        return made
+        assert record is not None, "the first build made it"
+        return record
 
     def rollback(
         self,
@@ -182,9 +182,9 @@ def _expected_entries(alias: str, expected: int | None) -> dict[str, int | None]
 
 def _check_unmoved(state: LogState, name: str, claims: Mapping[str, int | None]) -> None:
     for alias, expected in claims.items():
-        found = find_alias(state, name, alias)
-        if found != expected:
-            raise _alias_moved_error(name, alias, found, expected)
+        current = find_alias(state, name, alias)
+        if current != expected:
+            raise _alias_moved_error(name, alias, current, expected)
 
 
 def _alias_moved_error(

@@ -108,12 +108,12 @@ def make_rows(state: LogState) -> list[dict[str, Any]]:
 
 def _aliases(state: LogState) -> dict[tuple[str, int], list[str]]:
     """Return the aliases that point at each version."""
-    found: dict[tuple[str, int], list[str]] = {}
+    aliases: dict[tuple[str, int], list[str]] = {}
     for key, text in state.entries.items():
         if key.startswith("alias/"):
             _, name, alias = key.split("/")
-            found.setdefault((name, int(json.loads(text)["version"])), []).append(alias)
-    return found
+            aliases.setdefault((name, int(json.loads(text)["version"])), []).append(alias)
+    return aliases
 
 
 def _row(

@@ -187,7 +187,7 @@ def _leaf_values(space: Space, values: Any, name: str) -> dict[str, Any]:
     """Return a Dict's or Tuple's leaves by dotted name, depth first; values may be None."""
     if not isinstance(space, Dict | Tuple):
         return {name: values}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, sub in children(space).items():
-        found |= _leaf_values(sub, None if values is None else values[key], f"{name}.{key}")
-    return found
+        leaves |= _leaf_values(sub, None if values is None else values[key], f"{name}.{key}")
+    return leaves

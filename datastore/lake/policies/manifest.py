@@ -130,9 +130,9 @@ def _read_manifest(directory: Path, sha256: str | None) -> bytes:
         ) from error
     except OSError as error:
         raise PackageInvalidError(f"{path}: cannot be read: {error.strerror}.") from error
-    if sha256 is not None and (found := _sha256(data)) != sha256:
+    if sha256 is not None and (digest := _sha256(data)) != sha256:
         raise PackageInvalidError(
-            f"{path}: found sha256 {found[:16]}, expected {sha256[:16]} as it was registered: the "
+            f"{path}: found sha256 {digest[:16]}, expected {sha256[:16]} as it was registered: the "
             "manifest was altered. Restore it from a copy of the lake, or register the policy "
             "again."
         )
@@ -165,10 +165,10 @@ def _read_verified(directory: Path, name: str, sha256: str) -> bytes:
             f"{directory / name}: {error.strerror}, expected the file that the manifest lists. "
             "Package the policy again."
         ) from error
-    found = _sha256(data)
-    if found != sha256:
+    digest = _sha256(data)
+    if digest != sha256:
         raise PackageInvalidError(
-            f"{directory / name}: found sha256 {found[:16]}, expected {sha256[:16]} as the "
+            f"{directory / name}: found sha256 {digest[:16]}, expected {sha256[:16]} as the "
             "manifest says: the file was altered. Package the policy again."
         )
     return data
@@ -181,10 +181,10 @@ def manifest_bytes(
 
     Raises: PackageInvalidError if the fields are no JSON.
     """
-    taken = sorted(set(manifest) & set(_RESERVED_FIELDS))
-    if taken:
+    reserved = sorted(set(manifest) & set(_RESERVED_FIELDS))
+    if reserved:
         raise PackageInvalidError(
-            f"manifest: found fields {taken}, which the package writes itself."
+            f"manifest: found fields {reserved}, which the package writes itself."
         )
     body = {
         "format_version": FORMAT_VERSION if spec.state_size else _STATELESS_VERSION,

@@ -30,7 +30,7 @@ def draw(
     At temperature 0 the likeliest values. uniforms float64 [N, 1 + K] in 0..1 say, where there are
     any, whether a row is drawn uniformly instead (with probability `epsilon`), and what is drawn.
     """
-    chosen = []
+    columns = []
     for k, probs in enumerate(_probs(space, logits, temperature)):
         values = probs.argmax(axis=1)
         if uniforms is not None:
@@ -42,8 +42,8 @@ def draw(
             size = probs.shape[1]
             anything = np.minimum((uniforms[:, 1 + k] * size).astype(np.int64), size - 1)
             values = np.where(uniforms[:, 0] < epsilon, anything, values)
-        chosen.append(values)
-    return np.stack(chosen, axis=1).astype(np.int64)
+        columns.append(values)
+    return np.stack(columns, axis=1).astype(np.int64)
 
 
 def log_probs(
@@ -75,9 +75,9 @@ def _probs(space: MultiDiscrete | MultiBinary, logits: Array, temperature: float
     each = np.split(logits, np.cumsum(element_sizes(space))[:-1], axis=1)
     if temperature == 0:
         return [np.eye(part.shape[1])[part.argmax(axis=1)] for part in each]
-    found = []
+    parts = []
     for part in each:
         scaled = part / temperature
         probs = np.exp(scaled - scaled.max(axis=1, keepdims=True))
-        found.append(probs / probs.sum(axis=1, keepdims=True))
-    return found
+        parts.append(probs / probs.sum(axis=1, keepdims=True))
+    return parts

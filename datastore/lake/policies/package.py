@@ -82,8 +82,8 @@ class GraphSession:
         return dict(zip(self._outputs, self._session.run(self._outputs, inputs), strict=True))
 
     @staticmethod
-    def _check_names(kind: str, found: Any, expected: tuple[str, ...], what: str) -> None:
-        names = tuple(value.name for value in found)
+    def _check_names(kind: str, actual: Any, expected: tuple[str, ...], what: str) -> None:
+        names = tuple(value.name for value in actual)
         if names != expected:
             raise PackageInvalidError(
                 f"{what}: found {kind} {list(names)}, expected {list(expected)} for the spaces and "

@@ -144,8 +144,8 @@ class Registry:
             versions = find_versions(state, name)
             # After a lost reply this is called again, with the version committed already.
             mine = [known for known, entry in versions.items() if entry["path"] == folder]
-            taken = [*versions, *find_versions(state, name, "deleted")]
-            version = mine[0] if mine else max(taken, default=0) + 1
+            numbers = [*versions, *find_versions(state, name, "deleted")]
+            version = mine[0] if mine else max(numbers, default=0) + 1
             key = policy_key(name, version)
             data = stamp_manifest(manifest, name, version)
             sha256 = hashlib.sha256(data).hexdigest()
@@ -155,8 +155,8 @@ class Registry:
             if replaces is not None:
                 expected[run_key(run_id)] = run_text(run_id, replaces)
             if run is not None:
-                made = {"policy": name, "policy_version": version}
-                entries[run_key(run_id)] = run_text(run_id, {**run, **made})
+                fields = {"policy": name, "policy_version": version}
+                entries[run_key(run_id)] = run_text(run_id, {**run, **fields})
             # Before the commit, so that whoever sees the version finds it stamped.
             self._storage.put(f"{folder}/{MANIFEST}", data)
             return Intent(
@@ -225,8 +225,8 @@ class Registry:
         else:
             version, selected_by = max(versions), "newest"
         if version not in versions:
-            gone = find_versions(state, name, "deleted")
-            was = ", and that one was deleted" if version in gone else ""
+            tombstones = find_versions(state, name, "deleted")
+            was = ", and that one was deleted" if version in tombstones else ""
             raise NotFoundError(
                 f"policy {text!r}: version {version} is not there, found {min(versions)}.."
                 f"{max(versions)}{was}. `replaylake policies list` names them."
@@ -240,8 +240,8 @@ class Registry:
 
         Raises: NotFoundError.
         """
-        found = self.resolve(name)
-        version = max(find_versions(self._log.newest(), found.name))
+        ref = self.resolve(name)
+        version = max(find_versions(self._log.newest(), ref.name))
         return replace(self.resolve(f"{name}:{version}"), selected_by="newest")
 
     def show(self, ref: PolicyRef) -> dict[str, Any]:

@@ -127,10 +127,10 @@ class UniformPolicy:
         """Return ln of the same probability or density for each action; see Policy.log_probs."""
         space = self._spec.action_space
         if isinstance(space, Discrete):
-            given: Any = as_values(space, actions, "action")
-            check_bounds(space, given, "action")
+            values: Any = as_values(space, actions, "action")
+            check_bounds(space, values, "action")
             return gather_log_probs(
-                self.action_probs(observations, action_mask=action_mask), given, space
+                self.action_probs(observations, action_mask=action_mask), values, space
             )
         if isinstance(space, MultiDiscrete | MultiBinary):
             as_values(space, actions, "action")

@@ -124,9 +124,9 @@ class EvenSample:
         """Offer rows [n, D]."""
         start = -self._num_seen % self._stride
         self._num_seen += len(rows)
-        taken = np.array(rows[start :: self._stride], np.float64)
-        self._parts.append(taken)
-        self._num_held += len(taken)
+        sample = np.array(rows[start :: self._stride], np.float64)
+        self._parts.append(sample)
+        self._num_held += len(sample)
         while self._num_held > _SAMPLE_ROWS:
             halved = self.rows()[::2].copy()
             self._parts, self._num_held = [halved], len(halved)
@@ -142,13 +142,13 @@ def histogram(values: Array, num_bins: int = NUM_BINS) -> Histogram | None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
-    least, greatest = float(finite.min()), float(finite.max())
+    lowest, greatest = float(finite.min()), float(finite.max())
     is_whole = bool((finite == np.round(finite)).all())
-    if is_whole and greatest - least < num_bins:
-        edges = np.arange(least, greatest + 2) - 0.5
-    elif least == greatest or not np.isfinite((greatest - least) / num_bins):
-        edges = np.array([least, np.nextafter(greatest, np.inf)])
+    if is_whole and greatest - lowest < num_bins:
+        edges = np.arange(lowest, greatest + 2) - 0.5
+    elif lowest == greatest or not np.isfinite((greatest - lowest) / num_bins):
+        edges = np.array([lowest, np.nextafter(greatest, np.inf)])
     else:
-        edges = np.linspace(least, greatest, num_bins + 1)
+        edges = np.linspace(lowest, greatest, num_bins + 1)
     counts, _ = np.histogram(finite, edges)
     return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))

@@ -161,8 +161,8 @@ def _floats(column: pa.ChunkedArray) -> Any:
 
 
 def _episode_histogram(snapshot: Snapshot, column: str) -> Histogram | None:
-    found = snapshot.sql(f"SELECT CAST({column} AS DOUBLE) AS value FROM episodes")
-    return histogram(_floats(found.column("value")))
+    values = snapshot.sql(f"SELECT CAST({column} AS DOUBLE) AS value FROM episodes")
+    return histogram(_floats(values.column("value")))
 
 
 def _missing(snapshot: Snapshot) -> dict[str, float]:
@@ -200,7 +200,7 @@ def _policies(snapshot: Snapshot) -> tuple[tuple[PolicyShare, ...], bool]:
 
 def _checks(history: Sequence[Mapping[str, Any]], version: int) -> tuple[IngestCheck, ...]:
     """Sum up what the ingests up to a version said; an ingest says it in each of its commits."""
-    said: dict[tuple[Any, str, str], IngestCheck] = {}
+    checks: dict[tuple[Any, str, str], IngestCheck] = {}
     for commit in history:
         if int(commit.get("version", 0)) > version:
             continue
@@ -212,9 +212,9 @@ def _checks(history: Sequence[Mapping[str, Any]], version: int) -> tuple[IngestC
                 int(one.get("num_rows") or 0),
                 str(one.get("example") or ""),
             )
-            said[commit.get("producer"), check.check, check.outcome] = check
+            checks[commit.get("producer"), check.check, check.outcome] = check
     joined: dict[tuple[str, str], IngestCheck] = {}
-    for check in said.values():
+    for check in checks.values():
         key = (check.check, check.outcome)
         before = joined.get(key)
         joined[key] = check if before is None else _add_checks(before, check)

@@ -51,7 +51,7 @@ class LeafStatistics:
         self.left_out: list[str] = []
         self._numeric: list[tuple[str, Leaf, int]] = []
         self._counts: dict[str, tuple[int, Array]] = {}
-        given, names = names, []
+        all_names, names = names, []
         lows: list[Array] = []
         highs: list[Array] = []
         for dotted, leaf in leaves(space):
@@ -69,8 +69,8 @@ class LeafStatistics:
                 continue
             low, high = (np.broadcast_to(b, value_shape(leaf)).reshape(-1) for b in bounds(leaf))
             self._numeric.append((name, leaf, shown))
-            if len(given) == size and not dotted:
-                names += given[:shown]
+            if len(all_names) == size and not dotted:
+                names += all_names[:shown]
             else:
                 names += [name] if size == 1 else [f"{name}[{i}]" for i in range(shown)]
             lows.append(low[:shown])
@@ -100,8 +100,8 @@ class LeafStatistics:
             rows[:, start : start + shown] = part.reshape(num, -1)[:, :shown]
             start += shown
         for name, (first, counts) in self._counts.items():
-            found = np.asarray(_get_leaf(values, name, self._what)).astype(np.int64) - first
-            counts += np.bincount(found, minlength=len(counts))[: len(counts)]
+            numbers = np.asarray(_get_leaf(values, name, self._what)).astype(np.int64) - first
+            counts += np.bincount(numbers, minlength=len(counts))[: len(counts)]
         self._columns.add(rows)
         return rows
 

@@ -108,12 +108,12 @@ class Checkpoints:
         doomed = [self._path(n) for n in self.updates() if n not in updates]
         # What describes a checkpoint goes first: without it, its arrays are nothing.
         self._storage.delete(doomed)
-        named = set()
+        in_use = set()
         for update in self.updates():
             # One that is damaged names none, and is passed over when it is read.
             with suppress(PackageInvalidError):
-                named.add(self._read_body(update).get("arrays"))
-        doomed = [name for name in names if name.endswith(".safetensors") and name not in named]
+                in_use.add(self._read_body(update).get("arrays"))
+        doomed = [name for name in names if name.endswith(".safetensors") and name not in in_use]
         self._storage.delete(f"{self._folder}/{name}" for name in doomed)
 
     def remove(self) -> None:
@@ -146,9 +146,9 @@ class Checkpoints:
         data = self._storage.get(path)
         if data is None:
             raise self._damaged_error(path, "it is not there")
-        if (found := hashlib.sha256(data).hexdigest()) != about["sha256"]:
+        if (digest := hashlib.sha256(data).hexdigest()) != about["sha256"]:
             raise self._damaged_error(
-                path, f"its sha256 is {found[:12]}, not {about['sha256'][:12]}"
+                path, f"its sha256 is {digest[:12]}, not {about['sha256'][:12]}"
             )
         try:
             arrays = safetensors.numpy.load(data)

@@ -75,11 +75,11 @@ class RunLease:
             time.sleep(0.02)
         self._fd = fd
         try:
-            found = last_heartbeat(self._storage, self._run_id)
+            last = last_heartbeat(self._storage, self._run_id)
             identity = _identity(fd)
             # With the same file locked, a heartbeat of this machine is that of a dead process.
-            if found is not None and found.lock != identity and found.age_s < STALE_AFTER_S:
-                raise self._lease_held_error(found)
+            if last is not None and last.lock != identity and last.age_s < STALE_AFTER_S:
+                raise self._lease_held_error(last)
             mine = asdict(self._heartbeat) | {"lock": identity}
             self._heartbeat = Heartbeat(**mine)
             self._put()
@@ -127,9 +127,9 @@ class RunLease:
                 self._put()
 
     def _is_mine(self) -> bool:
-        found = last_heartbeat(self._storage, self._run_id)
-        if found is not None and found.owner != self._heartbeat.owner:
-            self._taken_by = found
+        heartbeat = last_heartbeat(self._storage, self._run_id)
+        if heartbeat is not None and heartbeat.owner != self._heartbeat.owner:
+            self._taken_by = heartbeat
         return self._taken_by is None
 
     def _put(self) -> None:
@@ -160,8 +160,8 @@ def last_heartbeat(storage: Storage, run_id: str) -> Heartbeat | None:
 
 def is_active(storage: Storage, run_id: str) -> bool:
     """Whether a process is at work on the run, as far as can be seen. Raises: StorageError."""
-    found = last_heartbeat(storage, run_id)
-    if found is None:
+    heartbeat = last_heartbeat(storage, run_id)
+    if heartbeat is None:
         return False
     path = _lock_path(storage, run_id)
     if path.exists():
@@ -169,11 +169,11 @@ def is_active(storage: Storage, run_id: str) -> bool:
         if fd is None:
             return True
         try:
-            if found.lock == _identity(fd):
+            if heartbeat.lock == _identity(fd):
                 return False
         finally:
             os.close(fd)
-    return found.age_s < STALE_AFTER_S
+    return heartbeat.age_s < STALE_AFTER_S
 
 
 def _blob(run_id: str) -> str:

@@ -118,7 +118,7 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Write what was added since the last flush, durably. Raises: StorageError."""
-        began = time.monotonic()
+        start = time.monotonic()
         while self._is_dirty:
             rows = self._rows[:PIECE_ROWS]
             self._storage.put(self._path(self._piece), _encode(rows))
@@ -126,7 +126,7 @@ class MetricsLog:
                 self._piece += 1
                 del self._rows[:PIECE_ROWS]
             self._is_dirty = len(rows) == PIECE_ROWS and bool(self._rows)
-        took_s = time.monotonic() - began
+        took_s = time.monotonic() - start
         self._flush_interval_s = max(self._least_interval_s, _WAIT_PER_FLUSH * took_s)
         self._flushed_at = time.monotonic()
 
@@ -144,11 +144,11 @@ class MetricsLog:
             is_kept = pc.less_equal(table["update"], update)
             for name in without:
                 is_kept = pc.and_(is_kept, pc.not_equal(table["name"], name))
-            kept = table.filter(is_kept)
-            if kept.num_rows == 0:
+            rest = table.filter(is_kept)
+            if rest.num_rows == 0:
                 self._storage.delete([path])
-            elif kept.num_rows < table.num_rows:
-                self._storage.put(path, _encode(_rows_of(kept)))
+            elif rest.num_rows < table.num_rows:
+                self._storage.put(path, _encode(_rows_of(rest)))
         self._piece, self._rows = self._newest()
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ def read_logged_metrics(storage: Storage, run_id: str, prefix: str) -> list[Logg
     """
     table = read_metrics(storage, [run_id])
     table = table.filter(pc.starts_with(table["name"].cast(pa.string()), prefix))
-    found: dict[tuple[int, int], dict[str, float]] = {}
+    rows: dict[tuple[int, int], dict[str, float]] = {}
     columns = (
         table["measured_at"].cast(pa.int64()),
         table["update"],
@@ -228,8 +228,8 @@ def read_logged_metrics(storage: Storage, run_id: str, prefix: str) -> list[Logg
         table["value"],
     )
     for at_us, update, name, value in zip(*(column.to_pylist() for column in columns), strict=True):
-        found.setdefault((at_us, update), {})[name] = value
-    return [LoggedMetrics(update, at_us / 1e6, values) for (at_us, update), values in found.items()]
+        rows.setdefault((at_us, update), {})[name] = value
+    return [LoggedMetrics(update, at_us / 1e6, values) for (at_us, update), values in rows.items()]
 
 
 def find_damaged_pieces(storage: Storage) -> Iterator[tuple[str, str]]:
@@ -255,8 +255,8 @@ def _pieces(storage: Storage, run_ids: Collection[str] | None) -> Iterator[tuple
             for path in _piece_paths(storage, f"{RUNS}/{run_id}/metrics"):
                 yield run_id, path
         return
-    found = (_PIECE.fullmatch(file.path) for file in storage.files(RUNS))
-    yield from sorted((match.group(1), match.group()) for match in found if match)
+    matches = (_PIECE.fullmatch(file.path) for file in storage.files(RUNS))
+    yield from sorted((match.group(1), match.group()) for match in matches if match)
 
 
 def _piece_paths(storage: Storage, folder: str) -> list[str]:

@@ -94,19 +94,19 @@ def summarize(storage: Storage, record: Mapping[str, Any]) -> RunSummary:
 
 def find_run(runs: Sequence[Mapping[str, Any]], text: str) -> Mapping[str, Any]:
     """Return the record whose id begins with `text`. Raises: NotFoundError for none, or several."""
-    found = [run for run in runs if run["run_id"].startswith(text)]
-    found = [run for run in found if run["run_id"] == text] or found
-    if len(found) == 1 and text:
-        return found[0]
+    matches = [run for run in runs if run["run_id"].startswith(text)]
+    matches = [run for run in matches if run["run_id"] == text] or matches
+    if len(matches) == 1 and text:
+        return matches[0]
     # The latest are those that people look for.
-    near = ", ".join(run["run_id"] for run in list(found or runs)[-3:])
-    if not found:
+    near = ", ".join(run["run_id"] for run in list(matches or runs)[-3:])
+    if not matches:
         raise NotFoundError(
             f"run {text!r}: not in this lake, whose latest are {near or 'none'}. "
             "`replaylake runs list` names them."
         )
     raise NotFoundError(
-        f"run {text!r}: found {len(found)} runs that begin so, the latest {near}, expected one. "
+        f"run {text!r}: found {len(matches)} runs that begin so, the latest {near}, expected one. "
         "Give more of its id."
     )
 
@@ -164,12 +164,12 @@ def best_point(curve: Curve, *, higher_is_better: bool) -> tuple[int, float] | N
 def _best(
     record: Mapping[str, Any], curves: Mapping[str, Curve]
 ) -> tuple[str | None, float | None, int | None]:
-    if (chosen := record.get("selection")) and chosen.get("value") is not None:
-        return chosen["measure"], chosen["value"], chosen["update"]
+    if (selection := record.get("selection")) and selection.get("value") is not None:
+        return selection["measure"], selection["value"], selection["update"]
     for name, curve in curves.items():
         if name.startswith(SELECTION):
-            found = best_point(curve, higher_is_better=not is_loss(name))
-            update, value = found or (None, None)
+            best = best_point(curve, higher_is_better=not is_loss(name))
+            update, value = best or (None, None)
             return name.removeprefix(SELECTION), value, update
     if (evaluation := record.get("evaluation")) is not None:
         return "evaluation", evaluation["mean_return"], record.get("update")
@@ -222,8 +222,8 @@ def _requested_options(record: Mapping[str, Any]) -> dict[str, Any]:
         for one in record.get("datasets") or ()
     ]
     names = ("algorithm", "env_id", "env_args", "dataset", "seed", "holdout")
-    asked = {key: record.get(key) for key in names}
-    return {**asked, **dict(record.get("config") or {}), "datasets": datasets}
+    options = {key: record.get(key) for key in names}
+    return {**options, **dict(record.get("config") or {}), "datasets": datasets}
 
 
 def _flat(body: Any, name: str = "") -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _find_moved_shards(a: TableSnapshot, b: TableSnapshot) -> set[str]:
     log = CommitLog(first.storage, first.root)
     # By path: the shards of the first version that it came from, and all that became of them.
     groups = {entry.path: {entry.path} for entry in first.files}
-    gone: set[str] = set()
+    removed: set[str] = set()
     try:
         for version in range(first.version + 1, last.version + 1):
             change = log.read_change(version)
@@ -162,11 +162,11 @@ def _find_moved_shards(a: TableSnapshot, b: TableSnapshot) -> set[str]:
                 continue
             group = {entry.path for entry in change.added}.union(*(groups[path] for path in paths))
             groups |= dict.fromkeys(group, group)
-            gone |= paths
+            removed |= paths
     except (NotFoundError, LogCorruptError):
         return set()
     live = {entry.path for entry in last.files}
-    return {path for path, group in groups.items() if group - gone <= live}
+    return {path for path, group in groups.items() if group - removed <= live}
 
 
 @contextmanager

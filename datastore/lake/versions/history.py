@@ -44,14 +44,14 @@ def read_history(dataset: Dataset, tags: Tags, *, limit: int | None = None) -> H
     for tag in tags.list(dataset.name):
         names.setdefault(tag.version, []).append(tag.name)
     log = dataset.table.log
-    found: list[Version] = []
+    history: list[Version] = []
     # Other engines drop the commit of a checkpoint, too.
     oldest = max([log.oldest(), *log.folder.listing().commits[:1]])
     for version in range(newest, oldest - 1, -1):
-        if limit is not None and len(found) == limit:
+        if limit is not None and len(history) == limit:
             break
-        found.append(_version(log.read_change(version), tuple(names.get(version, ()))))
-    return History(dataset.name, tuple(found), newest + 1 - oldest - len(found))
+        history.append(_version(log.read_change(version), tuple(names.get(version, ()))))
+    return History(dataset.name, tuple(history), newest + 1 - oldest - len(history))
 
 
 def _version(change: Change, tags: tuple[str, ...]) -> Version:

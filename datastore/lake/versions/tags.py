@@ -97,8 +97,8 @@ class Tags:
                 version = int(body["version"])
                 broken = any(p.dataset == owner and p.has_broken(version) for p in purges)
                 tags.append(Tag(owner, name, version, int(body["created_ms"]), not broken))
-        chosen = [tag for tag in tags if dataset in (None, tag.dataset)]
-        return sorted(chosen, key=lambda tag: (tag.dataset, tag.name))
+        matches = [tag for tag in tags if dataset in (None, tag.dataset)]
+        return sorted(matches, key=lambda tag: (tag.dataset, tag.name))
 
     def _unknown_tag_error(self, dataset: str, name: str) -> NotFoundError:
         known = [tag.name for tag in self.list(dataset)]

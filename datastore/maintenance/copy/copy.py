@@ -229,10 +229,10 @@ class _Copy:
             if self._snapshot.version <= self._table.next_sequence(self._producer) - 1:
                 return self._receipt(None, drops=drops, notes=notes)
         num_steps = sum(part.num_rows for part in written)
-        seen = {key for key in state.transactions if key.startswith(_PREFIX)}
+        keys = {key for key in state.transactions if key.startswith(_PREFIX)}
 
         def check(found: LogState) -> None:
-            if any(key.startswith(_PREFIX) and key not in seen for key in found.transactions):
+            if any(key.startswith(_PREFIX) and key not in keys for key in found.transactions):
                 raise _RaceLostError
 
         info = {

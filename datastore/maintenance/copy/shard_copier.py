@@ -30,8 +30,8 @@ class ShardCopier:
     def __init__(self, source: TableSnapshot, target: Table) -> None:
         self._source = source
         self._target = target
-        self._left: dict[str, StoredFile] | None = None
-        self._used = set(target.log.newest().files)
+        self._remaining: dict[str, StoredFile] | None = None
+        self._paths = set(target.log.newest().files)
 
     def copy_whole(self, entry: FileEntry) -> WrittenRows:
         """Put a shard into the target, as it is where its field ids are the target's too."""
@@ -64,14 +64,14 @@ class ShardCopier:
         Named by its content, so that a copy that was killed is found: files come whole or not at
         all. Under that name once; two shards of a source may have the same bytes.
         """
-        if self._left is None:
+        if self._remaining is None:
             files = self._target.storage.files(f"{self._target.root}/{FOLDER}")
-            self._left = {file.path: file for file in files}
+            self._remaining = {file.path: file for file in files}
         path = f"{FOLDER}/{content_ulid(entry.sha256)}.parquet"
-        if path in self._used:
+        if path in self._paths:
             return f"{FOLDER}/{new_ulid()}.parquet", None
-        self._used.add(path)
-        file = self._left.get(f"{self._target.root}/{path}")
+        self._paths.add(path)
+        file = self._remaining.get(f"{self._target.root}/{path}")
         if file is None:
             return path, None
         is_young = file.modified_ms > time.time_ns() // 1_000_000 - _REUSE_MS
@@ -83,9 +83,9 @@ class ShardCopier:
         self, entry: FileEntry, present: Sequence[int]
     ) -> tuple[int, WrittenRows] | None:
         """Write the rows that the target lacks, and count their episodes; None if it has all."""
-        kept = np.ones(entry.num_rows, dtype=bool)
-        kept[np.asarray(present, dtype=np.int64)] = False
-        rows = self._read(entry).filter(pa.array(kept))
+        mask = np.ones(entry.num_rows, dtype=bool)
+        mask[np.asarray(present, dtype=np.int64)] = False
+        rows = self._read(entry).filter(pa.array(mask))
         if not rows.num_rows:
             return None
         num = rows.group_by([EPISODE_ID, AGENT_ID]).aggregate([]).num_rows

@@ -114,14 +114,14 @@ class DatasetCheck:
             )
         plans = [self._plan_table(table) for table in self._tables(handle)]
         total = sum(len(plan.live) + len(plan.older) for plan in plans)
-        done = 0
+        num_done = 0
         for plan in plans:
             is_steps = plan.table is handle.table
             with RowCheck() as rows:
                 for checked, number in self._check_shards(plan, _key(plan, handle)):
-                    done += 1
+                    num_done += 1
                     if self._on_progress is not None:
-                        self._on_progress(done, total, name)
+                        self._on_progress(num_done, total, name)
                     self._take_shard(plan, checked, rows, number, is_steps)
                 if is_steps:
                     self._find_row_faults(plan, rows)
@@ -173,13 +173,13 @@ class DatasetCheck:
         if self._all_versions:
             purges = self._lake.purges.list(self._name)
             # What a purge deleted is gone for good, which is no fault.
-            kept = find_retained_files(self._lake, self._name).paths - {
+            retained_paths = find_retained_files(self._lake, self._name).paths - {
                 p for one in purges for p in one.paths
             }
             older = tuple(
                 entry
                 for path, (entry, _) in log.named.items()
-                if path not in log.state.files and f"{table.root}/{path}" in kept
+                if path not in log.state.files and f"{table.root}/{path}" in retained_paths
             )
         return _CheckPlan(table, log, schema, live, older)
 
@@ -207,16 +207,16 @@ class DatasetCheck:
         jobs = iter(enumerate((*plan.live, *plan.older)))
         with ThreadPoolExecutor(_THREADS) as pool:
 
-            def started(num: int) -> Iterable[tuple[int, Future[CheckedShard]]]:
+            def submit(num: int) -> Iterable[tuple[int, Future[CheckedShard]]]:
                 for number, entry in islice(jobs, num):
                     arguments = (plan.table.storage, plan.table.root, entry, schema, number, key)
                     yield number, pool.submit(check_shard, *arguments)
 
-            ahead = list(started(_THREADS + 1))
+            ahead = list(submit(_THREADS + 1))
             while ahead:
                 number, future = ahead.pop(0)
                 yield future.result(), number
-                ahead += started(1)
+                ahead += submit(1)
 
     def _take_shard(
         self, plan: _CheckPlan, checked: CheckedShard, rows: RowCheck, number: int, is_steps: bool
@@ -269,9 +269,9 @@ class DatasetCheck:
             and file.modified_ms < self._horizon_ms
         ]
         # Of an old version that is kept, the commit that named the file may have expired.
-        kept = find_retained_files(self._lake, self._name).paths if old else ()
+        retained_paths = find_retained_files(self._lake, self._name).paths if old else ()
         for file in old:
-            if file.path not in kept:
+            if file.path not in retained_paths:
                 message = (
                     f"no version names it: {file.size_bytes:,} bytes, "
                     f"{age_text(file.modified_ms)}, of a writer that did not commit. "
@@ -288,9 +288,9 @@ class DatasetCheck:
         self._repair_log(plan.table.root, plan.log)
         doubled = {} if rows is None else rows.find_doubled_rows()
         twice = {plan.live[number].path: numbers for number, numbers in doubled.items()}
-        done = quarantine_damage(plan.table, self._name, plan.damages, twice)
-        done += quarantine_orphans(plan.table, self._name, orphans)
-        self.repairs += done
+        num_repairs = quarantine_damage(plan.table, self._name, plan.damages, twice)
+        num_repairs += quarantine_orphans(plan.table, self._name, orphans)
+        self.repairs += num_repairs
 
     def _repair_log(self, root: str, log: CheckedLog) -> None:
         for path in repair_log(self._lake.storage, root, log):
@@ -377,16 +377,16 @@ class RowCheck:
             "USING (episode, agent) ORDER BY episode, agent, shard, row"
         )
         doubled: dict[int, list[int]] = {}
-        seen: set[int] = set()
+        steps: set[int] = set()
         current = None
         for batch in self._batches(query):
             for run in batch.to_pylist():
                 if (run["episode"], run["agent"]) != current:
-                    current, seen = (run["episode"], run["agent"]), set()
+                    current, steps = (run["episode"], run["agent"]), set()
                 for i, step in enumerate(range(run["first"], run["last"] + 1)):
-                    if step in seen:
+                    if step in steps:
                         doubled.setdefault(run["shard"], []).append(run["row"] + i)
-                    seen.add(step)
+                    steps.add(step)
         return doubled
 
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:

@@ -69,7 +69,7 @@ def repair_log(storage: Storage, root: str, checked: CheckedLog) -> list[str]:
 class _LogCheck:
     def __init__(self, folder: LogFolder) -> None:
         self._folder = folder
-        self._found = CheckedLog()
+        self._log = CheckedLog()
         self._live: set[str] = set()
 
     def run(self) -> CheckedLog:
@@ -78,7 +78,7 @@ class _LogCheck:
         if state is not None:
             self._walk(state, listing)
         self._check_pointer(listing)
-        return self._found
+        return self._log
 
     def _base(self, listing: Listing) -> LogState | None:
         """Return what the first readable commit is applied to."""
@@ -95,7 +95,7 @@ class _LogCheck:
             return None
         if state is not None:
             self._live = set(state.files)
-            self._found.named |= {path: (entry, oldest) for path, entry in state.files.items()}
+            self._log.named |= {path: (entry, oldest) for path, entry in state.files.items()}
         return state
 
     def _walk(self, state: LogState, listing: Listing) -> None:
@@ -115,7 +115,7 @@ class _LogCheck:
                 state, batch = applied, []
             if version in checkpoints:
                 self._compare(version, state)
-        self._found.state = state
+        self._log.state = state
 
     def _read_change(self, version: int) -> Change | None:
         path = self._folder.commit_path(version)
@@ -145,7 +145,7 @@ class _LogCheck:
             if entry.path in self._live:
                 self._fault(path, version, f"adds {entry.path}, which was live before it.")
             self._live.add(entry.path)
-            self._found.named[entry.path] = (entry, version)
+            self._log.named[entry.path] = (entry, version)
 
     def _apply(self, state: LogState, batch: list[Change]) -> LogState | None:
         try:
@@ -158,12 +158,12 @@ class _LogCheck:
     def _compare(self, version: int, state: LogState) -> None:
         path = self._folder.checkpoint_path(version)
         try:
-            found = self._folder.read_checkpoint(version)
+            stored_state = self._folder.read_checkpoint(version)
         except (LogCorruptError, FormatTooNewError) as error:
             message = str(error).partition(", expected")[0].removeprefix(f"{path}: ")
-            found = None
+            stored_state = None
         else:
-            message = _describe_difference(found, state, self._folder.storage.get(path))
+            message = _describe_difference(stored_state, state, self._folder.storage.get(path))
         if message:
             self._fault(
                 path,
@@ -172,7 +172,7 @@ class _LogCheck:
                 "them.",
                 is_derived=True,
             )
-            self._found.repairs[version] = state
+            self._log.repairs[version] = state
 
     def _verify_remaining(self, checkpoints: set[int], broken: int) -> None:
         """Check on their own the checkpoints behind a commit that cannot be read."""
@@ -198,7 +198,7 @@ class _LogCheck:
         except ValueError:
             body = None
         if state is None or body != {"version": version, "size": state.num_actions}:
-            self._found.points_wrong = True
+            self._log.points_wrong = True
             self._fault(
                 self._folder.pointer_path,
                 None,
@@ -211,23 +211,23 @@ class _LogCheck:
         self, path: str, version: int | None, message: str, *, is_derived: bool = False
     ) -> None:
         message = message.removeprefix(f"{path}: ")
-        self._found.faults.append(LogFault(path or self._folder.path, version, message, is_derived))
+        self._log.faults.append(LogFault(path or self._folder.path, version, message, is_derived))
 
 
-def _describe_difference(found: LogState | None, state: LogState, data: bytes | None) -> str:
+def _describe_difference(stored_state: LogState | None, state: LogState, data: bytes | None) -> str:
     """Say what a checkpoint has otherwise than its commits; "" if nothing."""
-    if found is None or data is None:
+    if stored_state is None or data is None:
         return "cannot be read"
     for what, one, other in (
-        ("protocol", found.protocol, state.protocol),
-        ("metadata", found.metadata, state.metadata),
-        ("files", _files(found), _files(state)),
-        ("transactions", dict(found.transactions), dict(state.transactions)),
-        ("entries", dict(found.entries), dict(state.entries)),
+        ("protocol", stored_state.protocol, state.protocol),
+        ("metadata", stored_state.metadata, state.metadata),
+        ("files", _files(stored_state), _files(state)),
+        ("transactions", dict(stored_state.transactions), dict(state.transactions)),
+        ("entries", dict(stored_state.entries), dict(state.entries)),
     ):
         # The commit's metaData does not say whether the table takes entries; its protocol does.
-        if what == "metadata" and found.metadata is not None and state.metadata is not None:
-            one, other = found.metadata.to_action(), state.metadata.to_action()
+        if what == "metadata" and stored_state.metadata is not None and state.metadata is not None:
+            one, other = stored_state.metadata.to_action(), state.metadata.to_action()
         if one != other:
             return f"its {what} are not those of the commits"
     # Only one from before checkpoints had a sha256 may be without: or that word was changed.

@@ -159,9 +159,9 @@ def _copy_with_record(table: Table, path: str, why: str, entry: FileEntry | None
 
 
 def _without(snapshot: TableSnapshot, entry: FileEntry, rows: Sequence[int]) -> pa.Table:
-    kept = np.ones(entry.num_rows, dtype=bool)
-    kept[np.asarray(rows)] = False
-    return replace(snapshot, files=(entry,)).read().filter(pa.array(kept))
+    mask = np.ones(entry.num_rows, dtype=bool)
+    mask[np.asarray(rows)] = False
+    return replace(snapshot, files=(entry,)).read().filter(pa.array(mask))
 
 
 def _num_episodes(table: Table, entry: FileEntry, copy: str) -> int | None:

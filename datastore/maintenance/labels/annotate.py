@@ -189,15 +189,15 @@ def annotate(
         dataset, key, ready, expression, cast_columns(ready, added, schema), to, strict
     )
     work.on_progress = on_progress
-    done = rewrite(
+    result = rewrite(
         handle.table, work.plan, producer=producer, sequence=sequence, operation="ANNOTATE"
     )
-    if done is None:
+    if result is None:
         return work.receipt
-    if done.already_present:
-        counts = _counts(handle, done.version)
-        return replace(work.receipt, **counts, version=done.version, already_present=True)
-    return replace(work.receipt, version=done.version)
+    if result.already_present:
+        counts = _counts(handle, result.version)
+        return replace(work.receipt, **counts, version=result.version, already_present=True)
+    return replace(work.receipt, version=result.version)
 
 
 def _counts(handle: Dataset, version: int) -> dict[str, Any]:
@@ -251,26 +251,26 @@ class _Annotation:
                 self._labels.values.slice(0, 0), snapshot.schema.empty_table()
             )
         only_last = self._expression is not None and self._to == "last"
-        found = match_labels(snapshot, self._key, self._labels, only_last=only_last)
+        match = match_labels(snapshot, self._key, self._labels, only_last=only_last)
         self.receipt = replace(
             self.receipt,
-            matched=found.num_matched,
-            unmatched=found.num_unmatched + self._labels.num_without_key,
-            ambiguous=found.num_ambiguous + self._labels.num_ambiguous,
-            open_episodes=found.num_open if only_last else 0,
-            unmatched_keys=found.unmatched_keys,
-            ambiguous_keys=(*self._labels.ambiguous_keys, *found.ambiguous_keys)[:10],
+            matched=match.num_matched,
+            unmatched=match.num_unmatched + self._labels.num_without_key,
+            ambiguous=match.num_ambiguous + self._labels.num_ambiguous,
+            open_episodes=match.num_open if only_last else 0,
+            unmatched_keys=match.unmatched_keys,
+            ambiguous_keys=(*self._labels.ambiguous_keys, *match.ambiguous_keys)[:10],
         )
         if self._strict and (self.receipt.unmatched or self.receipt.ambiguous):
             self.receipt = replace(self.receipt, refused=True)
             return RewritePlan({})
-        return self._plan_changes(snapshot, found)
+        return self._plan_changes(snapshot, match)
 
-    def _plan_changes(self, snapshot: TableSnapshot, found: LabelMatch) -> RewritePlan:
+    def _plan_changes(self, snapshot: TableSnapshot, match: LabelMatch) -> RewritePlan:
         changes: dict[FileEntry, ChangeRows] = {}
         num_steps = num_matched = 0
         for index, entry in enumerate(snapshot.files):
-            hits = found.hits_in_file(index)
+            hits = match.hits_in_file(index)
             if not self._added:
                 hits = hits.filter(hits.column("is_target"))
             if hits.num_rows:
@@ -315,17 +315,17 @@ class _Annotation:
         self, rows: pa.Table, hits: pa.Table
     ) -> list[tuple[str, NDArray[np.int64], pa.Array]]:
         """Return for each column the places in a shard whose value changes, and the new values."""
-        found = []
+        columns = []
         if self._expression is not None:
-            chosen = hits.filter(hits.column("is_target"))
-            labels = self._labels.values.take(chosen.column("label"))
-            at = chosen.column("row").combine_chunks()
+            targets = hits.filter(hits.column("is_target"))
+            labels = self._labels.values.take(targets.column("label"))
+            at = targets.column("row").combine_chunks()
             rewards = self._expression.evaluate(labels, rows.take(at))
-            found.append((REWARD, at, rewards))
+            columns.append((REWARD, at, rewards))
         for name, column in self._added.items():
             values = column.take(hits.column("label").combine_chunks())
-            found.append((name, hits.column("row").combine_chunks(), values))
-        changed = [(name, *_drop_unchanged(rows, name, at, values)) for name, at, values in found]
+            columns.append((name, hits.column("row").combine_chunks(), values))
+        changed = [(name, *_drop_unchanged(rows, name, at, values)) for name, at, values in columns]
         return [(name, at, values) for name, at, values in changed if len(at)]
 
 
@@ -349,28 +349,28 @@ def _plain(array: pa.Array) -> pa.Array:
 
 
 def check_assigned(
-    given: Mapping[str, str], added: Mapping[str, str], key: LabelKey, to: str
+    assignments: Mapping[str, str], added: Mapping[str, str], key: LabelKey, to: str
 ) -> None:
     """Refuse what labels may not write. Raises: ConfigInvalidError."""
-    if not given and not added:
+    if not assignments and not added:
         raise ConfigInvalidError(
             "annotate: found nothing to write, expected `set` of reward, or `add`."
         )
-    if other := sorted({*given} - {REWARD}):
+    if other := sorted({*assignments} - {REWARD}):
         raise ConfigInvalidError(
             f"set: found {other[0]}, expected reward: the other columns of a step are part of "
             "the log. Ends are set by the log or by feedback, new columns with `add`.",
             parameter="set",
         )
-    if taken := sorted({*added} & {*_RESERVED}):
+    if clashes := sorted({*added} & {*_RESERVED}):
         raise ConfigInvalidError(
-            f"add: found {taken[0]}, expected none of the columns that every step has. Name it "
-            f"otherwise, as in `add` my_{taken[0]}={added[taken[0]]}; a reward is `set`.",
+            f"add: found {clashes[0]}, expected none of the columns that every step has. Name it "
+            f"otherwise, as in `add` my_{clashes[0]}={added[clashes[0]]}; a reward is `set`.",
             parameter="add",
         )
     if to not in ("last", "each"):
         raise ConfigInvalidError(f"to: found {to!r}, expected last or each.", parameter="to")
-    if to == "each" and (not given or key.is_step_key):
+    if to == "each" and (not assignments or key.is_step_key):
         raise ConfigInvalidError(
             "to each: expected a reward and a key of episodes: other labels go to all steps that "
             "they name. Leave it out."
@@ -395,17 +395,17 @@ def cast_columns(
 
 
 def _cast(values: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
-    found, types = values.type, pa.types
-    texts = types.is_string(found) and types.is_dictionary(kind)
-    texts |= types.is_dictionary(found) and types.is_string(kind)
-    numbers = types.is_integer(found) and (types.is_floating(kind) or types.is_integer(kind))
-    numbers |= types.is_floating(found) and types.is_floating(kind)
+    actual, types = values.type, pa.types
+    texts = types.is_string(actual) and types.is_dictionary(kind)
+    texts |= types.is_dictionary(actual) and types.is_string(kind)
+    numbers = types.is_integer(actual) and (types.is_floating(kind) or types.is_integer(kind))
+    numbers |= types.is_floating(actual) and types.is_floating(kind)
     try:
         if texts or numbers:
             return values.dictionary_encode().cast(kind) if texts else values.cast(kind)
     except pa.ArrowException as error:
-        raise _type_mismatch_error(name, f"{found} ({error})", kind) from error
-    raise _type_mismatch_error(name, str(found), kind)
+        raise _type_mismatch_error(name, f"{actual} ({error})", kind) from error
+    raise _type_mismatch_error(name, str(actual), kind)
 
 
 def _type_mismatch_error(name: str, found: str, kind: pa.DataType) -> SchemaMismatchError:
@@ -496,5 +496,5 @@ def _is_match_sql(key: LabelKey, only_last: bool) -> str:
 
 
 def _examples(labels: Labels, rows: np.ndarray[Any, Any]) -> tuple[tuple[Any, ...], ...]:
-    chosen = labels.keys.take(pa.array(rows[:MAX_EXAMPLES], pa.int64()))
-    return tuple(tuple(row.values()) for row in chosen.to_pylist())
+    keys = labels.keys.take(pa.array(rows[:MAX_EXAMPLES], pa.int64()))
+    return tuple(tuple(row.values()) for row in keys.to_pylist())

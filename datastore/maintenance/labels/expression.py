@@ -48,13 +48,13 @@ class LabelExpression:
             "ORDER BY place"
         )
         with scan_connection(sides) as connection:
-            found = execute(connection, query)
-        if found.num_rows != steps.num_rows:
+            result = execute(connection, query)
+        if result.num_rows != steps.num_rows:
             raise QueryRefusedError(
-                f"reward {self.text}: found {found.num_rows} values for {steps.num_rows} labels, "
+                f"reward {self.text}: found {result.num_rows} values for {steps.num_rows} labels, "
                 "expected one each. Leave out aggregates and unnest."
             )
-        values = found.column("value").combine_chunks()
+        values = result.column("value").combine_chunks()
         _check_finite(values, self)
         return values
 
@@ -83,12 +83,10 @@ def parse_expression(
                 f"reward {text}: found no column {unknown[0]}, expected one of the labels "
                 f"({', '.join(label_columns)}) or of their steps ({', '.join(step_columns)})."
             )
-        spelt = execute(
-            connection, "SELECT json_deserialize_sql($j) AS q", {"j": json.dumps(tree)}
-        )["q"][0].as_py()
-    return LabelExpression(
-        str(spelt).removeprefix(_PREFIX), tuple(used[_LABEL]), tuple(used[_STEPS])
-    )
+        ast = execute(connection, "SELECT json_deserialize_sql($j) AS q", {"j": json.dumps(tree)})[
+            "q"
+        ][0].as_py()
+    return LabelExpression(str(ast).removeprefix(_PREFIX), tuple(used[_LABEL]), tuple(used[_STEPS]))
 
 
 def _qualify(

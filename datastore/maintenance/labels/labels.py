@@ -223,14 +223,14 @@ def _group_by_key(keys: pa.Table, values: pa.Table) -> tuple[pa.Table, str]:
     )
     of_keys = [f'"key {name}"' for name in keys.column_names]
     of_values = [f'"value {name}"' for name in values.column_names]
-    named = ", ".join(f'"key {name}" AS {name}' for name in keys.column_names)
+    columns = ", ".join(f'"key {name}" AS {name}' for name in keys.column_names)
     same = f"min(hash({', '.join(of_values)})) = max(hash({', '.join(of_values)}))"
     is_whole = " AND ".join(f"{name} IS NOT NULL" for name in of_keys)
     row = ", ".join(f"'{i}': {name}" for i, name in enumerate([*of_keys, *of_values]))
     with scan_connection({"labels": indexed}) as connection:
         groups = query_arrow(
             connection,
-            f'SELECT min("{_ROW}") AS "{_ROW}", count(*) AS n, {named}, '
+            f'SELECT min("{_ROW}") AS "{_ROW}", count(*) AS n, {columns}, '
             f"{same if of_values else 'true'} AS is_one FROM labels WHERE {is_whole} "
             f'GROUP BY {", ".join(of_keys)} ORDER BY "{_ROW}"',
         )

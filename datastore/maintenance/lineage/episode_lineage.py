@@ -105,15 +105,15 @@ def _spans(dataset: Dataset, episode_id: str) -> Iterator[VersionSpan]:
             for path in removed:
                 live.pop(path, None)
             for entry in added:
-                if (held := _shard_holds(dataset, entry, episode_id)) != "no":
-                    live[entry.path] = held
-            found = set(live.values())
-            yield version, "yes" if "yes" in found else "unknown" if found else "no"
+                if (answer := _shard_holds(dataset, entry, episode_id)) != "no":
+                    live[entry.path] = answer
+            paths = set(live.values())
+            yield version, "yes" if "yes" in paths else "unknown" if paths else "no"
 
-    for held, group in groupby(each(), key=lambda pair: pair[1]):
+    for answer, group in groupby(each(), key=lambda pair: pair[1]):
         versions = [version for version, _ in group]
-        if held != "no":
-            yield VersionSpan(versions[0], versions[-1], held)
+        if answer != "no":
+            yield VersionSpan(versions[0], versions[-1], answer)
 
 
 def _changes(dataset: Dataset) -> Iterator[tuple[int, Sequence[FileEntry], Sequence[str]]]:
@@ -148,26 +148,26 @@ def _trace_training(
     answers: dict[str, tuple[HoldsAnswer, str]] = {}
     for (policy, version), lineage in sorted(lake.registry.lineages(deleted=True).items()):
         if lineage.get("datasets") is None:
-            found: set[tuple[HoldsAnswer, str]] = {
+            all_answers: set[tuple[HoldsAnswer, str]] = {
                 ("unknown", "its lineage names no training episodes")
             }
         else:
-            found = set()
+            all_answers = set()
             for selection in lineage["datasets"]:
                 if selection["dataset"] == name:
                     key = repr([selection.get(k) for k in ("version", "since", "where")])
                     key += repr(selection.get("where_steps"))
                     if key not in answers:
                         answers[key] = _selects(lake, selection, episode_id, first, spans)
-                    found.add(answers[key])
+                    all_answers.add(answers[key])
         # One selection that has it is enough, whatever is not known of others.
-        trained = sorted(one for one in found if one[0] != "no")
+        trained = sorted(one for one in all_answers if one[0] != "no")
         if trained:
-            held, why = trained[-1]
+            answer, why = trained[-1]
             yield TrainingUse(
                 policy,
                 version,
-                held,
+                answer,
                 why,
                 deleted=(policy, version) not in there,
                 served=tuple(list_served_versions(lake, policy, [version])),
@@ -189,13 +189,13 @@ def _selects(
         came = int(since) < first <= version
         return "yes" if came else "no", f"came while the run followed {name}@{since} to {version}"
     try:
-        held = _is_selected_by_query(lake, selection, episode_id)
+        answer = _is_selected_by_query(lake, selection, episode_id)
     except ReplayLakeError:
         purge = lake.purges.find_breaking(name, version)
         by = _UNREADABLE if purge is None else f"purge {purge.id} took shards out of it"
         return "unknown", f"of {name}@{version}, which it was trained on, {by}"
     condition = selection.get("where") or "all episodes"
-    return ("yes" if held else "no"), f"in {name}@{version}, {condition}"
+    return ("yes" if answer else "no"), f"in {name}@{version}, {condition}"
 
 
 def _is_selected_by_query(lake: Lake, selection: Mapping[str, Any], episode_id: str) -> bool:

@@ -41,17 +41,17 @@ def trace_decision(lake: Lake, decision_id: str) -> dict[str, Any]:
     Also where the version that decided was deleted since. Raises: NotFoundError if no dataset of
     this lake signed it.
     """
-    dataset, said = _find_signer(lake, decision_id)
+    dataset, token = _find_signer(lake, decision_id)
     decision = {
         "decision_id": decision_id,
         "dataset": dataset.name,
-        "policy": said.policy,
-        "version": said.policy_version,
-        "decided_at": _time(said.timestamp / 1000),
-        "worker": said.worker,
+        "policy": token.policy,
+        "version": token.policy_version,
+        "decided_at": _time(token.timestamp / 1000),
+        "worker": token.worker,
         **_read_decision(lake, dataset, decision_id),
     }
-    trace = _trace(lake, said.policy, said.policy_version, "version")
+    trace = _trace(lake, token.policy, token.policy_version, "version")
     return {"decision": decision, **trace}
 
 
@@ -180,12 +180,12 @@ def list_ingests(
     """
     if not dataset.exists():
         return []
-    found: dict[str, dict[str, Any]] = {}
+    ingests: dict[str, dict[str, Any]] = {}
     for commit in dataset.history():
         after = -1 if since is None else since
         if not after < commit["version"] <= version or not commit.get("num_steps"):
             continue
-        entry = found.setdefault(
+        entry = ingests.setdefault(
             commit["producer"],
             {
                 "producer": commit["producer"],
@@ -200,7 +200,7 @@ def list_ingests(
         entry["versions"].append(commit["version"])
         entry["num_episodes"] += commit.get("num_episodes") or 0
         entry["num_steps"] += commit["num_steps"]
-    return list(found.values())
+    return list(ingests.values())
 
 
 def _find_signer(lake: Lake, decision_id: str) -> tuple[Dataset, DecisionId]:
@@ -208,9 +208,9 @@ def _find_signer(lake: Lake, decision_id: str) -> tuple[Dataset, DecisionId]:
     with suppress(NotFoundError):
         key = lake.signing_key(create=False)
         for name in lake.datasets():
-            said = DecisionSigner(key, name).read(decision_id)
-            if said is not None:
-                return lake.dataset(name), said
+            token = DecisionSigner(key, name).read(decision_id)
+            if token is not None:
+                return lake.dataset(name), token
     raise NotFoundError(
         f"decision {decision_id!r}: found no dataset of this lake that signed it, expected an id "
         "that /act answered while serving with `log_to`. Check the id and `lake`; a server without "
@@ -244,14 +244,14 @@ def _reports(
     """Return the reports of a decision's reward, by whichever of its names a client gave."""
     names = dataset.rewards.snapshot().schema.names
     by = [f"{DECISION_ID} = $id"]
-    given: dict[str, object] = {"id": decision_id}
+    fields: dict[str, object] = {"id": decision_id}
     for keys in ((REQUEST_ID,), (EPISODE_ID, STEP)):
         # Of a table that an earlier release wrote, all name the decision itself.
         if all(key in names and decision.get(key) is not None for key in keys):
             by.append(" AND ".join(f"{key} = ${key}" for key in keys))
-            given |= {key: decision[key] for key in keys}
+            fields |= {key: decision[key] for key in keys}
     query = f"SELECT * FROM {dataset.name}.rewards WHERE ({') OR ('.join(by)}) ORDER BY {TIMESTAMP}"
-    rows: list[dict[str, Any]] = lake.sql(query, given).to_pylist()
+    rows: list[dict[str, Any]] = lake.sql(query, fields).to_pylist()
     return rows
 
 

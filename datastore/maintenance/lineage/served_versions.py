@@ -43,8 +43,8 @@ def list_served_versions(
     Cost: a scan of three narrow columns of every table of decisions.
     """
     tables = [name for name in lake.datasets() if lake.dataset(name).decisions.exists()]
-    wanted = None if versions is None else set(versions)
-    found = []
+    numbers = None if versions is None else set(versions)
+    result = []
     for dataset in tables:
         rows = lake.sql(
             f"SELECT {POLICY} AS policy, {POLICY_VERSION} AS version, "
@@ -53,9 +53,9 @@ def list_served_versions(
             f"WHERE $policy IS NULL OR {POLICY} = $policy GROUP BY ALL",
             {"policy": policy},
         ).to_pylist()
-        found += [
+        result += [
             ServedVersion(dataset=dataset, **row)
             for row in rows
-            if wanted is None or row["version"] in wanted
+            if numbers is None or row["version"] in numbers
         ]
-    return sorted(found, key=lambda one: (one.policy, one.version, one.dataset))
+    return sorted(result, key=lambda one: (one.policy, one.version, one.dataset))

@@ -35,17 +35,17 @@ class DatasetFiles:
         self._name = handle.name
         self.tables = handle.tables()
 
-    def find_deletable(self, wanted: IdSearch) -> list[str]:
+    def find_deletable(self, search: IdSearch) -> list[str]:
         """Return the files that hold a row of it and may go: no version needs them any more."""
         live = self._live()
-        named = {f"{t.root}/{path}" for t in self.tables for path in list_named_paths(t)}
+        paths = {f"{t.root}/{path}" for t in self.tables for path in list_named_paths(t)}
         return [
             file.path
-            for file, trace in self.find_inside(wanted)
+            for file, trace in self.find_inside(search)
             if file.path not in live
             and (
                 file.path.startswith(f"{self._name}/{QUARANTINE}/")
-                or (trace.kind == "rows" and (file.path in named or _is_old(file)))
+                or (trace.kind == "rows" and (file.path in paths or _is_old(file)))
             )
         ]
 
@@ -54,8 +54,8 @@ class DatasetFiles:
         records = [f"{path}.json" for path in doomed if f"/{QUARANTINE}/" in path]
         self._storage.delete([*doomed, *records])
         # Copies of shards that are long gone from the lake may still be here.
-        named = [f"{t.root}/{path}" for t in self.tables for path in list_named_paths(t)]
-        self._storage.forget(sorted({*doomed, *named} - self._live()))
+        paths = [f"{t.root}/{path}" for t in self.tables for path in list_named_paths(t)]
+        self._storage.forget(sorted({*doomed, *paths} - self._live()))
         # After the shards: who writes one now looks at them again.
         summaries.delete_summaries(self._storage, self._name)
         ViewCache(self._storage, self._name).clear()
@@ -64,20 +64,20 @@ class DatasetFiles:
         leftovers = (file for file in self._storage.files(f"{LAKE_ROOT}/tmp") if _is_old(file))
         self._storage.delete([file.path for file in (*derived, *leftovers)])
 
-    def find_remaining(self, wanted: IdSearch) -> tuple[int, list[Trace]]:
+    def find_remaining(self, search: IdSearch) -> tuple[int, list[Trace]]:
         """Look into every file of the dataset; return how many, and those with a trace."""
         num_scanned = sum(1 for _ in self._files())
         live = self._live()
-        left = [
+        traces = [
             replace(trace, kind=LIVE) if file.path in live and trace.kind == "rows" else trace
-            for file, trace in self.find_inside(wanted)
+            for file, trace in self.find_inside(search)
         ]
         for table in self.tables[1:]:
-            held = find_journals(table, wanted.is_in_text)
-            left += [Trace(str(path), JOURNAL) for path in held]
-        return num_scanned, left
+            journals = find_journals(table, search.is_in_text)
+            traces += [Trace(str(path), JOURNAL) for path in journals]
+        return num_scanned, traces
 
-    def find_outside(self, wanted: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
+    def find_outside(self, search: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
         """Look into the lake's own files: its log, and the packages of policies."""
         files = (
             file
@@ -86,16 +86,16 @@ class DatasetFiles:
                 (f"{WORK_LISTS}/", f"{LAKE_ROOT}/tmp/", f"{LAKE_ROOT}/keys/")
             )
         )
-        return find_traces(self._storage, files, wanted)
+        return find_traces(self._storage, files, search)
 
-    def find_inside(self, wanted: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
+    def find_inside(self, search: IdSearch) -> Iterator[tuple[StoredFile, Trace]]:
         """Look into the files of the dataset, but for its journals."""
-        return find_traces(self._storage, self._files(), wanted)
+        return find_traces(self._storage, self._files(), search)
 
-    def scrub_damaged(self, wanted: IdSearch) -> None:
+    def scrub_damaged(self, search: IdSearch) -> None:
         """Take ids out of the journals' records that were kept because no row can hold them."""
         for table in self.tables[1:]:
-            drop_damaged(table, wanted.is_in_text)
+            drop_damaged(table, search.is_in_text)
 
     def _files(self) -> Iterator[StoredFile]:
         """Yield the files of the dataset but for its journals, which may lie elsewhere.

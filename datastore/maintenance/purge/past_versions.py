@@ -38,16 +38,16 @@ def select_in_all_versions(table: Table, condition: str, select: Select | None =
     """
     newest = table.snapshot()
     select = select or select_episode_ids
-    chosen = [select(newest, condition)]
+    selections = [select(newest, condition)]
     decided = _ids(newest, newest.files)
     for before, after, removed in _removals(table):
-        gone = _without(_ids(before, removed), [decided, _ids(after, after.files)])
-        if not len(gone):
+        lost_ids = _without(_ids(before, removed), [decided, _ids(after, after.files)])
+        if not len(lost_ids):
             continue
-        decided = _union([decided, gone])
-        found = select(before, condition)
-        chosen.append(found.filter(pc.is_in(found, value_set=gone)))
-    return _union(chosen)
+        decided = _union([decided, lost_ids])
+        selection = select(before, condition)
+        selections.append(selection.filter(pc.is_in(selection, value_set=lost_ids)))
+    return _union(selections)
 
 
 def find_feedback_in_all_versions(handle: Dataset, episodes: pa.Array) -> pa.Array:
@@ -58,16 +58,16 @@ def find_feedback_in_all_versions(handle: Dataset, episodes: pa.Array) -> pa.Arr
     """
     steps = _old_rows(handle.table, [EPISODE_ID, DECISION_ID, SOURCE_EPISODE_ID])
     mine = steps.filter(pc.is_in(steps.column(EPISODE_ID), value_set=episodes))
-    found = [find_feedback(handle, handle.table.snapshot(), episodes), _column(mine, DECISION_ID)]
+    columns = [find_feedback(handle, handle.table.snapshot(), episodes), _column(mine, DECISION_ID)]
     if handle.decisions.exists():
         clients = _column(mine, SOURCE_EPISODE_ID)
         rows = _old_rows(handle.decisions, [DECISION_ID, EPISODE_ID])
         same = rows.filter(pc.is_in(rows.column(EPISODE_ID), value_set=clients))
         live = handle.decisions.snapshot().read([DECISION_ID]).column(DECISION_ID)
         others = steps.filter(pc.invert(pc.is_in(steps.column(EPISODE_ID), value_set=episodes)))
-        kept = [live.combine_chunks(), _column(others, DECISION_ID)]
-        found.append(_without(_column(same, DECISION_ID), kept))
-    return _union(found)
+        live_columns = [live.combine_chunks(), _column(others, DECISION_ID)]
+        columns.append(_without(_column(same, DECISION_ID), live_columns))
+    return _union(columns)
 
 
 def select_waiting_in_all_versions(handle: Dataset, condition: str) -> pa.Array:
@@ -86,12 +86,12 @@ def list_named_paths(table: Table) -> set[str]:
 
 def find_versions_with(table: Table, paths: Collection[str]) -> tuple[tuple[int, int], ...]:
     """Return ranges (both ends in) of the versions that name one of these files of the lake."""
-    wanted = {path.removeprefix(f"{table.root}/") for path in paths}
-    live = wanted & set(table.log.at(table.log.oldest()).files)
+    relative = {path.removeprefix(f"{table.root}/") for path in paths}
+    live = relative & set(table.log.at(table.log.oldest()).files)
     ranges: list[tuple[int, int]] = []
     begin = table.log.oldest() if live else None
     for change in _changes(table):
-        live = live.difference(change.removed) | wanted.intersection(e.path for e in change.added)
+        live = live.difference(change.removed) | relative.intersection(e.path for e in change.added)
         if live and begin is None:
             begin = change.version
         elif not live and begin is not None:

@@ -228,15 +228,15 @@ class _DatasetPurge:
             self._files.delete(doomed)
             self._files.scrub_damaged(work.id_search)
             self._on_stage("scanning for what is left")
-            num_scanned, left = self._files.find_remaining(work.id_search)
-            if not any(trace.kind in (JOURNAL, LIVE) for trace in left):
+            num_scanned, traces = self._files.find_remaining(work.id_search)
+            if not any(trace.kind in (JOURNAL, LIVE) for trace in traces):
                 break
-        recorded = self._record(work, version, [], is_done=not left)
-        if not left:
+        recorded = self._record(work, version, [], is_done=not traces)
+        if not traces:
             self._storage.delete([self._path(work)])
-        done = _make_receipt(recorded, work, num_steps)
+        receipt = _make_receipt(recorded, work, num_steps)
         named_in = tuple(trace.path for _, trace in self._files.find_outside(work.id_search))
-        return replace(done, num_scanned=num_scanned, left=tuple(left), named_in=named_in)
+        return replace(receipt, num_scanned=num_scanned, left=tuple(traces), named_in=named_in)
 
     def _select(self, condition: str) -> _PurgeWork | None:
         self._on_stage("selecting episodes in all versions")
@@ -270,12 +270,12 @@ class _DatasetPurge:
     def _remove_live(self, work: _PurgeWork) -> int:
         self._recover()
         episodes = pa.array(work.episodes, pa.string())
-        done = remove_episodes(
+        receipt = remove_episodes(
             self._handle, episodes, operation=_OPERATION, producer=f"purge/{work.id}"
         )
         remove_decisions(self._handle, pa.array(work.decisions, pa.string()), _OPERATION)
         remove_received(self._handle, episodes, _OPERATION)  # what came while it ran
-        return done.num_steps
+        return receipt.num_steps
 
     def _version(self, work: _PurgeWork) -> int:
         """Return the version of the purge's commit; where no row was live, make one for it."""
@@ -383,7 +383,7 @@ def find_trained_policies(lake: Lake, dataset: str, episodes: pa.Array) -> dict[
     scan for each version and condition that some policy was trained with.
     """
     counts: dict[tuple[int, str | None], int | None] = {}
-    found: dict[str, int | None] = {}
+    policies: dict[str, int | None] = {}
     # A deleted version may still be served somewhere, from a package of its own.
     for (policy, policy_version), lineage in lake.registry.lineages(deleted=True).items():
         for selection in lineage.get("datasets", ()):
@@ -393,8 +393,8 @@ def find_trained_policies(lake: Lake, dataset: str, episodes: pa.Array) -> dict[
             if key not in counts:
                 counts[key] = _num_selected(lake, dataset, key, episodes)
             if counts[key] != 0:
-                found[f"{policy}:{policy_version}"] = counts[key]
-    return found
+                policies[f"{policy}:{policy_version}"] = counts[key]
+    return policies
 
 
 def _num_selected(

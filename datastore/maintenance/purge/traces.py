@@ -47,7 +47,7 @@ class IdSearch:
                         end = int(np.frombuffer(needle[-8:], "<u8")[0])
                         self._needles.setdefault(end, []).append(needle)
         self._ends = np.array(sorted(self._needles), np.uint64)
-        self._longest = max((len(n) for found in self._needles.values() for n in found), default=0)
+        self._longest = max((len(n) for group in self._needles.values() for n in group), default=0)
 
     def is_in_text(self, data: bytes) -> bool:
         """Whether an id stands in the bytes, not as a part of a longer one."""
@@ -65,8 +65,8 @@ class IdSearch:
         for group in range(file.num_row_groups if columns else 0):
             rows = file.read_row_group(group, columns=columns)
             for name in columns:
-                found = rows.column(name).cast(pa.string())
-                if pc.any(pc.is_in(found, value_set=self.columns[name])).as_py():
+                texts = rows.column(name).cast(pa.string())
+                if pc.any(pc.is_in(texts, value_set=self.columns[name])).as_py():
                     return True
         return False
 
@@ -85,26 +85,26 @@ class IdSearch:
 
 
 def find_traces(
-    storage: Storage, files: Iterable[StoredFile], wanted: IdSearch
+    storage: Storage, files: Iterable[StoredFile], search: IdSearch
 ) -> Iterator[tuple[StoredFile, Trace]]:
     """Look into files; yields those with a trace. Cost: reads their columns of ids, or all."""
     for file in files:
-        if (kind := _kind(storage, file, wanted)) is not None:
+        if (kind := _kind(storage, file, search)) is not None:
             yield file, Trace(file.path, kind)
 
 
-def _kind(storage: Storage, file: StoredFile, wanted: IdSearch) -> str | None:
+def _kind(storage: Storage, file: StoredFile, search: IdSearch) -> str | None:
     if not file.path.endswith(".parquet"):
         data = storage.get(file.path)
-        return "text" if data is not None and wanted.is_in_text(data) else None
+        return "text" if data is not None and search.is_in_text(data) else None
     try:
         # Never through the local cache: from there it would have to be purged again.
         with storage.open_original(file.path) as source, pq.ParquetFile(source) as parquet:
-            names = [name for name in wanted.columns if name in parquet.schema_arrow.names]
+            names = [name for name in search.columns if name in parquet.schema_arrow.names]
             if names:
-                return "rows" if wanted.is_in_rows(parquet, names) else None
+                return "rows" if search.is_in_rows(parquet, names) else None
             text = json.dumps(parquet.read().to_pylist(), default=str, ensure_ascii=False)
-            return "text" if wanted.is_in_text(text.encode()) else None
+            return "text" if search.is_in_text(text.encode()) else None
     except FileNotFoundError:
         return None
     except (pa.ArrowException, OSError):

@@ -267,8 +267,8 @@ def _num_rows(stats: pa.Array) -> list[int]:
     """Return numRecords of each text; in those of other engines it stands among other numbers."""
     ours = pc.struct_field(pc.extract_regex(stats, _STATS), "num_rows").cast(pa.int64()).to_pylist()
     return [
-        int(json.loads(stats[i].as_py() or "{}").get("numRecords", 0)) if found is None else found
-        for i, found in enumerate(ours)
+        int(json.loads(stats[i].as_py() or "{}").get("numRecords", 0)) if value is None else value
+        for i, value in enumerate(ours)
     ]
 
 

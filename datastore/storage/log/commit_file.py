@@ -58,10 +58,10 @@ def check_applies(intent: Intent, state: LogState) -> None:
         if entry.path in state.files:
             raise CommitConflictError(f"{intent.operation}: {entry.path} is already in the table.")
     for key, expected in intent.expected.items():
-        found = state.entries.get(key)
-        if found != expected:
+        now = state.entries.get(key)
+        if now != expected:
             raise CommitConflictError(
-                f"{intent.operation} {key}: found {found}, expected {expected}: another writer was "
+                f"{intent.operation} {key}: found {now}, expected {expected}: another writer was "
                 "first. Look at the new value and run it again."
             )
 

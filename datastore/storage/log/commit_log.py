@@ -127,12 +127,12 @@ class CommitLog:
             if self._is_name_expired(version, intent):
                 self.folder.storage.delete([path])
                 continue
-            made = state.apply([decode(data, path, version)])
+            new_state = state.apply([decode(data, path, version)])
             with self._lock:
                 if self._newest.version == state.version:
-                    self._newest = made
-            if _is_checkpoint_due(made):
-                self._checkpointer.start(made)
+                    self._newest = new_state
+            if _is_checkpoint_due(new_state):
+                self._checkpointer.start(new_state)
             return CommitResult(version, False)
 
     def checkpoint(self, version: int) -> None:
@@ -249,21 +249,21 @@ class CommitLog:
 
     def _changes(self, first: int, last: int) -> list[Change]:
         """Return what a range of commits changed, each of which has to be there."""
-        found: list[Change] = []
-        while (start := first + len(found)) <= last:
+        changes: list[Change] = []
+        while (start := first + len(changes)) <= last:
             versions = range(start, min(start + FETCH_BATCH, last + 1))
             for version, change in zip(versions, self.folder.read_changes(versions), strict=True):
                 if change is None:
                     raise self._missing_version_error(version, last)
-                found.append(change)
-        return found
+                changes.append(change)
+        return changes
 
     def _probe(self, first: int) -> list[Change]:
         """Return what the commits from `first` on change, as many as there are."""
-        found: list[Change] = []
-        while (change := self.folder.read_change(first + len(found))) is not None:
-            found.append(change)
-        return found
+        changes: list[Change] = []
+        while (change := self.folder.read_change(first + len(changes))) is not None:
+            changes.append(change)
+        return changes
 
     def _apply(self, state: LogState, changes: Sequence[Change]) -> LogState:
         if not changes:

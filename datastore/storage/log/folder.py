@@ -64,8 +64,8 @@ class LogFolder:
         for match in map(_NAME.fullmatch, names):
             if match:
                 is_commit = match.group(2) == "json"
-                found = listing.commits if is_commit else listing.checkpoints
-                found.append(int(match.group(1)))
+                versions = listing.commits if is_commit else listing.checkpoints
+                versions.append(int(match.group(1)))
         return listing
 
     def read_changes(self, versions: Sequence[int]) -> list[Change | None]:

@@ -79,12 +79,12 @@ class Purges:
 
 def list_purges(state: LogState, dataset: str | None = None) -> list[Purge]:
     """Return the purges that a state of the lake's log names, oldest first."""
-    found = []
+    purges = []
     for key, text in state.entries.items():
         kind, _, rest = key.partition("/")
         if kind == _PREFIX and dataset in (None, rest.partition("/")[0]):
-            found.append(_parse_purge(json.loads(text)))
-    return sorted(found, key=lambda purge: purge.id)
+            purges.append(_parse_purge(json.loads(text)))
+    return sorted(purges, key=lambda purge: purge.id)
 
 
 def _parse_purge(body: Mapping[str, Any]) -> Purge:

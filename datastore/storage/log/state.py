@@ -93,10 +93,10 @@ class TableMetadata:
 
     def check_format(self) -> None:
         """Refuse a table of a later format than this code reads. Raises: FormatTooNewError."""
-        found = int(self.configuration.get(_FORMAT_KEY, FORMAT_VERSION))
-        if found > FORMAT_VERSION:
+        version = int(self.configuration.get(_FORMAT_KEY, FORMAT_VERSION))
+        if version > FORMAT_VERSION:
             raise FormatTooNewError(
-                f"found format version {found}, expected at most {FORMAT_VERSION}. Install "
+                f"found format version {version}, expected at most {FORMAT_VERSION}. Install "
                 f"ReplayLake {self.configuration.get(_WRITER_KEY, 'newer')} or later to open it."
             )
 

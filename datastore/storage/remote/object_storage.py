@@ -101,8 +101,8 @@ def open_store(scheme: str, bucket: str, prefix: str) -> StoreHandles:
         "az": stores.AzureStore,
     }
     # Whoever names an endpoint without TLS means it: a server on loopback or in a cluster.
-    named = [os.environ.get(name, "") for name in ENDPOINTS[scheme]]
-    without_tls = any(text.startswith("http://") for text in named)
+    endpoints = [os.environ.get(name, "") for name in ENDPOINTS[scheme]]
+    without_tls = any(text.startswith("http://") for text in endpoints)
     client: ClientConfig = {**_CLIENT, "allow_http": without_tls}
     options: dict[str, Any] = {"prefix": prefix or None, "client_options": client}
     try:
@@ -169,9 +169,9 @@ class ObjectStorage:
                     obstore.put(self._store.once, key, data, mode="create")
                 return True
             except _NameTakenError:
-                found = self.get(path)
-                if found is not None:
-                    return lost and found == data
+                stored = self.get(path)
+                if stored is not None:
+                    return lost and stored == data
                 # S3 says 409 to one of two creates at once, where it may then have neither.
                 last: Exception = StorageError(
                     f"{self._name(path)}: the store answers that it exists and has no such blob, "
@@ -212,19 +212,19 @@ class ObjectStorage:
             else:
                 offset = f"{key}/{after}" if key else after
                 stream = obstore.list(self._store.retrying, key or None, offset=offset)
-                paths = [found["path"] for found in stream.collect()]
+                paths = [item["path"] for item in stream.collect()]
         start = len(key) + 1 if key else 0
-        found = {path[start:].partition("/")[0] for path in paths if len(path) > start}
-        return sorted(name for name in found if name > after)
+        parts = {path[start:].partition("/")[0] for path in paths if len(path) > start}
+        return sorted(name for name in parts if name > after)
 
     def files(self, folder: str) -> Iterator[StoredFile]:
         """List everything below a prefix."""
         with self._translate_errors(folder):
             stream = _obstore().list(self._store.retrying, _key(folder) or None, chunk_size=1000)
             for chunk in stream:
-                for found in chunk:
-                    modified_ms = round(found["last_modified"].timestamp() * 1000)
-                    yield StoredFile(found["path"], found["size"], modified_ms)
+                for item in chunk:
+                    modified_ms = round(item["last_modified"].timestamp() * 1000)
+                    yield StoredFile(item["path"], item["size"], modified_ms)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete blobs, and this machine's copies of them."""
@@ -304,10 +304,10 @@ class ObjectStorage:
                 file.write(chunk)
                 digest.update(chunk)
                 num_bytes += len(chunk)
-        found = digest.hexdigest()
-        if blob.size_bytes not in (-1, num_bytes) or blob.sha256 not in ("", found):
+        actual = digest.hexdigest()
+        if blob.size_bytes not in (-1, num_bytes) or blob.sha256 not in ("", actual):
             raise ShardCorruptError(
-                f"{self._name(blob.path)}: found {num_bytes} bytes of sha256 {found[:16]}, "
+                f"{self._name(blob.path)}: found {num_bytes} bytes of sha256 {actual[:16]}, "
                 f"expected {'any number' if blob.size_bytes < 0 else blob.size_bytes} of "
                 f"{blob.sha256[:16]} as committed. Restore the file from a copy of the lake."
             )
@@ -368,7 +368,7 @@ def to_storage_error(
     """Return what to raise for obstore's error on `name`; `denied` where it is of that class."""
     text = str(error)
     # A shared access signature is a secret, and in the query.
-    said = re.sub(r"\?\S*", "", text.split("\n\n")[0].replace("\n", " "))[:300]
+    what = re.sub(r"\?\S*", "", text.split("\n\n")[0].replace("\n", " "))[:300]
     variables = _CREDENTIALS[scheme]
     if is_missing_bucket(error):
         return StorageError(
@@ -381,16 +381,16 @@ def to_storage_error(
         )
     if denied or re.search(r"status code: 40[013]\b", text):
         return StorageError(
-            f"{name}: the store refused ({said}), expected credentials that may list, read and "
+            f"{name}: the store refused ({what}), expected credentials that may list, read and "
             f"write there. Check {variables} and what they may do."
         )
     kind = StorageError if re.search(r"status code: [34]\d\d", text) else TransientStorageError
     if re.search(r"kind: (Connect|Timeout)\b", text):
         return kind(
-            f"{name}: no answer ({said}), expected an object store there. Check the network and "
+            f"{name}: no answer ({what}), expected an object store there. Check the network and "
             "the endpoint (AWS_ENDPOINT_URL for S3), then run it again."
         )
     return kind(
-        f"{name}: {said}, expected to read or write it. Run it again: what was committed before is "
+        f"{name}: {what}, expected to read or write it. Run it again: what was committed before is "
         "recognised."
     )

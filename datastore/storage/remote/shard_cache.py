@@ -167,7 +167,7 @@ class ShardCache:
             with ThreadPoolExecutor(min(len(blobs), PARALLEL_REQUESTS)) as pool:
                 running = [pool.submit(self._copy, blob, copy) for blob in blobs]
                 try:
-                    num_bytes = sum(done.result() for done in running)
+                    num_bytes = sum(future.result() for future in running)
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
@@ -201,21 +201,21 @@ def _trim(home: Path, max_bytes: int) -> CacheTrimResult:
     with _translate_os_errors(home):
         _make_folders(home)
         with lock_cache(home, exclusive=True):
-            held = collect_leased_names(home)
+            leased = collect_leased_names(home)
             copies = sorted(_copies(home))
-            left = sum(size for _, size, _ in copies)
+            total = sum(size for _, size, _ in copies)
             num_files = num_bytes = in_use = 0
             for used_s, size, name in copies:
-                if name in held and now - used_s < _IN_USE_S:
+                if name in leased and now - used_s < _IN_USE_S:
                     in_use += size
-                elif left - num_bytes > max_bytes:
+                elif total - num_bytes > max_bytes:
                     (home / name).unlink(missing_ok=True)
                     num_files, num_bytes = num_files + 1, num_bytes + size
             for path in (home / "tmp").iterdir():
                 with suppress(FileNotFoundError):
                     if now - path.stat().st_mtime > _ABANDONED_S:
                         path.unlink()
-    return CacheTrimResult(num_files, num_bytes, left - num_bytes, in_use)
+    return CacheTrimResult(num_files, num_bytes, total - num_bytes, in_use)
 
 
 def _copies(home: Path) -> Iterator[tuple[float, int, str]]:
@@ -288,17 +288,17 @@ class CacheLease:
 
     def remove(self, paths: Iterable[Path]) -> None:
         with self._lock:
-            gone = []
+            removed = []
             for path in paths:
                 name = str(path.relative_to(self._folder))
                 if name in self._counts:
                     self._counts[name] -= 1
                     if self._counts[name] <= 0:
                         del self._counts[name]
-                        gone.append(name)
+                        removed.append(name)
             if self._counts:
-                self._write("-", gone)
-            elif gone:
+                self._write("-", removed)
+            elif removed:
                 # Or the file would grow for as long as the process lives.
                 os.ftruncate(self._fd, 0)
 

@@ -76,11 +76,11 @@ def _purges(snapshot: TableSnapshot) -> Purges:
 
 def _explain_removal(log: CommitLog, version: int, newest: int, missing: list[str]) -> str:
     """Say which later version took the first of the missing shards out."""
-    gone = set(missing)
+    paths = set(missing)
     try:
         for later in range(version + 1, newest + 1):
             change = log.read_change(later)
-            if not gone.isdisjoint(change.removed):
+            if not paths.isdisjoint(change.removed):
                 return (
                     f"Version {later} ({change.operation or 'unknown'}) took them out, and vacuum "
                     "or purge has removed them since."

@@ -41,7 +41,7 @@ _HASHED_BYTES: Final = 1 << 20  # at a time: stays in the processor's cache
 
 def write_shard(storage: Storage, root: str, data: pa.Table) -> FileEntry:
     """Write one shard durably below `root` and return its log entry, not yet committed."""
-    buffer = _encoded(data)
+    buffer = _to_buffer(data)
     path = f"{FOLDER}/{new_ulid()}.parquet"
     storage.put(f"{root}/{path}", buffer)
     return FileEntry(
@@ -53,7 +53,7 @@ def write_shard(storage: Storage, root: str, data: pa.Table) -> FileEntry:
     )
 
 
-def _encoded(data: pa.Table) -> memoryview:
+def _to_buffer(data: pa.Table) -> memoryview:
     """Return the bytes of the file.
 
     Memory is reserved at once and only what is written to gets real: a sink that grows by copying
@@ -154,8 +154,8 @@ def write_shards(storage: Storage, root: str, parts: Sequence[pa.Table]) -> list
             return [future.result() for future in writing]
         except BaseException:
             pool.shutdown(cancel_futures=True)
-            done = [future for future in writing if not future.cancelled()]
-            written = [future.result() for future in done if future.exception() is None]
+            futures = [future for future in writing if not future.cancelled()]
+            written = [future.result() for future in futures if future.exception() is None]
             # What cannot be deleted is in no version, so that vacuum finds it.
             with suppress(ReplayLakeError):
                 storage.delete([f"{root}/{entry.path}" for entry in written])

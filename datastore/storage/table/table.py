@@ -139,8 +139,8 @@ class Table:
         the table does not exist, SchemaMismatchError if a column's type differs or a required one
         is absent.
         """
-        if (done := self.find_commit(producer, sequence)) is not None:
-            return TableCommit(done, True, 0, 0, 0)
+        if (commit := self.find_commit(producer, sequence)) is not None:
+            return TableCommit(commit, True, 0, 0, 0)
         return self.commit(
             [self.write(data)], producer=producer, sequence=sequence, operation=operation, info=info
         )
@@ -233,12 +233,12 @@ class Table:
                 info=change.info,
             )
 
-        done = self.log.commit(build)
-        if done.already_present:
-            return TableCommit(done.version, True, 0, 0, 0)
+        commit = self.log.commit(build)
+        if commit.already_present:
+            return TableCommit(commit.version, True, 0, 0, 0)
         num_rows = sum(entry.num_rows for entry in entries)
         num_bytes = sum(entry.size_bytes for entry in entries)
-        return TableCommit(done.version, False, num_rows, len(entries), num_bytes)
+        return TableCommit(commit.version, False, num_rows, len(entries), num_bytes)
 
     def _check_not_vacuumed(self, entries: Sequence[FileEntry]) -> None:
         """Look for shards that were written long before their commit: vacuum may have been here."""
@@ -248,10 +248,10 @@ class Table:
         if not old:
             return
         present = set(self.storage.names(f"{self.root}/{FOLDER}"))
-        gone = [entry.path for entry in old if entry.path.removeprefix(f"{FOLDER}/") not in present]
-        if gone:
+        lost = [entry.path for entry in old if entry.path.removeprefix(f"{FOLDER}/") not in present]
+        if lost:
             raise CommitConflictError(
-                f"{self.root}: found no {', '.join(gone[:3])} ({len(gone)} of {len(entries)} "
+                f"{self.root}: found no {', '.join(lost[:3])} ({len(lost)} of {len(entries)} "
                 "shards), expected what was written for this commit over half an hour ago: it was "
                 "vacuumed meanwhile. Write the rows again."
             )

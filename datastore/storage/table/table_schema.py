@@ -68,11 +68,11 @@ def merge_schemas(current: pa.Schema, other: pa.Schema) -> pa.Schema:
     Raises: SchemaMismatchError.
     """
     extra = []
-    taken = {name.lower(): name for name in current.names}
+    by_lower = {name.lower(): name for name in current.names}
     for field in other:
         if field.name not in current.names:
             # Delta and SQL tell no case apart.
-            if (same := taken.setdefault(field.name.lower(), field.name)) != field.name:
+            if (same := by_lower.setdefault(field.name.lower(), field.name)) != field.name:
                 raise SchemaMismatchError(
                     f"column {field.name!r}: found beside {same!r}, expected names that differ "
                     "without regard to case. Rename it."

@@ -72,18 +72,18 @@ class TableSnapshot:
 
         A group is let go two groups later, when nobody who reads one ahead has any of it.
         """
-        held: deque[list[Blob]] = deque()
+        batches: deque[list[Blob]] = deque()
         try:
             for start in range(0, len(self.files), _FETCH_BATCH):
                 entries = self.files[start : start + _FETCH_BATCH]
                 blobs = [blob_of(self.root, entry) for entry in entries]
                 paths = self.storage.fetch(blobs)
-                held.append(blobs)
-                if len(held) > 2:
-                    self.storage.release(held.popleft())
+                batches.append(blobs)
+                if len(batches) > 2:
+                    self.storage.release(batches.popleft())
                 yield from zip(paths, entries, strict=True)
         finally:
-            for blobs in held:
+            for blobs in batches:
                 self.storage.release(blobs)
 
     def read(self, columns: Sequence[str] | None = None) -> pa.Table:

@@ -11,7 +11,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import QueryError, QueryRefusedError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.query.expressions import (
-    bound_condition,
+    bind_condition,
     canonical_expression,
     evaluate_rewards,
     select_episode_keys,
@@ -86,7 +86,7 @@ def test_a_condition_between_what_is_sure_and_what_may_be(
     known = {"num_steps": "true", "policy": "has_policy"}
     row = "(SELECT 3 AS num_steps, NULL::VARCHAR AS policy, true AS has_policy, "
     row = f"{row} true AS terminated) AS episodes"
-    lower, upper = bound_condition(canonical_expression(condition), known)
+    lower, upper = bind_condition(canonical_expression(condition), known)
     (found,) = duckdb.execute(f"SELECT {lower}, {upper} FROM {row}").fetchall()
     assert found == (surely, maybe)
 
