@@ -63,7 +63,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         metrics.count_start()
         serving = worker.serving = await run_in_threadpool(load)
-        metrics.watch(serving, lambda: handler_state.num_inside, NUM_REFUSED)
+        metrics.watch(serving, lambda: handler_state.num_active, NUM_REFUSED)
         fresh = asyncio.create_task(metrics.keep_fresh())
         serving.start()
         # What is loaded stays: a collection set off by a large request need not walk through it.

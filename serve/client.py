@@ -291,10 +291,10 @@ class Client:
         None or NaN. All or none is taken. Raises:
         RequestFailedError (409: it contradicts what was sent before), ServerUnreachableError.
         """
-        given = [
+        items = [
             _drop_none({**one, "log_probs": _nan_to_none(one.get("log_probs"))}) for one in episodes
         ]
-        answer = self._post("/episodes", {"episodes": given})
+        answer = self._post("/episodes", {"episodes": items})
         steps: int = answer["steps"]
         return steps
 
@@ -312,14 +312,14 @@ class Client:
     def _act(
         self, name: str, raw: Any, fields: Mapping[str, Any], columns: Mapping[str, Any]
     ) -> dict[str, Any]:
-        given, rows = _drop_none(fields), _drop_none(columns)
-        is_short = len(given.get("state", "")) <= _MAX_QUERY_CHARS
+        body, rows = _drop_none(fields), _drop_none(columns)
+        is_short = len(body.get("state", "")) <= _MAX_QUERY_CHARS
         if isinstance(raw, np.ndarray) and raw.size > _SMALL and not rows and is_short:
-            query = {key: _in_query(value) for key, value in given.items()}
+            query = {key: _in_query(value) for key, value in body.items()}
             # One more dimension than an observation has makes it many.
             path = f"/act?{urlencode(query)}"
             return self._transport.request("POST", path, _npy(raw), _NPY)
-        return self._post("/act", {name: raw, **given, **rows})
+        return self._post("/act", {name: raw, **body, **rows})
 
     def _post(self, path: str, content: Any) -> dict[str, Any]:
         return self._transport.request("POST", path, _to_json(content))

@@ -140,7 +140,7 @@ class ServeConfig:
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that a worker reads; `from_environment` is the reverse."""
-        given = {
+        texts = {
             "PACKAGE": str(self.package.resolve()),
             "POLICY": self.policy,
             "VERSION": str(self.version),
@@ -162,8 +162,8 @@ class ServeConfig:
             "STATE_KEY": self.state_key,
             "REQUEST_OPTIONS": None if self.request_options else "0",
         }
-        named = {f"REPLAYLAKE_SERVE_{name}": text for name, text in given.items()}
-        return {name: text for name, text in named.items() if text is not None} | (
+        variables = {f"REPLAYLAKE_SERVE_{name}": text for name, text in texts.items()}
+        return {name: text for name, text in variables.items() if text is not None} | (
             self.safety.to_environment()
         )
 

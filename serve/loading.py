@@ -131,10 +131,10 @@ def _load_served(
 
 def _check_identity(about: Mapping[str, Any], name: str, version: int, what: str) -> None:
     """Refuse a package that says that it is another one; those from outside a lake say nothing."""
-    found = about.get("version")
-    if found is not None and (about.get("name"), found) != (name, version):
+    number = about.get("version")
+    if number is not None and (about.get("name"), number) != (name, version):
         raise PackageInvalidError(
-            f"{what}: the manifest of its package names {about.get('name')}:{found}, expected "
+            f"{what}: the manifest of its package names {about.get('name')}:{number}, expected "
             f"{name}:{version}. Register the policy again."
         )
 
@@ -179,8 +179,8 @@ def _follower(
         return _load_registered(registry, ref, reference, exploration, spec)
 
     references = [config.reference, *(canary.reference for canary in parse_canaries(config.canary))]
-    named = enumerate(map(parse_alias, references))
-    followed = [FollowedAlias(arm, *alias) for arm, alias in named if alias is not None]
+    aliases = enumerate(map(parse_alias, references))
+    followed = [FollowedAlias(arm, *alias) for arm, alias in aliases if alias is not None]
     if not followed or not config.follow_s:
         return None
     interval_s = config.follow_s * (_METERED_FACTOR if lake.storage.is_metered else 1)

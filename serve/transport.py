@@ -113,10 +113,10 @@ class Transport:
                 if status < 400:
                     answer: dict[str, Any] = json.loads(data)
                     return answer
-                refused = _request_failed_error(status, data)
+                refusal = _request_failed_error(status, data)
                 if status != 503:
-                    raise refused
-                wait_s, failure = _seconds(retry_after, pause_s), refused
+                    raise refusal
+                wait_s, failure = _seconds(retry_after, pause_s), refusal
             if time.monotonic() + wait_s > until:
                 if isinstance(failure, RequestFailedError):
                     raise failure
@@ -157,8 +157,8 @@ class Transport:
             local.is_used = False
             with self._lock:
                 self._open.add(local.connection)
-        found: http.client.HTTPConnection = local.connection
-        return found
+        connection: http.client.HTTPConnection = local.connection
+        return connection
 
     def _is_used(self) -> bool:
         return bool(getattr(self._local, "is_used", False))

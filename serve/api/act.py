@@ -163,7 +163,7 @@ class ActEndpoint:
     ) -> Group:
         """Have one version act for its rows. Raises: RequestRefusedError."""
         served = part.served
-        manner = resolve_acting_mode(body.options, serving.exploration, served.policy.spec)
+        mode = resolve_acting_mode(body.options, serving.exploration, served.policy.spec)
         mask = body.action_mask
         if mask is not None and part.rows is not None:
             mask = mask[part.rows]
@@ -172,22 +172,22 @@ class ActEndpoint:
                 values,
                 part.state,
                 rng=rng,
-                deterministic=manner.deterministic,
-                temperature=manner.temperature,
-                epsilon=manner.epsilon,
+                deterministic=mode.deterministic,
+                temperature=mode.temperature,
+                epsilon=mode.epsilon,
                 action_mask=mask,
             )
         except (EpisodeInvalidError, SpaceUnsupportedError) as error:
             message = f"{str(error).rstrip('.')}; GET /policy has the observation space"
             raise RequestRefusedError(422, body.field, message) from error
-        group = _group(part, act, manner, raw, mask, body.field)
+        group = _group(part, act, mode, raw, mask, body.field)
         self._metrics.observe_acts(
             served,
             values,
             act.log_probs,
             len(act.actions),
-            is_drawn=not manner.is_mode,
-            epsilon=manner.epsilon,
+            is_drawn=not mode.is_mode,
+            epsilon=mode.epsilon,
         )
         return group
 

@@ -45,10 +45,10 @@ def read_fields(request: Request, in_query: Mapping[str, type] | None = None) ->
     elif kind == NPY and in_query is not None:
         fields = {"observation": read_npy(request.body)}
     else:
-        taken = f"{JSON} or {MSGPACK}" if in_query is None else f"{JSON}, {MSGPACK} or {NPY}"
+        types = f"{JSON} or {MSGPACK}" if in_query is None else f"{JSON}, {MSGPACK} or {NPY}"
         if not kind:
-            raise RequestRefusedError(415, "content-type", f"content-type is missing; send {taken}")
-        raise RequestRefusedError(415, "content-type", found=shorten(kind), expected=taken)
+            raise RequestRefusedError(415, "content-type", f"content-type is missing; send {types}")
+        raise RequestRefusedError(415, "content-type", found=shorten(kind), expected=types)
     if request.query and in_query is not None:
         _add_query(fields, request.query, in_query)
     return fields

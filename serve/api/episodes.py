@@ -81,13 +81,13 @@ class EpisodesEndpoint:
             raise RequestRefusedError(404, "path", message)
         fields = read_fields(request)
         check_fields(fields, ("episodes",))
-        given = fields.get("episodes")
-        if type(given) is not list or not given:
+        items = fields.get("episodes")
+        if type(items) is not list or not items:
             raise invalid_value_error(
-                "episodes", given, "a list of at least one episode or piece of one"
+                "episodes", items, "a list of at least one episode or piece of one"
             )
         spec = serving.log.dataset.spec
-        pieces = _Reader(spec, serving.limits.steps).pieces(given, self._clock.now())
+        pieces = _Reader(spec, serving.limits.steps).pieces(items, self._clock.now())
         log = self._log(serving)
         try:
             log.write(pieces)
@@ -114,15 +114,15 @@ class _Reader:
     """Reads the episodes of one request into rows of a dataset."""
 
     def __init__(self, spec: DatasetSpec, max_steps: int) -> None:
-        self._spec, self._left, self._max_steps = spec, max_steps, max_steps
+        self._spec, self._num_left, self._max_steps = spec, max_steps, max_steps
 
-    def pieces(self, given: list[Any], received_at: int) -> list[ReceivedPiece]:
+    def pieces(self, items: list[Any], received_at: int) -> list[ReceivedPiece]:
         """Return what each is as rows.
 
         Raises: RequestRefusedError with the place of the first fault.
         """
-        found = []
-        for number, fields in enumerate(given):
+        pieces_read = []
+        for number, fields in enumerate(items):
             place = f"episodes[{number}]"
             if type(fields) is not dict:
                 raise invalid_value_error(place, fields, "an object")
@@ -133,11 +133,11 @@ class _Reader:
                     error.field = shorten(f"{place}.{error.field}")
                 raise
             try:
-                found.append(make_received_piece(episode, self._spec, received_at))
+                pieces_read.append(make_received_piece(episode, self._spec, received_at))
             except (EpisodeInvalidError, SchemaMismatchError) as error:
                 message = f"{shorten(str(error))} GET /policy has the spaces."
                 raise RequestRefusedError(422, place, message) from None
-        return found
+        return pieces_read
 
     def _episode(self, fields: Mapping[str, Any], place: str) -> Episode:
         check_fields(fields, EPISODE_FIELDS)
@@ -178,8 +178,8 @@ class _Reader:
         rewards = fields["rewards"]
         if not _is_list(rewards) or not len(rewards):
             raise invalid_value_error("rewards", rewards, "a list of one reward or more")
-        self._left -= len(rewards)
-        if self._left < 0:
+        self._num_left -= len(rewards)
+        if self._num_left < 0:
             message = f"request has more than {self._max_steps} steps; send several requests"
             raise RequestRefusedError(413, "rewards", message)
         return len(rewards)

@@ -74,7 +74,7 @@ class FeedbackEndpoint:
     def __init__(self, serving: Callable[[], ServingState], metrics: Metrics) -> None:
         self._serving, self._metrics = serving, metrics
         self._clock, self._pace, self._lock = Clock(), LatencyEstimate(), threading.Lock()
-        self._held: OrderedDict[bytes, bytes] = OrderedDict()
+        self._recent: OrderedDict[bytes, bytes] = OrderedDict()
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request, or have a thread do it. Raises: RequestRefusedError, StorageError."""
@@ -113,12 +113,12 @@ class FeedbackEndpoint:
             return json_response({"accepted": len(reports)}, status), lags
         if (decision := decisions[0]) is None:
             return json_response({"accepted": True}, status), lags
-        said = {
+        counts = {
             "decision_id": reports[0].decision_id,
             "policy": decision.policy,
             "version": decision.policy_version,
         }
-        return json_response(said), lags
+        return json_response(counts), lags
 
     def _find_new(self, reports: Sequence[FeedbackRequest]) -> list[int]:
         """Return the places of those that are no repeats. Raises: RequestRefusedError (409)."""
@@ -128,12 +128,12 @@ class FeedbackEndpoint:
             if (identity := report.identity()) is None:
                 fresh.append(place)
                 continue
-            name, said = identity
-            before = here.get(name, self._held.get(name))
+            name, outcome = identity
+            before = here.get(name, self._recent.get(name))
             if before is None:
-                here[name] = said
+                here[name] = outcome
                 fresh.append(place)
-            elif before != said:
+            elif before != outcome:
                 message = "feedback_id was used for a different report; use another for this one"
                 raise RequestRefusedError(409, report.field("feedback_id"), message)
         return fresh
@@ -141,10 +141,10 @@ class FeedbackEndpoint:
     def _remember(self, reports: Sequence[FeedbackRequest]) -> None:
         for report in reports:
             if (identity := report.identity()) is not None:
-                self._held[identity[0]] = identity[1]
-                self._held.move_to_end(identity[0])
-        while len(self._held) > _MAX_REMEMBERED:
-            self._held.popitem(last=False)
+                self._recent[identity[0]] = identity[1]
+                self._recent.move_to_end(identity[0])
+        while len(self._recent) > _MAX_REMEMBERED:
+            self._recent.popitem(last=False)
 
 
 def _decision_of(
@@ -206,8 +206,8 @@ class FeedbackRequest:
             FEEDBACK_ID: self.feedback_id,
             FINAL_OBSERVATION: self.final_observation,
         }
-        given = {name: value for name, value in names.items() if value is not None}
-        return given | {
+        fields = {name: value for name, value in names.items() if value is not None}
+        return fields | {
             MODE: self.mode,
             TIMESTAMP: timestamp,
             REWARD: self.reward,
@@ -222,8 +222,8 @@ class FeedbackRequest:
         """
         if self.feedback_id is None:
             return None
-        said = self.mode, self.reward, self.terminated, self.truncated, self.final_observation
-        return _digest((*self.name, self.feedback_id)), _digest(said)
+        outcome = self.mode, self.reward, self.terminated, self.truncated, self.final_observation
+        return _digest((*self.name, self.feedback_id)), _digest(outcome)
 
 
 def _digest(value: Any) -> bytes:
@@ -238,14 +238,14 @@ def parse_feedback(
     if "feedback" not in fields:
         return [_parse_report(fields, spec, "")]
     check_fields(fields, ("feedback",))
-    given = fields["feedback"]
-    if type(given) is not list or not given:
-        raise invalid_value_error("feedback", given, f"a list of 1 to {max_reports} reports")
-    if len(given) > max_reports:
-        found, expected = f"{len(given)} reports", f"at most {max_reports}"
+    items = fields["feedback"]
+    if type(items) is not list or not items:
+        raise invalid_value_error("feedback", items, f"a list of 1 to {max_reports} reports")
+    if len(items) > max_reports:
+        found, expected = f"{len(items)} reports", f"at most {max_reports}"
         raise RequestRefusedError(413, "feedback", found=found, expected=expected)
     reports = []
-    for number, one in enumerate(given):
+    for number, one in enumerate(items):
         place = f"feedback[{number}]"
         if type(one) is not dict:
             raise invalid_value_error(place, one, "an object")
@@ -292,21 +292,21 @@ def _parse_report(fields: Mapping[str, Any], spec: PolicySpec, place: str) -> Fe
 
 def _check_reference(fields: Mapping[str, Any]) -> None:
     """Check that a report names one decision, in one way."""
-    given = [name for name in _NAMES if fields.get(name) is not None]
-    if len(given) != 1:
-        cause = f"both {given[0]} and {given[1]} are given" if given else "decision_id is missing"
+    names = [name for name in _NAMES if fields.get(name) is not None]
+    if len(names) != 1:
+        cause = f"both {names[0]} and {names[1]} are given" if names else "decision_id is missing"
         message = f"{cause}; send one of decision_id, request_id, or episode_id and step"
-        raise RequestRefusedError(422, given[1] if given else "decision_id", message)
-    value = fields[given[0]]
-    if given[0] == "decision_id":
+        raise RequestRefusedError(422, names[1] if names else "decision_id", message)
+    value = fields[names[0]]
+    if names[0] == "decision_id":
         if type(value) is not str:
             raise invalid_value_error(
                 "decision_id", value, "a string from the response of POST /act"
             )
     else:
-        check_name(value, given[0])
+        check_name(value, names[0])
     step = fields.get("step")
-    if given[0] == "episode_id":
+    if names[0] == "episode_id":
         if "step" not in fields:
             raise RequestRefusedError(422, "step", "episode_id without step; send both")
         if type(step) is not int or not 0 <= step <= MAX_STEP:

@@ -56,13 +56,13 @@ def observation_schema(space: Space, encoding: Encoding | None) -> Schema:
     if encoding is None or not encoding.fields:
         return vector
     fields = {one.name: _of_field(one) for one in encoding.fields}
-    named = {
+    by_name = {
         "type": "object",
         "properties": fields,
         "required": [one.name for one in encoding.fields if one.fill is None],
         "additionalProperties": False,
     }
-    return {"anyOf": [named, vector]}
+    return {"anyOf": [by_name, vector]}
 
 
 def example_of(space: Space) -> Any:

@@ -31,8 +31,8 @@ class LatencyEstimate:
 
     def is_within(self, num_bytes: int, seconds: float) -> bool:
         """Whether requests of that size have cost no more than so much; False for the first."""
-        seen = self._seconds[min(num_bytes.bit_length(), _MAX_BITS - 1)]
-        return seen is not None and seen <= seconds
+        mean = self._seconds[min(num_bytes.bit_length(), _MAX_BITS - 1)]
+        return mean is not None and mean <= seconds
 
     def learn(self, num_bytes: int, seconds: float) -> None:
         """Take note of what a request of that size cost."""
@@ -42,34 +42,34 @@ class LatencyEstimate:
         """Do the work of a request of that size, here or in a thread."""
         size = min(num_bytes.bit_length(), _MAX_BITS - 1)
         if self._estimate_s(size) <= _MAX_ON_LOOP_S:
-            began = perf_counter()
+            start = perf_counter()
             try:
                 return work()
             finally:
-                self._learn(size, perf_counter() - began)
+                self._learn(size, perf_counter() - start)
         return await run_in_threadpool(self._work_alone, size, work)
 
     def _work_alone(self, size: int, work: Callable[[], _Result]) -> _Result:
         # The thread's own time: while it waits for others it holds up nobody.
-        began = thread_time()
+        start = thread_time()
         try:
             return work()
         finally:
-            self._learn(size, thread_time() - began)
+            self._learn(size, thread_time() - start)
 
     def _estimate_s(self, size: int) -> float:
-        seen = self._seconds[size]
-        if seen is not None:
-            return seen
+        mean = self._seconds[size]
+        if mean is not None:
+            return mean
         for smaller in range(size - 1, -1, -1):
             if (seconds := self._seconds[smaller]) is not None:
                 return seconds * 2.0 ** (size - smaller)  # at most: a part of it is for any size
         return _GUESS_S * 2.0**size
 
     def _learn(self, size: int, seconds: float) -> None:
-        seen = self._seconds[size]
-        if seen is None:
+        mean = self._seconds[size]
+        if mean is None:
             self._seconds[size] = seconds
         else:
             # One that had to wait for a commit took a hundred times as long, and says nothing.
-            self._seconds[size] = seen + _WEIGHT * (min(seconds, _MAX_FACTOR * seen) - seen)
+            self._seconds[size] = mean + _WEIGHT * (min(seconds, _MAX_FACTOR * mean) - mean)

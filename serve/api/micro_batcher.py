@@ -77,10 +77,10 @@ class MicroBatcher:
         if serving is None or not singles:
             return
         try:
-            found: Sequence[Response | Exception] = self._work(serving, singles)
+            results: Sequence[Response | Exception] = self._work(serving, singles)
         except Exception as error:
-            found = [error] * len(singles)
-        for future, one in zip(futures, found, strict=True):
+            results = [error] * len(singles)
+        for future, one in zip(futures, results, strict=True):
             if future.done():
                 continue  # cancelled: its time was up
             if isinstance(one, Exception):

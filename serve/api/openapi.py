@@ -159,11 +159,11 @@ def _act_operation(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
 def _feedback_operation(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
     schema = {"oneOf": [ref("Report"), ref("Reports")]}
     content: dict[str, Any] = {kind: {"schema": schema} for kind in (JSON, MSGPACK)}
-    named = {"episode_id": "visit-1", "step": 0, "reward": 1.0}
+    example = {"episode_id": "visit-1", "step": 0, "reward": 1.0}
     content[JSON]["examples"] = {
-        "by step": {"value": named},
-        "the end": {"value": {**named, "terminated": True}},
-        "many": {"value": {"feedback": [named, {**named, "step": 1}]}},
+        "by step": {"value": example},
+        "the end": {"value": {**example, "terminated": True}},
+        "many": {"value": {"feedback": [example, {**example, "step": 1}]}},
     }
     return {
         "operationId": "feedback",
@@ -205,12 +205,12 @@ def _episodes_operation(serving: ServingState, spec: PolicySpec) -> dict[str, An
     }
 
 
-def _get_operation(summary: str, schema: str, refusals: Sequence[int] = _ALWAYS) -> dict[str, Any]:
+def _get_operation(summary: str, schema: str, statuses: Sequence[int] = _ALWAYS) -> dict[str, Any]:
     name = schema.lower()
     return {
         "operationId": name,
         "summary": summary,
-        "responses": {"200": _answer(summary, ref(schema)), **_refusals(refusals)},
+        "responses": {"200": _answer(summary, ref(schema)), **_refusals(statuses)},
     }
 
 
@@ -219,9 +219,9 @@ def _probe_operation(summary: str, schema: str) -> dict[str, Any]:
     operation = _get_operation(summary, schema, _PROBED)
     empty = {"text/plain; charset=utf-8": {"schema": {"type": "string"}}}
     operation["responses"]["200"]["content"] |= empty
-    refused = _answer("Not now.", {"anyOf": [ref(schema), ref("Error")]})
-    refused["content"] |= empty
-    operation["responses"]["503"] = refused
+    refusal = _answer("Not now.", {"anyOf": [ref(schema), ref("Error")]})
+    refusal["content"] |= empty
+    operation["responses"]["503"] = refusal
     return operation
 
 
@@ -359,8 +359,8 @@ def _report_schema() -> Schema:
         },
         required=("reward",),
     )
-    named = ("decision_id",), ("request_id",), ("episode_id", "step")
-    return {**report, "oneOf": [{"required": list(names)} for names in named]}
+    keys = ("decision_id",), ("request_id",), ("episode_id", "step")
+    return {**report, "oneOf": [{"required": list(names)} for names in keys]}
 
 
 def _episode_schema(spec: PolicySpec) -> Schema:

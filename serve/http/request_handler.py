@@ -69,7 +69,7 @@ class HandlerState:
     def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
         self.serving, self.metrics = serving, metrics
         self.waits = Deadlines()
-        self.num_inside = 0  # requests that an endpoint works on
+        self.num_active = 0  # requests that an endpoint works on
         self.buffered_bytes = 0  # of bodies that come in pieces
 
 
@@ -77,14 +77,14 @@ class RequestHandler:
     """An ASGI app around one endpoint."""
 
     def __init__(self, route: str, endpoint: Endpoint, handler_state: HandlerState) -> None:
-        self._route, self._endpoint, self._keeper = route, endpoint, handler_state
+        self._route, self._endpoint, self._state = route, endpoint, handler_state
         self._role = role_of(route)
         self._is_of_any_host = route in _OF_ANY_HOST
         self._complaints = _RateLimitedLog(route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         start = scope.get(ARRIVED) or time.perf_counter()
-        handler_state, serving = self._keeper, self._keeper.serving()
+        handler_state, serving = self._state, self._state.serving()
         state = _RequestState(scope, start, _BEFORE_START if serving is None else serving.limits)
         arrivals = scope.get(ARRIVALS)
         state.num_behind = 0 if arrivals is None else arrivals.start_next()
@@ -133,7 +133,7 @@ class RequestHandler:
     async def _answer_or_refuse(
         self, state: _RequestState, receive: Any, serving: ServingState | None
     ) -> Response:
-        handler_state = self._keeper
+        handler_state = self._state
         try:
             if serving is not None and not self._is_of_any_host:
                 # (host, port) of the socket, so far as the server knows.
@@ -144,17 +144,17 @@ class RequestHandler:
             body = await _read_body(state, receive, handler_state)
             if time.perf_counter() >= state.wait.due:
                 raise _timeout_error(state)
-            if handler_state.num_inside >= state.limits.queue and self._role is not None:
+            if handler_state.num_active >= state.limits.queue and self._role is not None:
                 message = (
-                    f"{handler_state.num_inside} requests in progress, the server's limit; "
+                    f"{handler_state.num_active} requests in progress, the server's limit; "
                     f"retry in {RETRY_AFTER_S} s"
                 )
                 raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
-            handler_state.num_inside += 1
+            handler_state.num_active += 1
             try:
                 return await self._endpoint(state.request(self._route, body))
             finally:
-                handler_state.num_inside -= 1
+                handler_state.num_active -= 1
         except RequestRefusedError as error:
             if (error.status, error.field) in _OF_OTHER_SITES:
                 handler_state.metrics.count_refused_header(error.field)
@@ -334,16 +334,16 @@ class _RateLimitedLog:
 
     def __init__(self, route: str) -> None:
         self._route = route
-        self._next, self._num_unsaid = 0.0, 0
+        self._next, self._num_suppressed = 0.0, 0
 
     def log(self, text: str, error: Exception | None = None) -> None:
         """Log a line, with its traceback for an error, or count it for the next one."""
         now = time.monotonic()
         if now < self._next:
-            self._num_unsaid += 1
+            self._num_suppressed += 1
             return
-        more = f" ({self._num_unsaid} more since the last line)" if self._num_unsaid else ""
-        self._next, self._num_unsaid = now + _TRACEBACK_EVERY_S, 0
+        more = f" ({self._num_suppressed} more since the last line)" if self._num_suppressed else ""
+        self._next, self._num_suppressed = now + _TRACEBACK_EVERY_S, 0
         _logger.error("%s: %s%s", self._route, text, more, exc_info=error)
 
 

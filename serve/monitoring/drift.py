@@ -49,20 +49,20 @@ def training_moments(about: Mapping[str, Any], spec: PolicySpec) -> TrainingMome
     `normalisation`, as {leaf: {"mean": ..., "std": ...}}. What makes no sense there is not used:
     a policy serves as well without.
     """
-    said = about.get("observation_statistics")
-    if not said:
+    moments = about.get("observation_statistics")
+    if not moments:
         normalisation = about.get("normalisation")
-        said = normalisation.get("observations") if isinstance(normalisation, Mapping) else None
+        moments = normalisation.get("observations") if isinstance(normalisation, Mapping) else None
     try:
-        return _read(said, spec) if said else None
+        return _read(moments, spec) if moments else None
     except (TypeError, ValueError, KeyError, AttributeError):
         return None
 
 
-def _read(said: Mapping[str, Any], spec: PolicySpec) -> TrainingMoments | None:
+def _read(body: Mapping[str, Any], spec: PolicySpec) -> TrainingMoments | None:
     moments = {
         str(name): (np.asarray(of["mean"], np.float64), np.asarray(of["std"], np.float64))
-        for name, of in said.items()
+        for name, of in body.items()
     }
     total = sum(mean.size for mean, _ in moments.values())
     every = -(-total // MAX_ELEMENTS)
@@ -70,9 +70,9 @@ def _read(said: Mapping[str, Any], spec: PolicySpec) -> TrainingMoments | None:
     for name, (mean, std) in moments.items():
         if mean.shape != std.shape or not (np.isfinite(mean).all() and (std > 0).all()):
             return None
-        chosen = range(0, mean.size, every)
+        columns = range(0, mean.size, every)
         leaves.append((name, every))
-        labels += [_label(name, i, mean.size, spec) for i in chosen]
+        labels += [_label(name, i, mean.size, spec) for i in columns]
         means.append(mean.reshape(-1)[::every])
         stds.append(std.reshape(-1)[::every])
     return TrainingMoments(

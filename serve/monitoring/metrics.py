@@ -92,21 +92,21 @@ class Metrics:
         self._cells: SharedCounters | None = None
         self._values = _NO_COUNTERS
         self._begins: dict[tuple[str, tuple[str, ...]], int] = {}
-        self._answered: dict[tuple[str, int], tuple[int, int]] = {}
-        self._decided: dict[tuple[str, int, bool], int] = {}
+        self._answers: dict[tuple[str, int], tuple[int, int]] = {}
+        self._decisions: dict[tuple[str, int, bool], int] = {}
         self._recents: dict[tuple[str, int], RecentStatistics] = {}
-        self._shown: set[tuple[str, ...]] = set()
+        self._labels: set[tuple[str, ...]] = set()
         self._serving: ServingState | None = None
-        self._num_inside: Callable[[], int] = lambda: 0
+        self._num_active: Callable[[], int] = lambda: 0
         self._refused: Mapping[int, int] = {}
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         """Count one answer. Cost: 0.6 us."""
-        begins = self._answered.get((route, status))
+        begins = self._answers.get((route, status))
         if begins is None:
             latency = self._begin(LATENCY, (route,), _NUM_BUCKETS + 1)
             begins = self._begin(REQUESTS, (route, str(status))), latency
-            self._answered[route, status] = begins
+            self._answers[route, status] = begins
         requests, latency = begins
         values = self._values
         values[requests] += 1
@@ -115,10 +115,10 @@ class Metrics:
 
     def count_decisions(self, policy: str, version: int, deterministic: bool, num: int) -> None:
         """Count observations acted on."""
-        begin = self._decided.get((policy, version, deterministic))
+        begin = self._decisions.get((policy, version, deterministic))
         if begin is None:
             labels = (policy, str(version), str(deterministic).lower())
-            begin = self._decided[policy, version, deterministic] = self._begin(DECISIONS, labels)
+            begin = self._decisions[policy, version, deterministic] = self._begin(DECISIONS, labels)
         self._values[begin] += num
 
     def observe_acts(
@@ -181,15 +181,15 @@ class Metrics:
     def watch(
         self,
         serving: ServingState,
-        num_inside: Callable[[], int] = lambda: 0,
+        num_active: Callable[[], int] = lambda: 0,
         refused: Mapping[int, int] | None = None,
     ) -> None:
         """Report what is served, from now on.
 
-        num_inside: requests that are being worked on. refused: connections refused so far, by
+        num_active: requests that are being worked on. refused: connections refused so far, by
         status; looked at again and again.
         """
-        self._serving, self._num_inside = serving, num_inside
+        self._serving, self._num_active = serving, num_active
         self._refused = {} if refused is None else refused
         serving.router.on_change = self._show_served
         if serving.follower is not None:
@@ -218,7 +218,7 @@ class Metrics:
         serving = self._serving
         if serving is None:
             return
-        self._set(QUEUE, (), self._num_inside())
+        self._set(QUEUE, (), self._num_active())
         self._set(QUEUE_LIMIT, (), serving.limits.queue)
         if serving.log is not None:
             self.set_pending("decisions", serving.log.decisions.num_pending)
@@ -242,25 +242,25 @@ class Metrics:
         serving = self._serving
         if serving is None:
             return
-        shown: set[tuple[str, ...]] = set()
+        labels: set[tuple[str, ...]] = set()
         for arm in serving.router.arms:
             served = arm.served
             now = (served.name, str(served.version), served.reference)
-            shown.add(now)
+            labels.add(now)
             self._set(POLICY, now, 1)
             self._set(WEIGHT, now, arm.weight)
-        for before in self._shown - shown:
+        for before in self._labels - labels:
             self._set(POLICY, before, 0)
             self._set(WEIGHT, before, 0)
-        self._shown = shown
-        held = {(served.name, served.version) for served in serving.router.held}
-        for known in [key for key in self._recents if key not in held]:
+        self._labels = labels
+        versions = {(served.name, served.version) for served in serving.router.held}
+        for known in [key for key in self._recents if key not in versions]:
             self._open_counters().release(self._recents.pop(known).key)
 
     def _show_following(self, following: FollowedAlias) -> None:
         labels = (following.name, following.alias)
-        refused = following.last_refusal
-        self._set(REFUSED, labels, 0 if refused is None else refused.version)
+        refusal = following.last_refusal
+        self._set(REFUSED, labels, 0 if refusal is None else refusal.version)
         self._set(UNREACHABLE, labels, following.unreachable is not None)
         self._set(RELOADS, (*labels, "served"), following.num_moves)
         self._set(RELOADS, (*labels, "refused"), following.num_refusals)
@@ -312,12 +312,12 @@ class _BlockCollector(Collector):
 def _families(
     blocks: Sequence[CounterBlock], elements: Mapping[_Labels, _Labels], now_s: float
 ) -> Iterator[Metric]:
-    found: dict[str, dict[_Labels, list[CounterBlock]]] = defaultdict(lambda: defaultdict(list))
+    by_name: dict[str, dict[_Labels, list[CounterBlock]]] = defaultdict(lambda: defaultdict(list))
     for block in blocks:
         name, labels = block.key
-        found[name][labels].append(block)
+        by_name[name][labels].append(block)
     means: dict[_Labels, RecentMeans] = {}
-    for labels, some in found.pop(RECENT, {}).items():
+    for labels, some in by_name.pop(RECENT, {}).items():
         if live := [block.values for block in some if block.is_live]:
             width = max(map(len, live))
             recent = RecentMeans(merge_sums([sums for sums in live if len(sums) == width], now_s))
@@ -325,26 +325,26 @@ def _families(
                 means[labels] = recent
     for family in METRIC_FAMILIES:
         if family.kind == "counter":
-            yield _counter(family, found[family.name])
+            yield _counter(family, by_name[family.name])
         elif family.kind == "histogram":
-            yield _histogram(family, found[family.name])
+            yield _histogram(family, by_name[family.name])
         elif family in (EXPLORATION, LOG_PROB, RECENT_DECISIONS, DRIFT, SHIFT):
             yield _of_means(family, means, elements)
         else:
-            yield _gauge(family, found[family.name])
+            yield _gauge(family, by_name[family.name])
 
 
-def _counter(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
+def _counter(family: MetricFamily, by_labels: Mapping[_Labels, list[CounterBlock]]) -> Metric:
     metric = CounterMetricFamily(family.name, family.description, labels=family.labels)
-    for labels, blocks in _with_zero(family, found):
+    for labels, blocks in _with_zero(family, by_labels):
         metric.add_metric(labels, float(sum(block.values[0] for block in blocks)))
     return metric
 
 
-def _histogram(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
+def _histogram(family: MetricFamily, by_labels: Mapping[_Labels, list[CounterBlock]]) -> Metric:
     metric = HistogramMetricFamily(family.name, family.description, labels=family.labels)
     bounds = [*(f"{bound!r}" for bound in family.buckets), "+Inf"]
-    for labels, blocks in _with_zero(family, found):
+    for labels, blocks in _with_zero(family, by_labels):
         total = np.sum([block.values for block in blocks], axis=0) if blocks else np.zeros(0)
         total = np.resize(total, len(bounds) + 1) if total.size else np.zeros(len(bounds) + 1)
         counts = np.cumsum(total[:-1]).tolist()
@@ -353,9 +353,9 @@ def _histogram(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]
     return metric
 
 
-def _gauge(family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]) -> Metric:
+def _gauge(family: MetricFamily, by_labels: Mapping[_Labels, list[CounterBlock]]) -> Metric:
     metric = GaugeMetricFamily(family.name, family.description, labels=family.labels)
-    for labels, blocks in found.items():
+    for labels, blocks in by_labels.items():
         values = [float(block.values[0]) for block in blocks if block.is_live]
         if family in (POLICY, WEIGHT):
             values = [value for value in values if value]  # no longer served there
@@ -398,7 +398,7 @@ def _values(
 
 
 def _with_zero(
-    family: MetricFamily, found: Mapping[_Labels, list[CounterBlock]]
+    family: MetricFamily, by_labels: Mapping[_Labels, list[CounterBlock]]
 ) -> Iterable[tuple[_Labels, list[CounterBlock]]]:
     """Count from 0 what has no labels: a rate needs a number before the first."""
-    return found.items() if found or family.labels else [((), [])]
+    return by_labels.items() if by_labels or family.labels else [((), [])]

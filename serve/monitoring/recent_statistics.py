@@ -146,5 +146,5 @@ def _sample_rows(observations: Values) -> Values:
     num = num_values(observations)
     if num <= _MAX_ROWS:
         return observations
-    chosen: Values = take(observations, slice(None, None, -(-num // _MAX_ROWS)))
-    return chosen
+    sample: Values = take(observations, slice(None, None, -(-num // _MAX_ROWS)))
+    return sample

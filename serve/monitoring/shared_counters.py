@@ -65,9 +65,9 @@ class SharedCounters:
     def block(self, key: Key, width: int = 1) -> int:
         """Return where the block of a key begins, made of zeros where there is none."""
         with self._lock:
-            found = self._blocks.get(key)
-            if found is not None:
-                return found[0]
+            counters = self._blocks.get(key)
+            if counters is not None:
+                return counters[0]
             free = self._free.get(width)
             if free:
                 begin = free.pop()
@@ -82,10 +82,10 @@ class SharedCounters:
     def release(self, key: Key) -> None:
         """Give the cells of a block back."""
         with self._lock:
-            found = self._blocks.pop(key, None)
-            if found is None:
+            block = self._blocks.pop(key, None)
+            if block is None:
                 return
-            begin, width = found
+            begin, width = block
             self._write_key(begin, width, None)
             self.values[begin : begin + width] = memoryview(bytes(width * _BYTES)).cast("d")
             self._free.setdefault(width, []).append(begin)

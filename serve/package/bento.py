@@ -222,7 +222,7 @@ def _run_build(source: Path, home: Path, version: str, tag: str) -> None:
     }
     command = [sys.executable, "-m", "bentoml", "build", str(source), "--version", version]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             cwd=source,
             env=environment,
@@ -236,11 +236,11 @@ def _run_build(source: Path, home: Path, version: str, tag: str) -> None:
             f"package {tag}: BentoML did not finish building within {_BUILD_TIMEOUT_S} s, expected "
             "a few seconds. Try again."
         ) from error
-    if done.returncode != 0:
+    if result.returncode != 0:
         # The cause is the first line after this, not the last.
-        said = (done.stderr + done.stdout).rpartition("Error: ")[2]
+        words = (result.stderr + result.stdout).rpartition("Error: ")[2]
         raise ServeError(
-            f"package {tag}: BentoML could not build it: {' '.join(said.split()) or 'no message'}. "
+            f"package {tag}: BentoML could not build it: {' '.join(words.split()) or 'no message'}. "
             "Check that replaylake[serve] and its dependencies are installed."
         )
 

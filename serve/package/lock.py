@@ -51,7 +51,7 @@ def lock(extras: Sequence[str]) -> tuple[Pin, ...]:
     """
     own = own_distribution()
     _check_current(own, code_folder(), extras)
-    found = {NAME: own}
+    distributions = {NAME: own}
     followed: set[tuple[str, str]] = set()
     waiting = [(NAME, extra) for extra in ("", *extras)]
     while waiting:
@@ -59,17 +59,17 @@ def lock(extras: Sequence[str]) -> tuple[Pin, ...]:
         if step in followed:
             continue
         followed.add(step)
-        for text in found[name].requires or ():
+        for text in distributions[name].requires or ():
             needed = Requirement(text)
             if needed.marker is not None and not needed.marker.evaluate({"extra": extra}):
                 continue
             key = canonicalize_name(needed.name)
-            if key not in found:
-                found[key] = _find_distribution(needed, name)
-            _check_version(needed, found[key], name)
+            if key not in distributions:
+                distributions[key] = _find_distribution(needed, name)
+            _check_version(needed, distributions[key], name)
             waiting.extend((key, canonicalize_name(extra)) for extra in ("", *needed.extras))
-    del found[NAME]
-    pins = tuple(_pin(name, found[name]) for name in sorted(found))
+    del distributions[NAME]
+    pins = tuple(_pin(name, distributions[name]) for name in sorted(distributions))
     if heavy := [str(pin) for pin in pins if pin.name in NOT_SERVED]:
         raise ServeError(
             f"package: found {', '.join(heavy)} among what serving needs, expected none of "
@@ -117,13 +117,13 @@ def _check_current(own: metadata.Distribution, code: Path, extras: Sequence[str]
 
 def _select_requirements(requirements: Iterable[str], extra: str = "") -> set[str]:
     """Return what is asked for with an extra, its markers taken off."""
-    asked = set()
+    names = set()
     for requirement in map(Requirement, requirements):
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             requirement.marker = None
             requirement.name = canonicalize_name(requirement.name)
-            asked.add(str(requirement))
-    return asked
+            names.add(str(requirement))
+    return names
 
 
 def _find_distribution(needed: Requirement, by: str) -> metadata.Distribution:
@@ -136,14 +136,14 @@ def _find_distribution(needed: Requirement, by: str) -> metadata.Distribution:
         ) from error
 
 
-def _check_version(needed: Requirement, found: metadata.Distribution, by: str) -> None:
-    if not needed.specifier.contains(found.version, prereleases=True):
+def _check_version(needed: Requirement, dist: metadata.Distribution, by: str) -> None:
+    if not needed.specifier.contains(dist.version, prereleases=True):
         raise ServeError(
-            f"package: found {needed.name} {found.version}, expected {needed}, which {by} "
+            f"package: found {needed.name} {dist.version}, expected {needed}, which {by} "
             "requires; pip would not install this. Correct all that `pip check` lists."
         )
 
 
-def _pin(name: str, found: metadata.Distribution) -> Pin:
-    num_bytes = sum(file.size or 0 for file in found.files or ())
-    return Pin(name, found.version, num_bytes, found.read_text("direct_url.json") is None)
+def _pin(name: str, dist: metadata.Distribution) -> Pin:
+    num_bytes = sum(file.size or 0 for file in dist.files or ())
+    return Pin(name, dist.version, num_bytes, dist.read_text("direct_url.json") is None)

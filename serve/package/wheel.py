@@ -73,15 +73,15 @@ def write_wheel(folder: Path) -> Wheel:
 def own_distribution() -> metadata.Distribution:
     """Return ReplayLake's installed metadata. Raises: ServeError."""
     # A checkout on the path may have an egg-info of its own, which no wheel can be made of.
-    for found in metadata.distributions(name=NAME):
-        if found.read_text("METADATA") is None:
+    for dist in metadata.distributions(name=NAME):
+        if dist.read_text("METADATA") is None:
             continue
-        if found.version != VERSION:
+        if dist.version != VERSION:
             raise ServeError(
-                f"package: found {NAME} installed as version {found.version}, but its code is "
+                f"package: found {NAME} installed as version {dist.version}, but its code is "
                 f"version {VERSION}. Install it again: pip install -e . in a checkout."
             )
-        return found
+        return dist
     raise ServeError(
         f"package: found the code of {NAME} but no installed distribution, which declares the "
         "wheel's requirements. Run pip install -e '.[serve]' in the checkout."

@@ -102,9 +102,9 @@ def _speed(config: ServeConfig) -> str:
     values = sample_values(policy.spec.observation_space, 1, np.random.default_rng(0))
     state, times = policy.initial_state(1), []
     for _ in range(_NUM_TIMED):
-        began = time.perf_counter()
+        start = time.perf_counter()
         policy.act(take(values, slice(0, 1)), state)
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return f"{np.median(times) * 1e3:.3f} ms for one observation, the policy alone"
 
 

@@ -52,7 +52,7 @@ def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = 
     started, ConfigInvalidError if other machines could reach it without a token, and whatever
     `check_servable` finds.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     address = resolve_host(config.host)
     check_exposure(address, config.safety)
     with open_listener(address, config.port) as listener:
@@ -69,7 +69,7 @@ def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = 
                 # The cache may let it go, and a worker that is started again has to find it.
                 package = shutil.copytree(config.package, home.path / "package")
                 config = replace(config, package=package)
-            _run(config, address, listener, home, began, on_ready or (lambda config: None))
+            _run(config, address, listener, home, start, on_ready or (lambda config: None))
     return 0
 
 
@@ -78,10 +78,10 @@ def _run(
     address: str,
     listener: socket.socket,
     home: RuntimeDir,
-    began: float,
+    start: float,
     on_ready: Callable[[ServeConfig], None],
 ) -> None:
-    watch = _ReadinessWatch(config, address, began, on_ready)
+    watch = _ReadinessWatch(config, address, start, on_ready)
     descriptor = listener.fileno()
     supervisor = Supervisor(
         lambda number: _command(config, descriptor, number),
@@ -125,8 +125,8 @@ def _command(config: ServeConfig, descriptor: int, number: int) -> list[str]:
         "--timeout-keep-alive": int(config.safety.idle_timeout_s),
         "--timeout-graceful-shutdown": STOP_TIMEOUT_S,
     }
-    given = [str(word) for option in options.items() for word in option]
-    return [*_LAUNCH, "_bentoml_impl.worker.service", _SERVICE, *given]
+    words = [str(word) for option in options.items() for word in option]
+    return [*_LAUNCH, "_bentoml_impl.worker.service", _SERVICE, *words]
 
 
 def check_installed(server: str) -> None:
@@ -148,7 +148,7 @@ class _ReadinessWatch(threading.Thread):
         self,
         config: ServeConfig,
         address: str,
-        began: float,
+        start: float,
         on_ready: Callable[[ServeConfig], None],
     ) -> None:
         super().__init__(name="ready-watch", daemon=True)
@@ -157,7 +157,7 @@ class _ReadinessWatch(threading.Thread):
         self._config = config
         # In the caller's context: what it has set there, such as where answers go, is not ours.
         self._on_ready, self._context = on_ready, copy_context()
-        self._began = began  # time.monotonic() when serve() was called
+        self._start = start  # time.monotonic() when serve() was called
         self._address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
         self._stopping = threading.Event()
 
@@ -165,7 +165,7 @@ class _ReadinessWatch(threading.Thread):
         """Poll /readyz."""
         while not self._stopping.wait(_POLL_S):
             is_ready = self._is_ready()  # waits while the socket listens and no worker accepts
-            elapsed_s = time.monotonic() - self._began
+            elapsed_s = time.monotonic() - self._start
             if is_ready:
                 self.was_ready = True
                 log_to = self._config.log_to
@@ -234,9 +234,9 @@ def open_listener(address: str, port: int) -> socket.socket:
             if is_in_use and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 continue
-            found = "in use" if is_in_use else error.strerror
+            reason = "in use" if is_in_use else error.strerror
             raise ServeError(
-                f"serve: port {port} on {address}: {found}, expected a free port. Stop the "
+                f"serve: port {port} on {address}: {reason}, expected a free port. Stop the "
                 "process that listens on it, or choose another `port`.",
                 parameter="port",
             ) from error
@@ -276,8 +276,8 @@ def _remove_stale_dirs() -> None:
 def _remove_if_stale(path: Path) -> None:
     lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        found = os.fstat(lock_fd)
-        if found.st_uid == os.getuid() and time.time() - found.st_mtime > _MIN_AGE_S:
+        status = os.fstat(lock_fd)
+        if status.st_uid == os.getuid() and time.time() - status.st_mtime > _MIN_AGE_S:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)
     finally:

@@ -33,17 +33,17 @@ _MAX_PAUSE_S: Final = 5.0
 class Signals:
     """Signals as something to wait for: what they are is read here, and they interrupt nothing."""
 
-    def __init__(self, heard: socket.socket, stops: set[int]) -> None:
-        self._heard, self._stops = heard, stops
+    def __init__(self, receiver: socket.socket, stops: set[int]) -> None:
+        self._receiver, self._stops = receiver, stops
         self.is_stopping = False
 
     def wait(self, seconds: float | None) -> None:
         """Return when a signal came (a child's end is one), or after `seconds`."""
         if self.is_stopping:
             return
-        ready, _, _ = select.select([self._heard], [], [], seconds)
+        ready, _, _ = select.select([self._receiver], [], [], seconds)
         if ready:
-            self.is_stopping = bool(self._stops & set(self._heard.recv(4096)))
+            self.is_stopping = bool(self._stops & set(self._receiver.recv(4096)))
 
 
 @contextmanager
@@ -55,18 +55,18 @@ def signal_wakeup() -> Iterator[Signals]:
     numbers = {signal.SIGCHLD, *_STOP_SIGNALS}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         numbers.discard(signal.SIGHUP)
-    heard, told = socket.socketpair()
-    told.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
     before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
-    wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
-        yield Signals(heard, {int(number) for number in numbers - {signal.SIGCHLD}})
+        yield Signals(receiver, {int(number) for number in numbers - {signal.SIGCHLD}})
     finally:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        heard.close()
-        told.close()
+        receiver.close()
+        sender.close()
 
 
 @dataclass

@@ -92,7 +92,7 @@ class DecisionLog:
         self.window_s = window_s
         self.on_failure = on_failure
         self.num_lost = 0  # decisions that were answered and not logged
-        self._said_s, self._lost_lock = -_LOG_INTERVAL_S, threading.Lock()
+        self._logged_s, self._loss_lock = -_LOG_INTERVAL_S, threading.Lock()
         self.takes_masks = dataset.spec.mask_size is not None
         self.recovered: Recovered = recover_feedback(dataset)
         self.decisions = Journal(
@@ -127,11 +127,11 @@ class DecisionLog:
         return True
 
     def _count_lost(self, num: int, error: StorageError) -> None:
-        with self._lost_lock:
+        with self._loss_lock:
             self.num_lost += num
             now_s = time.monotonic()
-            is_said = now_s - self._said_s < _LOG_INTERVAL_S
-            self._said_s = self._said_s if is_said else now_s
+            is_said = now_s - self._logged_s < _LOG_INTERVAL_S
+            self._logged_s = self._logged_s if is_said else now_s
         if not is_said:
             _logger.error(
                 "answered without logging, %d decisions lost since the start: %s",

@@ -37,7 +37,7 @@ class ReceivedLog:
         recover_received(dataset)
         self.dataset = dataset
         self._journal = Journal(dataset.received, encode_received, worker=worker, config=config)
-        self._held: OrderedDict[tuple[str, str], _EpisodeSteps] = OrderedDict()
+        self._recent: OrderedDict[tuple[str, str], _EpisodeSteps] = OrderedDict()
         self._num_held = 0
         self._lock = threading.Lock()
 
@@ -62,8 +62,8 @@ class ReceivedLog:
             for number, piece in enumerate(pieces):
                 key = piece.key
                 if key not in fresh:
-                    held = self._held.get(key)
-                    fresh[key] = _EpisodeSteps() if held is None else held.copy()
+                    known = self._recent.get(key)
+                    fresh[key] = _EpisodeSteps() if known is None else known.copy()
                 if fresh[key].add(piece, number):
                     new.append(piece)
             if new:
@@ -76,14 +76,14 @@ class ReceivedLog:
         self._journal.close()
 
     def _remember(self, fresh: dict[tuple[str, str], _EpisodeSteps]) -> None:
-        for key, held in fresh.items():
-            before = self._held.get(key)
-            self._num_held += len(held.contents) - (0 if before is None else len(before.contents))
-            self._held[key] = held
-            self._held.move_to_end(key)
-        while self._num_held > _MAX_REMEMBERED_STEPS and self._held:
-            _, gone = self._held.popitem(last=False)
-            self._num_held -= len(gone.contents)
+        for key, steps in fresh.items():
+            before = self._recent.get(key)
+            self._num_held += len(steps.contents) - (0 if before is None else len(before.contents))
+            self._recent[key] = steps
+            self._recent.move_to_end(key)
+        while self._num_held > _MAX_REMEMBERED_STEPS and self._recent:
+            _, oldest = self._recent.popitem(last=False)
+            self._num_held -= len(oldest.contents)
 
 
 class _EpisodeSteps:

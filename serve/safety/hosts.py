@@ -31,9 +31,9 @@ _SHOWN: Final = 120
 class AllowedHosts:
     """The names and addresses that one server answers to, whatever the port."""
 
-    def __init__(self, given: Iterable[str] = ()) -> None:
+    def __init__(self, hosts: Iterable[str] = ()) -> None:
         """Allow those beside loopback. Raises: ConfigInvalidError where one is no host."""
-        self._hosts = frozenset(_parse_host(host) for host in given)
+        self._hosts = frozenset(_parse_host(host) for host in hosts)
         # Each request asks, and nearly all with the same few values.
         self._is_allowed = lru_cache(maxsize=_CACHED)(self._look_up)
 
@@ -51,7 +51,7 @@ class AllowedHosts:
             is_known = scheme and len(authority) <= _MAX_BYTES
             if ANY not in self._hosts and not (is_known and self._is_allowed(authority, address)):
                 message = (
-                    f"origin {_shown(origin)} is not allowed; add its host to the server's "
+                    f"origin {_show(origin)} is not allowed; add its host to the server's "
                     "`allowed_hosts`"
                 )
                 raise RequestRefusedError(403, "origin", message)
@@ -77,8 +77,8 @@ def check_host(host: str) -> None:
 def _parse_host(host: str) -> str:
     if host == ANY:
         return ANY
-    given = host.encode("utf-8", "replace")
-    bare = given if b":" not in given or given.startswith(b"[") else b"[%b]" % given
+    raw = host.encode("utf-8", "replace")
+    bare = raw if b":" not in raw or raw.startswith(b"[") else b"[%b]" % raw
     name = None if bare.rpartition(b"]")[2].count(b":") else _name_in(bare)
     if name is None:
         raise ConfigInvalidError(
@@ -123,14 +123,14 @@ def _refuse_host(host: bytes | None) -> RequestRefusedError:
         return RequestRefusedError(400, "host", message)
     if _name_in(host) is None:
         expected = "one header Host with a host name or an address, optionally with a port"
-        return RequestRefusedError(400, "host", found=_shown(host), expected=expected)
+        return RequestRefusedError(400, "host", found=_show(host), expected=expected)
     message = (
-        f"unknown host {_shown(host)}; use localhost or the server's address, or add this host "
+        f"unknown host {_show(host)}; use localhost or the server's address, or add this host "
         "to the server's `allowed_hosts`"
     )
     return RequestRefusedError(421, "host", message)
 
 
-def _shown(value: bytes) -> str:
+def _show(value: bytes) -> str:
     text = value.decode("latin-1")
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

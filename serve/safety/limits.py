@@ -126,7 +126,7 @@ class Safety:
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that a worker reads: paths made absolute, and no token."""
-        given: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Path) or (
@@ -137,18 +137,18 @@ class Safety:
                 value = ",".join(value) or None
             if value is not None:
                 text = str(int(value)) if isinstance(value, bool) else str(value)
-                given[_PREFIX + field.name.upper()] = text
-        return given
+                texts[_PREFIX + field.name.upper()] = text
+        return texts
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Safety:
         """Read a worker's variables. Raises: ConfigInvalidError, ValueError if a number is none."""
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for field in fields(cls):
             text = environment.get(_PREFIX + field.name.upper())
             if text:
-                given[field.name] = _read(field.name, text, field.default)
-        return cls(**given)
+                values[field.name] = _read(field.name, text, field.default)
+        return cls(**values)
 
 
 def _read(name: str, text: str, default: Any) -> Any:

@@ -130,9 +130,9 @@ class AliasFollower:
             return
         if following.last_refusal is not None and following.last_refusal.version == version:
             return
-        began = time.monotonic()
+        start = time.monotonic()
         try:
-            found = self._load(following.name, version, served.reference)
+            policy = self._load(following.name, version, served.reference)
         except StorageError:
             raise
         except ReplayLakeError as error:
@@ -142,8 +142,8 @@ class AliasFollower:
             _logger.exception("%s: unexpected error", _reference(following))
             self._refuse(following, version, served, f"{type(error).__name__}: {error}")
             return
-        self._router.replace(following.arm, found)
-        took_s = time.monotonic() - began
+        self._router.replace(following.arm, policy)
+        took_s = time.monotonic() - start
         following.last_change = VersionChange(served.version, version, _now_ms(), took_s)
         following.last_refusal = None
         following.num_moves += 1

@@ -99,7 +99,7 @@ class Router:
         rows: dict[int, list[int]] = {}
         for row, episode_id in enumerate(episode_ids):
             rows.setdefault(self._arm_of(episode_id, arms, draw), []).append(row)
-        return [(arms[number].served, chosen) for number, chosen in rows.items()]
+        return [(arms[number].served, row_numbers) for number, row_numbers in rows.items()]
 
     def find_version(self, policy: str, version: int) -> ServedPolicy | None:
         """Return a policy that is still held, or None."""
@@ -138,7 +138,7 @@ class Router:
         return int.from_bytes(digest, "big") / _HASHES
 
     def _index(self) -> None:
-        before = [served for held in self._before for served in reversed(held)]
+        before = [served for group in self._before for served in reversed(group)]
         # Later ones win: what is served now over what was.
         served = [*before, *(arm.served for arm in reversed(self.arms))]
         self._known = {_version(one): one for one in served}

@@ -66,20 +66,20 @@ def smoke_test(policy: Policy, exploration: Exploration, what: str) -> int:
     return _NUM_SAMPLES
 
 
-def check_same_spaces(found: PolicySpec, served: PolicySpec, what: str) -> None:
+def check_same_spaces(spec: PolicySpec, served: PolicySpec, what: str) -> None:
     """Refuse a policy whose spaces or encoding differ from those of one served with it or before.
 
     Clients and the logged tables know one form of both. Bounds may differ, dtypes may not: a
     request is read before the version that answers it is chosen. Raises: SchemaMismatchError.
     """
     for name in ("observation_space", "action_space"):
-        theirs, ours = getattr(found, name), getattr(served, name)
+        theirs, ours = getattr(spec, name), getattr(served, name)
         if not is_compatible(theirs, ours) or _dtypes(theirs) != _dtypes(ours):
             raise SchemaMismatchError(
                 f"{what}: found the {name.replace('_', ' ')} {describe(theirs)}, expected "
                 f"{describe(ours)} as in the served policy. Serve it on a separate server."
             )
-    if (difference := find_encoding_mismatch(found.encoding, served.encoding)) is not None:
+    if (difference := find_encoding_mismatch(spec.encoding, served.encoding)) is not None:
         raise SchemaMismatchError(
             f"{what}: its encoding of observations differs from the served policy's: {difference}. "
             "Serve it on a separate server."
@@ -102,17 +102,17 @@ def _sample_leaf(leaf: Leaf, num: int, rng: np.random.Generator) -> Array:
     if isinstance(leaf, Text):
         return np.full(shape, "", dtype)
     if isinstance(leaf, Discrete):
-        drawn: Any = rng.integers(leaf.start, leaf.start + leaf.n, shape)
+        values: Any = rng.integers(leaf.start, leaf.start + leaf.n, shape)
     elif isinstance(leaf, MultiDiscrete):
-        drawn = rng.integers(0, np.asarray(leaf.nvec), shape)
+        values = rng.integers(0, np.asarray(leaf.nvec), shape)
     elif isinstance(leaf, MultiBinary) or dtype.kind == "b":
-        drawn = rng.integers(0, 2, shape)
+        values = rng.integers(0, 2, shape)
     else:
-        drawn = _sample_box(leaf, shape, rng)
+        values = _sample_box(leaf, shape, rng)
     low, high = bounds(leaf)
-    drawn[0] = 0
-    drawn[0] = np.clip(drawn[0], low, high)
-    return np.asarray(drawn.astype(dtype))
+    values[0] = 0
+    values[0] = np.clip(values[0], low, high)
+    return np.asarray(values.astype(dtype))
 
 
 def _sample_box(box: Box, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -120,8 +120,8 @@ def _sample_box(box: Box, shape: tuple[int, ...], rng: np.random.Generator) -> A
     is_bounded = np.isfinite(low) & np.isfinite(high) & (high - low < 1e6)
     with np.errstate(invalid="ignore", over="ignore"):
         even = low + rng.random(shape) * (high - low)
-    drawn = np.where(is_bounded, even, np.clip(rng.normal(size=shape), low, high))
-    return drawn if np.dtype(box.dtype).kind == "f" else np.floor(drawn)
+    values = np.where(is_bounded, even, np.clip(rng.normal(size=shape), low, high))
+    return values if np.dtype(box.dtype).kind == "f" else np.floor(values)
 
 
 def _dtypes(space: Space) -> list[np.dtype[Any]]:

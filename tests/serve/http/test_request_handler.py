@@ -88,7 +88,7 @@ class At:
 
     def run(self, *pieces, **options):
         answer = run(self.ask(*pieces, **options))
-        assert not self.keeper.num_inside
+        assert not self.keeper.num_active
         assert not self.keeper.buffered_bytes
         return answer
 
