@@ -122,9 +122,9 @@ class _Command(TyperCommand):
         for heading, parameters in sections.items():
             required_first = sorted(parameters, key=lambda one: not one.required)
             records = [_help_record(one, ctx) for one in required_first]
-            if shown := [record for record in records if record is not None]:
+            if records_shown := [record for record in records if record is not None]:
                 with formatter.section(heading):
-                    formatter.write_dl(shown)
+                    formatter.write_dl(records_shown)
 
 
 def _help_record(parameter: Any, ctx: Any) -> tuple[str, str] | None:

@@ -46,10 +46,10 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
     """
     from replaylake.datastore.interchange.formats.format import ReadOptions
 
-    said = {} if file is None else read_mapping(file)
-    given = {key: value for key, value in flags.items() if value is not None and value is not False}
-    tables = {name: {**said.get(name, {}), **given.get(name, {})} for name in _TABLES}
-    merged: dict[str, Any] = {**said, **given, **tables}
+    mapping = {} if file is None else read_mapping(file)
+    flag = {key: value for key, value in flags.items() if value is not None and value is not False}
+    tables = {name: {**mapping.get(name, {}), **flag.get(name, {})} for name in _TABLES}
+    merged: dict[str, Any] = {**mapping, **flag, **tables}
     for ours, theirs in merged["map"].items():
         if not theirs:
             raise typer.BadParameter(
@@ -92,7 +92,7 @@ def read_mapping(file: Path) -> dict[str, Any]:
     Raises: NotFoundError, ConfigInvalidError naming file and key.
     """
     try:
-        said = tomllib.loads(file.read_text(encoding="utf-8"))
+        mapping = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotFoundError(
             f"{file}: could not be read ({error.strerror}), expected a TOML file. Check --mapping."
@@ -102,13 +102,13 @@ def read_mapping(file: Path) -> dict[str, Any]:
             f'{file}: not TOML ({error}), expected lines such as `order_by = ["hour"]` and a '
             "table [map]."
         ) from error
-    for key in said:
+    for key in mapping:
         if key not in KEYS:
             raise ConfigInvalidError(
                 f"{file}: found the key {key!r}, expected one of {', '.join(KEYS)}. Correct it; "
                 "columns are named in the table [map]."
             )
-    return {key: _check_value(key, value, file) for key, value in said.items()}
+    return {key: _check_value(key, value, file) for key, value in mapping.items()}
 
 
 def split_columns(columns: str | tuple[str, ...] | None) -> tuple[str, ...]:

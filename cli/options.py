@@ -194,8 +194,8 @@ def to_usage_error(error: ConfigInvalidError, options: Set[str]) -> typer.BadPar
     if flag is None:
         return None
     # The hint says it: `training: updates: found 0` is left with what was found.
-    said = re.match(rf"(?:[^:`]+: )?{re.escape(error.parameter)}: ", str(error))
-    message = str(error)[said.end() :] if said else str(error)
+    prefix = re.match(rf"(?:[^:`]+: )?{re.escape(error.parameter)}: ", str(error))
+    message = str(error)[prefix.end() :] if prefix else str(error)
     return typer.BadParameter(name_options(message), param_hint=flag)
 
 

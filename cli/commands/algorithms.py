@@ -79,9 +79,9 @@ def _with_options(name: str) -> list[dict[str, Any]]:
     from replaylake.offline.algorithms.catalog import find_algorithms, reference
     from replaylake.offline.algorithms.description import options
 
-    named = find_algorithms(name)
+    matches = find_algorithms(name)
     # A bare name is ours where there are both, as `train` takes it.
-    meant = [info for info in named if reference(info) == name] or named
+    meant = [info for info in matches if reference(info) == name] or matches
     return [{**_row(info), "options": [asdict(one) for one in options(info)]} for info in meant]
 
 
@@ -91,29 +91,29 @@ def _for_dataset(report: CommandOutput, lake: str, dataset: str) -> dict[str, An
 
     snapshot = open_lake(lake).snapshot(dataset)
     with report.waiting(f"reading {dataset}"):
-        found = list_suitability(snapshot)
-    refused = [{**_row(one.algorithm), "why": one.refusal} for one in found if one.refusal]
-    rows = [_row(one.algorithm) for one in found if one.refusal is None]
+        suitability = list_suitability(snapshot)
+    refusals = [{**_row(one.algorithm), "why": one.refusal} for one in suitability if one.refusal]
+    rows = [_row(one.algorithm) for one in suitability if one.refusal is None]
     report.print_message(
         f"{snapshot.dataset}@{snapshot.version}: {count(len(rows), 'algorithm')} can learn from it "
-        f"as it is, {len(refused):,} cannot"
+        f"as it is, {len(refusals):,} cannot"
     )
     actions = Counter(row["actions"] for row in rows).keys()
     # Why those of other actions cannot needs no saying.
-    for row in refused:
+    for row in refusals:
         if row["actions"] in actions:
             report.print_message(f"not {row['name']}: {row['why']}")
     return {
         "dataset": snapshot.dataset,
         "version": snapshot.version,
         "algorithms": rows,
-        "refused": refused,
+        "refused": refusals,
     }
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    shown = [{**row, "needs": ", ".join(row["needs"]).replace("_", " ")} for row in rows]
-    return table_lines(shown, _COLUMNS)
+    texts = [{**row, "needs": ", ".join(row["needs"]).replace("_", " ")} for row in rows]
+    return table_lines(texts, _COLUMNS)
 
 
 def _option_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -143,8 +143,8 @@ def _toml(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, Mapping):
-        given = {key: item for key, item in value.items() if item is not None and item != {}}
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in given.items()) + "}"
+        items = {key: item for key, item in value.items() if item is not None and item != {}}
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in items.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return json.dumps(value)

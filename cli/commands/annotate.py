@@ -104,12 +104,12 @@ def annotate(
     report = CommandOutput(as_json)
     key = parse_key(_pairs(on, "--on"))
     expressions = parse_pairs(assigned or [], "--set")
-    opened = open_lake(lake)
+    store = open_lake(lake)
     with report.waiting("reading the labels"):
-        table = read_labels(opened, labels, key)
+        table = read_labels(store, labels, key)
     with report.progress("looked through", "shards") as progress:
         receipt = run(
-            opened,
+            store,
             dataset,
             table,
             on=key.columns,

@@ -54,11 +54,11 @@ def compact(
     target_bytes = None if target is None else parse_size(target, "--target")
     if target_bytes is not None:
         check_target(target_bytes)
-    opened = open_lake(lake)
+    store = open_lake(lake)
     if target_bytes is None:
-        target_bytes = read_retention(opened.dataset(dataset).snapshot().table).target_shard_bytes
+        target_bytes = read_retention(store.dataset(dataset).snapshot().table).target_shard_bytes
     with report.progress("compacted", "shards") as progress:
-        tables = run(opened, dataset, target_bytes=target_bytes, on_progress=progress)
+        tables = run(store, dataset, target_bytes=target_bytes, on_progress=progress)
     report.print_result({"tables": [table.to_json() for table in tables]}, _lines(tables))
 
 

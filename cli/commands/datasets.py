@@ -42,8 +42,8 @@ def list_datasets(
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
-    rows = opened.sql(f"SELECT {', '.join(_COLUMNS)} FROM datasets ORDER BY dataset").to_pylist()
+    store = open_lake(lake)
+    rows = store.sql(f"SELECT {', '.join(_COLUMNS)} FROM datasets ORDER BY dataset").to_pylist()
     if not rows:
         report.print_message(
             f"no datasets in {lake}: `replaylake ingest SOURCE --dataset NAME` makes one"
@@ -85,28 +85,28 @@ def show(
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
+    store = open_lake(lake)
     if page is None:
         with report.waiting(f"reading {name}"):
-            body = opened.snapshot(name).describe()
+            body = store.snapshot(name).describe()
         report.print_result(body, _dataset_lines(body))
         return
-    found = _write_page(opened, name, page, report)
-    body = {**found.summary, "report": str(page), "profile": found.to_json()}
-    report.print_result(body, [*_dataset_lines(found.summary), f"  report       {page}"])
+    profile = _write_page(store, name, page, report)
+    body = {**profile.summary, "report": str(page), "profile": profile.to_json()}
+    report.print_result(body, [*_dataset_lines(profile.summary), f"  report       {page}"])
 
 
-def _write_page(opened: Lake, name: str, page: Path, report: CommandOutput) -> Profile:
+def _write_page(store: Lake, name: str, page: Path, report: CommandOutput) -> Profile:
     from replaylake.cli.output.page import html
     from replaylake.datastore.lake.profile.profile import compute_profile
     from replaylake.datastore.storage.storage import atomic_write
 
-    snapshot = opened.snapshot(name)
+    snapshot = store.snapshot(name)
     with report.progress("profiled", "steps") as progress:
-        found = compute_profile(snapshot, opened.dataset(snapshot.dataset).history(), progress)
+        profile = compute_profile(snapshot, store.dataset(snapshot.dataset).history(), progress)
     with atomic_write(page) as stream:
-        stream.write(html(found).encode())
-    return found
+        stream.write(html(profile).encode())
+    return profile
 
 
 def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
@@ -135,8 +135,8 @@ def _returns(body: Mapping[str, Any]) -> str:
     num_known, num_episodes = body["num_returns"], body["num_episodes"]
     if not num_known:
         return "unknown"
-    least, greatest = number_text(body["min_return"]), number_text(body["max_return"])
-    text = f"mean {number_text(body['mean_return'])}, from {least} to {greatest}"
+    lowest, greatest = number_text(body["min_return"]), number_text(body["max_return"])
+    text = f"mean {number_text(body['mean_return'])}, from {lowest} to {greatest}"
     if num_known == num_episodes:
         return text
     return f"{text} (known for {num_known:,} of {count(num_episodes, 'episode')})"

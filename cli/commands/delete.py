@@ -64,93 +64,93 @@ def delete(
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
+    store = open_lake(lake)
     if purge:
-        _purge(report, opened, dataset, where, yes)
+        _purge(report, store, dataset, where, yes)
         return
     from replaylake.datastore.maintenance.delete import delete as run
 
     with report.waiting(f"deleting from {dataset}" if yes else f"looking through {dataset}"):
-        done = run(opened, dataset, where, dry_run=not yes)
-    report.print_result(done.to_json(), _delete_lines(done))
+        answer = run(store, dataset, where, dry_run=not yes)
+    report.print_result(answer.to_json(), _delete_lines(answer))
 
 
 def _purge(report: CommandOutput, lake: Lake, dataset: str, where: str, yes: bool) -> None:
     from replaylake.datastore.maintenance.purge.purge import purge as run
 
     with report.waiting(f"purging {dataset}" if yes else f"looking through {dataset}"):
-        done = run(lake, dataset, where, dry_run=not yes)
-    report.print_result(done.to_json(), _purge_lines(done))
-    if not done.dry_run and not done.is_proven:
+        answer = run(lake, dataset, where, dry_run=not yes)
+    report.print_result(answer.to_json(), _purge_lines(answer))
+    if not answer.dry_run and not answer.is_proven:
         raise typer.Exit(_EXIT_NO)
 
 
-def _delete_lines(done: DeleteReceipt) -> Iterator[str]:
-    feedback = f"{count(done.num_decisions, 'decision')}, {count(done.num_rewards, 'reward')}"
-    what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}, {feedback}"
-    if done.num_rejected:
-        what = f"{what}, {count(done.num_rejected, 'row')} in quarantine"
-    if done.num_received:
-        what = f"{what}, {count(done.num_received, 'received step')}"
-    left = f"{count(done.steps_left, 'step')} left"
-    if done.num_episodes == 0:
-        yield f"{done.dataset}: nothing to delete"
-        yield from _undecided(done)
-    elif done.dry_run:
-        yield f"{done.dataset}: would delete {what}; {left}"
-        yield from _undecided(done)
+def _delete_lines(answer: DeleteReceipt) -> Iterator[str]:
+    feedback = f"{count(answer.num_decisions, 'decision')}, {count(answer.num_rewards, 'reward')}"
+    what = f"{count(answer.num_episodes, 'episode')}, {count(answer.num_steps, 'step')}, {feedback}"
+    if answer.num_rejected:
+        what = f"{what}, {count(answer.num_rejected, 'row')} in quarantine"
+    if answer.num_received:
+        what = f"{what}, {count(answer.num_received, 'received step')}"
+    rest = f"{count(answer.steps_left, 'step')} left"
+    if answer.num_episodes == 0:
+        yield f"{answer.dataset}: nothing to delete"
+        yield from _undecided_lines(answer)
+    elif answer.dry_run:
+        yield f"{answer.dataset}: would delete {what}; {rest}"
+        yield from _undecided_lines(answer)
         yield f"  {NOTHING_CHANGED}"
     else:
-        at = "" if done.version is None else f"@{done.version}"
-        yield f"{done.dataset}{at}: deleted {what}; {left}"
+        at = "" if answer.version is None else f"@{answer.version}"
+        yield f"{answer.dataset}{at}: deleted {what}; {rest}"
         yield "  earlier versions keep them until vacuum; --purge takes them out of those too"
-        yield from _undecided(done)
+        yield from _undecided_lines(answer)
 
 
-def _undecided(done: DeleteReceipt | PurgeReceipt) -> Iterator[str]:
-    if done.num_undecided:
+def _undecided_lines(answer: DeleteReceipt | PurgeReceipt) -> Iterator[str]:
+    if answer.num_undecided:
         yield (
-            f"  {count(done.num_undecided, 'episode')} in quarantine may be meant, too: the "
-            f"condition asks what is not known of them. Look into {done.dataset}.quarantine, and "
+            f"  {count(answer.num_undecided, 'episode')} in quarantine may be meant, too: the "
+            f"condition asks what is not known of them. Look into {answer.dataset}.quarantine, and "
             "name them by episode_id"
         )
 
 
-def _purge_lines(done: PurgeReceipt) -> Iterator[str]:
-    if done.num_episodes == 0:
-        yield f"{done.dataset}: nothing to purge"
-        yield from _undecided(done)
+def _purge_lines(answer: PurgeReceipt) -> Iterator[str]:
+    if answer.num_episodes == 0:
+        yield f"{answer.dataset}: nothing to purge"
+        yield from _undecided_lines(answer)
         return
     what = (
-        f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')} of the newest "
-        f"version, {count(done.num_decisions, 'decision')}, {count(done.num_files, 'file')}"
+        f"{count(answer.num_episodes, 'episode')}, {count(answer.num_steps, 'step')} of the newest "
+        f"version, {count(answer.num_decisions, 'decision')}, {count(answer.num_files, 'file')}"
     )
-    if done.dry_run:
-        yield f"{done.dataset}: would purge {what}"
+    if answer.dry_run:
+        yield f"{answer.dataset}: would purge {what}"
     else:
-        yield f"{done.dataset}@{done.version}: purged {what} (purge {done.id})"
-    for one in done.resumed:
+        yield f"{answer.dataset}@{answer.version}: purged {what} (purge {answer.id})"
+    for one in answer.resumed:
         yield f"  purge {one} had not come to its end: finished"
-    would = "could no longer" if done.dry_run else "can no longer"
-    if done.versions:
-        yield f"  {_ranges(done.versions)} {would} be read"
-    if done.tags:
-        yield f"  tags broken: {', '.join(done.tags)}"
-    for policy, num in done.policies.items():
+    would = "could no longer" if answer.dry_run else "can no longer"
+    if answer.versions:
+        yield f"  {_ranges(answer.versions)} {would} be read"
+    if answer.tags:
+        yield f"  tags broken: {', '.join(answer.tags)}"
+    for policy, num in answer.policies.items():
         of = "some, perhaps: its version cannot be read" if num is None else count(num, "episode")
         yield f"  policy {policy} was trained on them: {of}"
-    yield from _undecided(done)
-    if done.dry_run:
+    yield from _undecided_lines(answer)
+    if answer.dry_run:
         yield f"  {NOTHING_CHANGED}"
         return
-    for trace in done.left:
+    for trace in answer.left:
         yield f"  left: {trace.path} ({trace.kind})"
-    for path in done.named_in:
+    for path in answer.named_in:
         yield f"  an id stands in {path}"
-    scanned = f"{count(done.num_scanned, 'file')} scanned"
-    if done.is_proven:
+    scanned = f"{count(answer.num_scanned, 'file')} scanned"
+    if answer.is_proven:
         yield f"  {scanned}: none is left"
-    elif done.left or done.named_in:
+    elif answer.left or answer.named_in:
         yield f"  {scanned}: not all is gone"
     else:
         yield f"  {scanned}: all that was selected is gone"

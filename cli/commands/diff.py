@@ -61,30 +61,30 @@ def diff(
     from replaylake.datastore.lake.versions.diff import diff as difference_of
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
+    store = open_lake(lake)
     with report.waiting(f"comparing {first} and {second}"):
-        found = difference_of(opened.snapshot(first), opened.snapshot(second), limit=limit)
-    report.print_result(asdict(found), _diff_lines(found))
+        difference = difference_of(store.snapshot(first), store.snapshot(second), limit=limit)
+    report.print_result(asdict(difference), _diff_lines(difference))
 
 
-def _diff_lines(found: VersionDiff) -> Iterator[str]:
-    yield f"{found.dataset}@{found.from_version} to {found.dataset}@{found.to_version}"
-    for noun, changes in (("episode", found.episodes), ("step", found.steps)):
+def _diff_lines(diff: VersionDiff) -> Iterator[str]:
+    yield f"{diff.dataset}@{diff.from_version} to {diff.dataset}@{diff.to_version}"
+    for noun, changes in (("episode", diff.episodes), ("step", diff.steps)):
         yield f"  {noun + 's':<9} {_counts(changes)}"
-    yield f"  shards    {found.shards.added:,} added, {found.shards.removed:,} removed"
-    for verb, columns in (("added", found.columns_added), ("removed", found.columns_removed)):
+    yield f"  shards    {diff.shards.added:,} added, {diff.shards.removed:,} removed"
+    for verb, columns in (("added", diff.columns_added), ("removed", diff.columns_removed)):
         if columns:
             yield f"  columns {verb}: {', '.join(columns)}"
-    if found.columns_changed:
-        texts = [f"{name} in {count(n, 'step')}" for name, n in found.columns_changed.items()]
+    if diff.columns_changed:
+        texts = [f"{name} in {count(n, 'step')}" for name, n in diff.columns_changed.items()]
         yield f"  columns changed: {', '.join(texts)}"
     for verb, keys in (
-        ("added", found.added),
-        ("removed", found.removed),
-        ("changed", found.changed),
+        ("added", diff.added),
+        ("removed", diff.removed),
+        ("changed", diff.changed),
     ):
         if keys:
-            yield f"  {verb}: {_names(keys, getattr(found.episodes, verb))}"
+            yield f"  {verb}: {_names(keys, getattr(diff.episodes, verb))}"
 
 
 def _counts(changes: ChangeCounts) -> str:

@@ -120,13 +120,13 @@ def evaluate(
 
         check_picture(plot)
     env_args = parse_env_args(env_arg)
-    acting = _policies(policies, env, env_args, lake)
+    entries = _policies(policies, env, env_args, lake)
     if comparing:
-        compared = _compare(report, acting, env, env_args, episodes, seed, not sample)
+        compared = _compare(report, entries, env, env_args, episodes, seed, not sample)
         returns = {one.policy: one.evaluation.returns for one in compared}
-        body, lines = _body(compared, acting), list(_table(compared, seed))
+        body, lines = _body(compared, entries), list(_table(compared, seed))
     else:
-        ((label, (policy, about)),) = acting.items()
+        ((label, (policy, about)),) = entries.items()
         film = None if video is None else _film(video, env, env_args)
         # A random policy draws whatever it is asked for.
         mode = not sample and policies != [RANDOM]
@@ -140,14 +140,14 @@ def evaluate(
 
         draw_returns(plot, returns, env)
         report.print_message(f"wrote {plot}")
-    report.print_result(body, [*lines, *_other_rewards(acting)])
+    report.print_result(body, [*lines, *_other_rewards(entries)])
 
 
-def policy_text(named: Mapping[str, Any]) -> str:
+def policy_text(identity: Mapping[str, Any]) -> str:
     """Return `clone:3 (newest)`: which version answered, and what chose it."""
-    if named["version"] is None:
-        return str(named["policy"])
-    return f"{named['policy']}:{named['version']} ({named['selected_by']})"
+    if identity["version"] is None:
+        return str(identity["policy"])
+    return f"{identity['policy']}:{identity['version']} ({identity['selected_by']})"
 
 
 def _check_number(policies: Sequence[str], comparing: bool, video: Path | None) -> None:
@@ -172,37 +172,37 @@ def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake:
     from replaylake.offline.environments.ids import spaces_of
     from replaylake.offline.evaluation.ope.training_set import training_set
 
-    found: dict[str, tuple[Policy, dict[str, Any]]] = {}
+    entries: dict[str, tuple[Policy, dict[str, Any]]] = {}
     versions: list[tuple[Any, Any]] = []
-    named: dict[str, Any]
+    identity: dict[str, Any]
     for text in texts:
         if text == RANDOM:
-            named = {"policy": RANDOM, "version": None, "selected_by": "reserved name"}
-            named["training_reward"] = None
+            identity = {"policy": RANDOM, "version": None, "selected_by": "reserved name"}
+            identity["training_reward"] = None
             policy: Policy = UniformPolicy(*spaces_of(env, env_args))
         else:
-            opened = open_lake(lake)
-            ref = opened.registry.resolve(text)
-            named = {"policy": ref.name, "version": ref.version, "selected_by": ref.selected_by}
-            rewards = training_set(opened, ref).rewards()
-            named["training_reward"] = " and ".join(rewards) or None
+            store = open_lake(lake)
+            ref = store.registry.resolve(text)
+            identity = {"policy": ref.name, "version": ref.version, "selected_by": ref.selected_by}
+            rewards = training_set(store, ref).rewards()
+            identity["training_reward"] = " and ".join(rewards) or None
             policy = load_policy(ref.path, ref.manifest_sha256)
-        label = policy_text(named)
-        if any((named["policy"], named["version"]) == known for known in versions):
+        label = policy_text(identity)
+        if any((identity["policy"], identity["version"]) == known for known in versions):
             raise typer.BadParameter(
                 f"found {label} twice, expected different policies.", param_hint="POLICY"
             )
-        versions.append((named["policy"], named["version"]))
-        found[label] = policy, named
-    return found
+        versions.append((identity["policy"], identity["version"]))
+        entries[label] = policy, identity
+    return entries
 
 
-def _other_rewards(acting: _Acting) -> Iterator[str]:
+def _other_rewards(entries: _Acting) -> Iterator[str]:
     """Say of which policies the environment's reward is not the one that they learned from."""
-    for label, (_, named) in acting.items():
-        if named["training_reward"] not in (None, _STORED):
+    for label, (_, identity) in entries.items():
+        if identity["training_reward"] not in (None, _STORED):
             yield (
-                f"note: {label} was trained with the reward {named['training_reward']}; returns "
+                f"note: {label} was trained with the reward {identity['training_reward']}; returns "
                 "here are of the environment's own"
             )
 
@@ -253,7 +253,7 @@ def _evaluate(
 
 def _compare(
     report: CommandOutput,
-    acting: _Acting,
+    entries: _Acting,
     env: str,
     env_args: Mapping[str, Any],
     episodes: int,
@@ -269,7 +269,7 @@ def _compare(
             env, env_args=env_args, episodes=episodes, seed=seed, deterministic=deterministic
         )
         return compare(
-            {label: policy for label, (policy, _) in acting.items()},
+            {label: policy for label, (policy, _) in entries.items()},
             config,
             callbacks=Callbacks(
                 on_progress=lambda done: progress(done.num_episodes, done.episodes)
@@ -284,10 +284,10 @@ def _sentence(label: str, result: Evaluation) -> str:
     )
 
 
-def _body(compared: Sequence[PolicyComparison], acting: _Acting) -> dict[str, Any]:
+def _body(compared: Sequence[PolicyComparison], entries: _Acting) -> dict[str, Any]:
     policies = [
         {
-            **acting[one.policy][1],
+            **entries[one.policy][1],
             **one.evaluation.to_json(),
             "difference": one.difference,
             "difference_ci_low": one.ci_low,

@@ -114,8 +114,8 @@ def status(
 
     report = CommandOutput(as_json)
     window_s = parse_duration(window, "--window")
-    found = feedback_status(open_lake(lake), dataset, window_s=window_s)
-    report.print_result(found.to_json(), _status_lines(found))
+    result = feedback_status(open_lake(lake), dataset, window_s=window_s)
+    report.print_result(result.to_json(), _status_lines(result))
 
 
 def _run_every(
@@ -171,19 +171,19 @@ def _join_lines(receipt: JoinReceipt) -> Iterator[str]:
         f"set aside (select * from {receipt.dataset}.quarantine)": receipt.set_aside
         + receipt.received.set_aside,
     }
-    said = [f"{number:,} {what}" for what, number in rest.items() if number]
-    if said:
-        yield f"  {', '.join(said)}"
+    parts = [f"{number:,} {what}" for what, number in rest.items() if number]
+    if parts:
+        yield f"  {', '.join(parts)}"
 
 
-def _status_lines(found: FeedbackStatus) -> Iterator[str]:
-    num = found.total.decisions
+def _status_lines(status: FeedbackStatus) -> Iterator[str]:
+    num = status.total.decisions
     yield (
-        f"{found.dataset}@{found.version}: {count(num, 'decision')}, "
-        f"{count(found.rewards, 'reward')}"
+        f"{status.dataset}@{status.version}: {count(num, 'decision')}, "
+        f"{count(status.rewards, 'reward')}"
     )
-    rows = [_row(counts) for counts in found.by_version]
-    yield from table_lines([*rows, {**_row(found.total), "policy": "(all)"}], _COLUMNS)
+    rows = [_row(counts) for counts in status.by_version]
+    yield from table_lines([*rows, {**_row(status.total), "policy": "(all)"}], _COLUMNS)
 
 
 def _row(counts: FeedbackCounts) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def formats(
         }
         for known in sorted(FORMATS, key=lambda known: known.name)
     ]
-    shown = [{**row, "reads": "yes", "writes": "yes" if row["writes"] else "no"} for row in rows]
+    texts = [{**row, "reads": "yes", "writes": "yes" if row["writes"] else "no"} for row in rows]
     CommandOutput(as_json).print_result(
-        {"formats": rows}, table_lines(shown, ("name", "reads", "writes", "about"))
+        {"formats": rows}, table_lines(texts, ("name", "reads", "writes", "about"))
     )

@@ -65,40 +65,40 @@ def fsck(
     from replaylake.datastore.maintenance.fsck.fsck import fsck as check
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
+    store = open_lake(lake)
     with report.progress("checked", "shards") as progress:
-        found = check(
-            opened,
+        fsck_report = check(
+            store,
             names or (),
             all_versions=all_versions,
             repair=repair,
             orphan_age_s=orphan_hours * 3600,
             on_progress=progress,
         )
-    report.print_result(found.to_json(), _lines(found))
-    if not found.is_clean:
+    report.print_result(fsck_report.to_json(), _lines(fsck_report))
+    if not fsck_report.is_clean:
         raise typer.Exit(_EXIT_NO)
 
 
-def _lines(found: FsckReport) -> Iterator[str]:
-    for one in found.datasets:
+def _lines(report: FsckReport) -> Iterator[str]:
+    for one in report.datasets:
         at = one.dataset if one.version is None else f"{one.dataset}@{one.version}"
         yield f"{at}: {count(one.num_shards, 'shard')}, {size(one.num_bytes)}"
-    for finding in found.findings:
+    for finding in report.findings:
         at = "" if finding.version is None else f" (version {finding.version})"
         where = finding.path or finding.dataset
         yield f"{finding.severity}: {finding.check}: {where}{at}: {finding.message}"
-    hidden = found.num_errors + found.num_notes - len(found.findings)
+    hidden = report.num_errors + report.num_notes - len(report.findings)
     if hidden:
-        yield f"and {hidden:,} more: {', '.join(f'{k} {n:,}' for k, n in found.counts.items())}"
-    for repair in found.repairs:
+        yield f"and {hidden:,} more: {', '.join(f'{k} {n:,}' for k, n in report.counts.items())}"
+    for repair in report.repairs:
         lost = f": {count(repair.num_steps, 'step')} left out" if repair.num_steps else ""
         if repair.num_episodes:
             lost += f", of {count(repair.num_episodes, 'episode')}"
         to = f" -> {repair.to}" if repair.to else ""
         yield f"repaired: {repair.kind}: {repair.path}{to}{lost}"
-    if found.is_clean:
-        notes = count(found.num_notes, "note") if found.num_notes else "no notes"
+    if report.is_clean:
+        notes = count(report.num_notes, "note") if report.num_notes else "no notes"
         yield f"clean: no error, {notes}"
     else:
-        yield f"{count(found.num_errors, 'error')}, {count(found.num_notes, 'note')}"
+        yield f"{count(report.num_errors, 'error')}, {count(report.num_notes, 'note')}"

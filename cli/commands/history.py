@@ -48,14 +48,14 @@ def history(
 
     report = CommandOutput(as_json)
     with report.waiting(f"reading the log of {dataset}"):
-        opened = open_lake(lake)
-        found = history_of(opened.dataset(dataset), opened.tags, limit=limit)
+        store = open_lake(lake)
+        versions = history_of(store.dataset(dataset), store.tags, limit=limit)
     rows: list[dict[str, Any]] = []
-    for version in found.versions:
+    for version in versions.versions:
         body = asdict(version)
         committed_ms = body.pop("committed_ms")
         rows.append({**body, "committed_at": _time(committed_ms), "tags": list(version.tags)})
-    shown = [
+    texts = [
         {
             **row,
             "shards": f"+{row['shards_added']} -{row['shards_removed']}",
@@ -63,10 +63,10 @@ def history(
         }
         for row in rows
     ]
-    body = {"dataset": found.dataset, "versions": rows, "num_older": found.num_older}
-    report.print_result(body, table_lines(shown, _COLUMNS))
-    if found.num_older:
-        report.print_message(f"{found.num_older:,} older not shown: --limit N shows more")
+    body = {"dataset": versions.dataset, "versions": rows, "num_older": versions.num_older}
+    report.print_result(body, table_lines(texts, _COLUMNS))
+    if versions.num_older:
+        report.print_message(f"{versions.num_older:,} older not shown: --limit N shows more")
 
 
 def _time(milliseconds: int | None) -> str | None:

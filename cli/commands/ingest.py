@@ -346,15 +346,15 @@ def ingest(
     report.print_result(receipt.to_json(), receipt_lines(receipt))
 
 
-def _print_progress(progress: ProgressReport, done: IngestProgress) -> None:
-    verb, unit = _STAGES[done.stage]
+def _print_progress(progress: ProgressReport, now: IngestProgress) -> None:
+    verb, unit = _STAGES[now.stage]
     progress.stage(verb, unit)
     if unit == "bytes":
-        progress(done.num_bytes, done.total_bytes)
+        progress(now.num_bytes, now.total_bytes)
         return
-    note = count(done.num_episodes, "episode") if done.num_episodes else ""
-    share = done.num_bytes / done.total_bytes if done.total_bytes else None
-    progress(done.num_steps, done.total_steps, note, share=share)
+    note = count(now.num_episodes, "episode") if now.num_episodes else ""
+    share = now.num_bytes / now.total_bytes if now.total_bytes else None
+    progress(now.num_steps, now.total_steps, note, share=share)
 
 
 def _lake(url: str) -> Lake:

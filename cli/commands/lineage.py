@@ -58,8 +58,8 @@ def lineage(
       replaylake lineage --dataset cartpole --episode rollout/a1
       replaylake lineage --decision "$DECISION_ID" --json
     """
-    given = [option for option in (decision, policy, dataset) if option is not None]
-    if len(given) != 1:
+    sources = [option for option in (decision, policy, dataset) if option is not None]
+    if len(sources) != 1:
         raise typer.BadParameter(
             "expected one of the three.", param_hint=["--decision", "--policy", "--dataset"]
         )
@@ -70,18 +70,18 @@ def lineage(
     from replaylake.datastore.maintenance.lineage.episode_lineage import trace_episode
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
+    store = open_lake(lake)
     if decision is not None:
-        body = trace.trace_decision(opened, decision)
+        body = trace.trace_decision(store, decision)
         report.print_result(body, _decision_lines(body))
     elif policy is not None:
-        body = trace.trace_policy(opened, policy)
+        body = trace.trace_policy(store, policy)
         report.print_result(body, _policy_lines(body, ""))
     elif episode is not None:
-        body = trace_episode(opened, given[0], episode)
+        body = trace_episode(store, sources[0], episode)
         report.print_result(body, _episode_lines(body))
     else:
-        body = trace.trace_dataset(opened, given[0])
+        body = trace.trace_dataset(store, sources[0])
         report.print_result(body, _dataset_lines(body))
 
 
@@ -137,9 +137,9 @@ def _episode_lines(body: Mapping[str, Any]) -> Iterator[str]:
     for ingest in body["ingests"]:
         yield _ingest_line(ingest, "  ")
     for policy in body["policies"]:
-        gone = ", deleted" if policy["deleted"] else ""
+        suffix = ", deleted" if policy["deleted"] else ""
         learned = "learned from it" if policy["trained"] == "yes" else "unknown"
-        yield f"  policy {policy['policy']}:{policy['version']}{gone}: {learned}, {policy['why']}"
+        yield f"  policy {policy['policy']}:{policy['version']}{suffix}: {learned}, {policy['why']}"
         yield from (f"    {_format_served(one)}" for one in policy["served"])
     if not body["policies"]:
         yield "  no policy learned from it"

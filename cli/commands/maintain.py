@@ -57,22 +57,22 @@ def maintain(
     every_s = None if every is None else parse_duration(every, "--every")
     if every_s is not None and every_s < 1:
         raise typer.BadParameter(f"found {every!r}, expected at least 1s.", param_hint="--every")
-    opened = open_lake(lake)
+    store = open_lake(lake)
     failed = False
 
     on_step = _Steps(report)
 
-    def on_round(done: list[MaintainReceipt]) -> None:
+    def on_round(receipts: list[MaintainReceipt]) -> None:
         nonlocal failed
-        failed = any(one.error for one in done)
-        _answer(report, done)
+        failed = any(one.error for one in receipts)
+        _answer(report, receipts)
 
     with stop_on_signals(report) as stop:
         if every_s is None:
-            on_round(run(opened, datasets or (), stop=stop, on_step=on_step))
+            on_round(run(store, datasets or (), stop=stop, on_step=on_step))
         else:
             maintain_every(
-                opened, every_s, datasets or (), stop=stop, on_round=on_round, on_step=on_step
+                store, every_s, datasets or (), stop=stop, on_round=on_round, on_step=on_step
             )
     if failed:
         raise typer.Exit(1)
@@ -83,16 +83,16 @@ class _Steps:
 
     def __init__(self, report: CommandOutput) -> None:
         self._report = report
-        self._said = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def __call__(self, dataset: str, what: str) -> None:
-        if time.monotonic() - self._said >= _INTERVAL_S:
-            self._said = time.monotonic()
+        if time.monotonic() - self._printed_at >= _INTERVAL_S:
+            self._printed_at = time.monotonic()
             self._report.print_message(f"{dataset or 'lake'}: {what}")
 
 
-def _answer(report: CommandOutput, done: Sequence[MaintainReceipt]) -> None:
-    for one in done:
+def _answer(report: CommandOutput, receipts: Sequence[MaintainReceipt]) -> None:
+    for one in receipts:
         if one.error:
             report.print_message(f"error: {one.dataset or 'lake'}: {one.error}")
     rows = [
@@ -101,9 +101,9 @@ def _answer(report: CommandOutput, done: Sequence[MaintainReceipt]) -> None:
             "dataset": one.dataset or "(lake)",
             "freed": size(one.vacuumed_bytes),
         }
-        for one in done
+        for one in receipts
     ]
-    body = {"datasets": [one.to_json() for one in done]}
+    body = {"datasets": [one.to_json() for one in receipts]}
     report.print_result(body, table_lines(rows, _COLUMNS) if rows else [])
     # The next round may be hours away.
     result_stream().flush()

@@ -199,14 +199,14 @@ def ope(
     )
     with report.progress("reading the steps", "") as progress:
         callbacks = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
-        found = evaluate_policy(open_lake(lake), request, callbacks)
+        policy_report = evaluate_policy(open_lake(lake), request, callbacks)
     if plot is not None:
         from replaylake.cli.output.forest import draw_estimates
 
-        draw_estimates(plot, found)
+        draw_estimates(plot, policy_report)
         report.print_message(f"drew {plot}")
-    report.print_result(found.to_json(), _lines(found))
-    if found.verdict == "not supported":
+    report.print_result(policy_report.to_json(), _lines(policy_report))
+    if policy_report.verdict == "not supported":
         raise typer.Exit(_EXIT_NO)
 
 
@@ -235,68 +235,68 @@ def _holdout(share: float | None, after: str | None) -> Holdout | None:
     return Holdout(share, time)
 
 
-def _lines(found: PolicyReport) -> Iterator[str]:
-    yield f"{_policy(found)} on {found.dataset}@{found.version}, {_episodes(found)}"
-    if found.left_out:
-        said = ", ".join(f"{num:,} {reason}" for reason, num in found.left_out.items())
-        yield f"  left out: {said}"
-    yield f"  reward: {reward_text(found)}"
-    yield f"  propensities: {_propensities(found)}"
-    yield f"  model of values: {found.model}"
-    yield from (f"  note: {note}" for note in found.notes)
-    log = found.estimates.log_interval
+def _lines(report: PolicyReport) -> Iterator[str]:
+    yield f"{_policy(report)} on {report.dataset}@{report.version}, {_episodes(report)}"
+    if report.left_out:
+        drops = ", ".join(f"{num:,} {reason}" for reason, num in report.left_out.items())
+        yield f"  left out: {drops}"
+    yield f"  reward: {reward_text(report)}"
+    yield f"  propensities: {_propensities(report)}"
+    yield f"  model of values: {report.model}"
+    yield from (f"  note: {note}" for note in report.notes)
+    log = report.estimates.log_interval
     yield (
-        f"log mean {_round_digits(found.estimates.log_mean):,}"
+        f"log mean {_round_digits(report.estimates.log_mean):,}"
         f"{interval_text(_round_digits(log.low), _round_digits(log.high))}"
     )
     yield ""
-    yield from _table(found)
-    refused = found.estimates.refused
-    for why in dict.fromkeys(refused.values()):
-        yield f"no {', '.join(name for name in refused if refused[name] == why)}: {why}"
-    yield from _diagnostics(found)
-    yield f"{found.verdict}: {found.assessment.reason}"
+    yield from _table(report)
+    refusals = report.estimates.refused
+    for why in dict.fromkeys(refusals.values()):
+        yield f"no {', '.join(name for name in refusals if refusals[name] == why)}: {why}"
+    yield from _diagnostics(report)
+    yield f"{report.verdict}: {report.assessment.reason}"
 
 
-def reward_text(found: PolicyReport) -> str:
+def reward_text(report: PolicyReport) -> str:
     """Return which reward and discount the returns are of, and what the policy was trained with."""
-    reward, gamma = found.reward, found.request.discount
+    reward, gamma = report.reward, report.request.discount
     text = "as stored" if reward.is_stored else reward.expression
     if reward.source == "asked":
         text += ", as asked"
     if reward.training is not None:
         same = reward.training == reward.expression
         text += f"; the policy was trained with {'it' if same else reward.training}"
-    elif found.policy.get("policy_version") is not None:
+    elif report.policy.get("policy_version") is not None:
         text += "; the policy's lineage names none that it was trained with"
-    trained = found.training_discount
+    trained = report.training_discount
     was = "" if trained in (None, gamma) else f", {trained:g} in training"
     return f"{text}; gamma {gamma:g}{was}"
 
 
-def _policy(found: PolicyReport) -> str:
-    named = found.policy
-    if named["policy"] is None:
-        return f"target policy of probability {named['target_prob']}"
-    if named["policy_version"] is None:
-        return f"policy {named['policy']}"
+def _policy(report: PolicyReport) -> str:
+    identity = report.policy
+    if identity["policy"] is None:
+        return f"target policy of probability {identity['target_prob']}"
+    if identity["policy_version"] is None:
+        return f"policy {identity['policy']}"
     return (
-        f"policy {named['policy']}:{named['policy_version']} ({named['selected_by']}), "
-        f"acting {named['acts']}"
+        f"policy {identity['policy']}:{identity['policy_version']} ({identity['selected_by']}), "
+        f"acting {identity['acts']}"
     )
 
 
-def _episodes(found: PolicyReport) -> str:
-    numbers = f"{count(found.num_episodes, 'episode')}, {count(found.num_steps, 'step')}"
-    if found.holdout is None:
+def _episodes(report: PolicyReport) -> str:
+    numbers = f"{count(report.num_episodes, 'episode')}, {count(report.num_steps, 'step')}"
+    if report.holdout is None:
         return numbers
-    if "after" in found.holdout:
-        return f"{numbers} (held out: those from {found.holdout['after']} on)"
-    return f"{numbers} (held out: {found.holdout['fraction']:g} of them by their ids)"
+    if "after" in report.holdout:
+        return f"{numbers} (held out: those from {report.holdout['after']} on)"
+    return f"{numbers} (held out: {report.holdout['fraction']:g} of them by their ids)"
 
 
-def _propensities(found: PolicyReport) -> str:
-    about = found.propensities
+def _propensities(report: PolicyReport) -> str:
+    about = report.propensities
     text = str(about["source"])
     if about.get("why"):
         return f"{text}: {about['why']}"
@@ -311,9 +311,9 @@ def _propensities(found: PolicyReport) -> str:
     return text
 
 
-def _table(found: PolicyReport) -> list[str]:
-    is_fitted = found.diagnostics.behavior_fitted
-    is_lacking = any(one.no_interval for one in found.estimates.estimates)
+def _table(report: PolicyReport) -> list[str]:
+    is_fitted = report.diagnostics.behavior_fitted
+    is_lacking = any(one.no_interval for one in report.estimates.estimates)
     rows = [
         {
             "estimator": one.estimator,
@@ -328,24 +328,24 @@ def _table(found: PolicyReport) -> list[str]:
             **({"interval": "no interval" if one.no_interval else ""} if is_lacking else {}),
             **({"propensities": one.propensities} if is_fitted else {}),
         }
-        for one in found.estimates.estimates
+        for one in report.estimates.estimates
     ]
     return table_lines(rows, list(rows[0])) if rows else []
 
 
-def _diagnostics(found: PolicyReport) -> Iterator[str]:
-    seen = found.diagnostics
-    if (weights := seen.weights) is not None:
+def _diagnostics(report: PolicyReport) -> Iterator[str]:
+    values = report.diagnostics
+    if (weights := values.weights) is not None:
         yield (
             f"weights: mean {weights.mean_weight:.4g} (1 expected), largest "
             f"{weights.max_weight_share:.2%} of all, effective "
             f"{number_text(round(weights.worst_step_size, 1))} episodes at the worst step; the "
             f"policy could have taken the logged action in {weights.matching:.1%} of steps"
         )
-    if seen.overlap is not None:
-        yield f"overlap of the two policies: {seen.overlap:.3g} (1 where they are one)"
-    if seen.unsupported_mass:
-        yield f"probability of actions that were never logged: {seen.unsupported_mass:.2%}"
+    if values.overlap is not None:
+        yield f"overlap of the two policies: {values.overlap:.3g} (1 where they are one)"
+    if values.unsupported_mass:
+        yield f"probability of actions that were never logged: {values.unsupported_mass:.2%}"
 
 
 def _round_digits(value: float | None) -> float | None:

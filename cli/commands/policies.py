@@ -44,9 +44,9 @@ def list_policies(
         del row["created_ms"]
     if not rows:
         report.print_message(f"no policies in {lake}: `replaylake train offline` makes one")
-    shown = [{**row, "aliases": ", ".join(row["aliases"])} for row in rows]
+    texts = [{**row, "aliases": ", ".join(row["aliases"])} for row in rows]
     columns = ("policy", "version", "aliases", "run_id", "created_at")
-    report.print_result({"policies": rows}, table_lines(shown, columns) if rows else [])
+    report.print_result({"policies": rows}, table_lines(texts, columns) if rows else [])
 
 
 def show_policy(
@@ -115,14 +115,14 @@ def diff_policies(
             for body in bodies
         ]
     )
-    named = [{key: body[key] for key in ("policy", "version", "selected_by")} for body in bodies]
+    names = [{key: body[key] for key in ("policy", "version", "selected_by")} for body in bodies]
     columns = [str(ref) for ref in refs]
     rows = [
         {"field": name, **dict(zip(columns, map(cell_text, values), strict=True))}
         for name, values in fields.items()
     ]
     lines = table_lines(rows, ("field", *columns)) if rows else ["no difference"]
-    report.print_result({"policies": named, "fields": fields}, lines)
+    report.print_result({"policies": names, "fields": fields}, lines)
 
 
 def policy_history(
@@ -142,10 +142,10 @@ def policy_history(
     from replaylake.datastore.maintenance.lineage.served_versions import list_served_versions
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
-    name = opened.registry.resolve(policy).name
-    moves = opened.registry.alias_history(name)
-    served = [one.to_json() for one in list_served_versions(opened, name)]
+    store = open_lake(lake)
+    name = store.registry.resolve(policy).name
+    moves = store.registry.alias_history(name)
+    served = [one.to_json() for one in list_served_versions(store, name)]
     body = {
         "policy": name,
         "moves": [{**move.to_json(), "at": _time(move.at_ms)} for move in moves],
@@ -251,8 +251,8 @@ def delete_policy(
     else:
         report.print_message(NOTHING_CHANGED)
     body = {"policy": ref.name, "version": ref.version, "deleted": yes, "path": ref.folder}
-    done = "deleted" if yes else "would delete"
-    report.print_result(body, [f"{done} {ref}; its files in {ref.folder} go with the next vacuum"])
+    verb = "deleted" if yes else "would delete"
+    report.print_result(body, [f"{verb} {ref}; its files in {ref.folder} go with the next vacuum"])
 
 
 def _describe(registry: Registry, ref: PolicyRef) -> dict[str, Any]:

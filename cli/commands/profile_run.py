@@ -50,31 +50,31 @@ def profile(
     from replaylake.online.monitoring.timings import PROFILE
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
-    record = find_run(opened.registry.runs(), run)
-    logged = read_logged_metrics(opened.storage, record["run_id"], f"{PROFILE}/")
-    found = build_run_profile(record, logged, only_last=last)
-    summary = summarize(opened.storage, record)
+    store = open_lake(lake)
+    record = find_run(store.registry.runs(), run)
+    logged = read_logged_metrics(store.storage, record["run_id"], f"{PROFILE}/")
+    run_profile = build_run_profile(record, logged, only_last=last)
+    summary = summarize(store.storage, record)
     body = {
         "run_id": summary.run_id,
         "status": summary.status,
         "only_last": last,
-        **found.to_json(),
+        **run_profile.to_json(),
     }
-    report.print_result(body, _lines(summary, found, only_last=last))
+    report.print_result(body, _lines(summary, run_profile, only_last=last))
 
 
-def _lines(summary: RunSummary, found: RunProfile, *, only_last: bool) -> Iterator[str]:
+def _lines(summary: RunSummary, profile: RunProfile, *, only_last: bool) -> Iterator[str]:
     of = "the last " if only_last else ""
     who = "one process"
-    if found.num_workers:
-        who = f"the trainer and {count(found.num_workers, 'worker')}"
+    if profile.num_workers:
+        who = f"the trainer and {count(profile.num_workers, 'worker')}"
     yield (
-        f"run {summary.run_id}  {summary.status}  {of}{time_left(found.wall_s)} of {who}, until "
-        f"update {found.until_update:,}"
+        f"run {summary.run_id}  {summary.status}  {of}{time_left(profile.wall_s)} of {who}, until "
+        f"update {profile.until_update:,}"
     )
-    yield from table_lines([_row(one) for one in found.links], _COLUMNS)
-    yield f"bottleneck: {found.bottleneck.cause}: {found.bottleneck.reason}"
+    yield from table_lines([_row(one) for one in profile.links], _COLUMNS)
+    yield f"bottleneck: {profile.bottleneck.cause}: {profile.bottleneck.reason}"
 
 
 def _row(one: LinkUse) -> dict[str, Any]:

@@ -202,8 +202,8 @@ def promote(
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
-    registry = opened.registry
+    store = open_lake(lake)
+    registry = store.registry
     ref = _candidate(registry, policy)
     now_at = registry.alias_version(ref.name, to)
     champion = registry.alias_version(ref.name, _CHAMPION)
@@ -213,7 +213,7 @@ def promote(
             {**body, "move": None, "gate": None}, [f"{ref.name}@{to} is {ref} already"]
         )
         return
-    found = None
+    result = None
     if gate:
         from replaylake.datastore.lake.holdout import Holdout
         from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
@@ -233,8 +233,8 @@ def promote(
             seed=seed,
             fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
         )
-        found = _evaluate_gate(report, opened, ref, champion, request, alpha, margin)
-    passed = found is None or found.passed
+        result = _evaluate_gate(report, store, ref, champion, request, alpha, margin)
+    passed = result is None or result.passed
     move = None
     if passed or force:
         move = registry.aliases.move(
@@ -244,11 +244,11 @@ def promote(
             kind="promote",
             expected=now_at or 0,
             # What the gate compared with is the champion still.
-            unmoved={_CHAMPION: champion} if found is not None else None,
+            unmoved={_CHAMPION: champion} if result is not None else None,
             by=by or user_name(),
             note=note,
             forced=not passed,
-            gate=None if found is None else found.to_record(),
+            gate=None if result is None else result.to_record(),
         )
     body = {
         "promoted": move is not None,
@@ -256,9 +256,9 @@ def promote(
         "version": ref.version,
         "alias": to,
         "move": None if move is None else move.to_json(),
-        "gate": None if found is None else found.to_json(),
+        "gate": None if result is None else result.to_json(),
     }
-    report.print_result(body, _promotion_lines(ref, to, found, move))
+    report.print_result(body, _promotion_lines(ref, to, result, move))
     if move is None:
         raise typer.Exit(_EXIT_NO)
 
@@ -361,8 +361,8 @@ def _check_gate_options(
             "found it without --gate, expected a gate to overrule.", param_hint="--force"
         )
     for parameter in context.command.params:
-        given = context.get_parameter_source(str(parameter.name))
-        is_given = given is not None and given.name == "COMMANDLINE"
+        source = context.get_parameter_source(str(parameter.name))
+        is_given = source is not None and source.name == "COMMANDLINE"
         if is_given and getattr(parameter, "rich_help_panel", None) == _GATE:
             raise typer.BadParameter("found it without --gate.", param_hint=parameter.opts[0])
 
@@ -410,8 +410,8 @@ def gate_lines(gate: GateResult | GateNotApplicable) -> Iterator[str]:
     if gate.champion is not None and gate.champion.reward.training != report.reward.training:
         yield f"  reward of the champion: {reward_text(gate.champion)}"
     if report.left_out:
-        said = ", ".join(f"{num:,} {reason}" for reason, num in report.left_out.items())
-        yield f"  left out: {said}"
+        drops = ", ".join(f"{num:,} {reason}" for reason, num in report.left_out.items())
+        yield f"  left out: {drops}"
     for note in (*report.notes, *(gate.champion.notes if gate.champion is not None else ())):
         yield f"  note: {note}"
     is_lacking = any(one.no_interval for one in gate.comparisons)

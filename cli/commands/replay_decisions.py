@@ -85,7 +85,7 @@ def replay_decisions(
 
     report = CommandOutput(as_json)
     with report.progress("replayed", "decisions") as progress:
-        found = replay(
+        result = replay(
             open_lake(lake),
             policy,
             dataset,
@@ -95,27 +95,27 @@ def replay_decisions(
             by=by,
             on_progress=progress,
         )
-    report.print_result(found.to_json(), _lines(found))
+    report.print_result(result.to_json(), _lines(result))
 
 
-def _lines(found: DecisionReplay) -> Iterator[str]:
-    body = found.to_json()
+def _lines(replay: DecisionReplay) -> Iterator[str]:
+    body = replay.to_json()
     yield (
         f"policy {body['policy']}:{body['policy_version']} ({body['selected_by']}), acting "
         f"{body['acts']}, on {count(body['num_decisions'], 'decision')} of "
-        f"{found.dataset}.{found.table}"
+        f"{replay.dataset}.{replay.table}"
     )
     rows = list(_numbers(body))
     width = max(len(name) for name, _ in rows)
     yield from (f"  {name.ljust(width)}  {text}" for name, text in rows)
-    if found.no_density:
-        yield f"  no probabilities: {found.no_density}"
-    if found.num_errors:
-        yield f"  cannot act on {count(found.num_errors, 'observation')}:"
-        yield from (f"    {error}" for error in found.errors)
-    if found.by is not None and body["groups"]:
+    if replay.no_density:
+        yield f"  no probabilities: {replay.no_density}"
+    if replay.num_errors:
+        yield f"  cannot act on {count(replay.num_errors, 'observation')}:"
+        yield from (f"    {error}" for error in replay.errors)
+    if replay.by is not None and body["groups"]:
         yield ""
-        yield from _groups(body["groups"], found.by)
+        yield from _groups(body["groups"], replay.by)
 
 
 def _numbers(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -134,8 +134,8 @@ def _numbers(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield "logged probabilities", f"of {body['num_known']:,} of {total:,}"
         ratio, never = body["mean_log_ratio"], body["num_impossible"]
-        said = "none" if ratio is None else f"{ratio:.4g}"
-        yield "mean log ratio", said + (f", without {never:,} it never takes" if never else "")
+        text = "none" if ratio is None else f"{ratio:.4g}"
+        yield "mean log ratio", text + (f", without {never:,} it never takes" if never else "")
         yield (
             "effective sample size",
             (

@@ -103,10 +103,10 @@ def retention(
         stated[field] = value = _value(text, option, parse)
         check_field(field, value)
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
-    now = read_retention(opened.dataset(dataset).snapshot().table)
+    store = open_lake(lake)
+    now = read_retention(store.dataset(dataset).snapshot().table)
     if stated:
-        now = set_retention(opened, dataset, stated)
+        now = set_retention(store, dataset, stated)
     report.print_result({"dataset": dataset, **now.to_json()}, _lines(dataset, now))
 
 
@@ -122,12 +122,12 @@ def _number(text: str, option: str) -> int:
 
 
 def _lines(dataset: str, now: Retention) -> Iterator[str]:
-    def said(value: Any, text: Callable[[Any], str]) -> str:
+    def format_limit(value: Any, text: Callable[[Any], str]) -> str:
         return "no limit" if value is None else text(value)
 
     yield dataset
-    yield f"  max steps      {said(now.max_steps, '{:,}'.format)}"
-    yield f"  max age        {said(now.max_age_s, duration)}"
+    yield f"  max steps      {format_limit(now.max_steps, '{:,}'.format)}"
+    yield f"  max age        {format_limit(now.max_age_s, duration)}"
     yield f"  keep versions  {duration(now.keep_versions_s)}"
     yield f"  target shard   {now.target_shard_bytes / (1 << 20):g} MiB"
-    yield f"  cache max      {said(now.cache_max_bytes, size)}"
+    yield f"  cache max      {format_limit(now.cache_max_bytes, size)}"

@@ -190,10 +190,10 @@ def _summary(receipt: RolloutReceipt) -> Iterator[str]:
         f"{size(receipt.num_bytes)}"
     )
     has_version = receipt.policy != _RANDOM and receipt.policy_version is not None
-    acted = receipt.policy + (f":{receipt.policy_version}" if has_version else "")
+    policy = receipt.policy + (f":{receipt.policy_version}" if has_version else "")
     by = count(receipt.num_workers, "worker") if receipt.num_workers else "this process"
     yield (
-        f"  {acted} in {receipt.env_id}: mean return {number_text(receipt.mean_return)}; "
+        f"  {policy} in {receipt.env_id}: mean return {number_text(receipt.mean_return)}; "
         f"{receipt.steps_per_s:,.0f} steps/s by {by}; seed {receipt.seed}"
     )
     if receipt.agent_returns:

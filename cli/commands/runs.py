@@ -70,20 +70,20 @@ def list_runs(
             f"found {status!r}, expected one of {', '.join(STATUSES)}.", param_hint="--status"
         )
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
+    store = open_lake(lake)
     records = [
         record
-        for record in opened.registry.runs()
+        for record in store.registry.runs()
         if dataset is None or dataset in [text.partition("@")[0] for text in dataset_texts(record)]
     ]
-    rows = [summarize(opened.storage, record) for record in records]
+    rows = [summarize(store.storage, record) for record in records]
     rows = [row for row in rows if status in (None, row.status)]
     if not rows:
         report.print_message(f"no such runs in {lake}: `replaylake train` makes them")
-    shown = [run_row(row) for row in rows]
+    texts = [run_row(row) for row in rows]
     report.print_result(
         {"runs": [_json(row) for row in rows]},
-        table_lines(shown, select_columns(shown)) if rows else [],
+        table_lines(texts, select_columns(texts)) if rows else [],
     )
 
 
@@ -116,10 +116,10 @@ def show_run(
 
     report = CommandOutput(as_json)
     _check_plot(plot)
-    opened = open_lake(lake)
-    record = find_run(opened.registry.runs(), run)
-    summary = summarize(opened.storage, record)
-    curves = read_curves(opened.storage, summary.run_id)
+    store = open_lake(lake)
+    record = find_run(store.registry.runs(), run)
+    summary = summarize(store.storage, record)
+    curves = read_curves(store.storage, summary.run_id)
     names = _select_metrics([curves], metrics)
     _draw(
         report,
@@ -131,7 +131,7 @@ def show_run(
     body = {
         **_json(summary),
         "record": dict(record),
-        "checkpoints": Checkpoints(opened.storage, summary.run_id).updates(),
+        "checkpoints": Checkpoints(store.storage, summary.run_id).updates(),
         "metrics": {name: _points(curves[name]) for name in names},
     }
     report.print_result(body, run_lines(summary, body, curves, names, drawn=bool(metrics)))
@@ -166,26 +166,26 @@ def diff_runs(
 
     report = CommandOutput(as_json)
     _check_plot(plot)
-    opened = open_lake(lake)
-    known = opened.registry.runs()
+    store = open_lake(lake)
+    known = store.registry.runs()
     records = {record["run_id"]: record for record in (find_run(known, text) for text in runs)}
     if len(records) < 2:
         raise typer.BadParameter(
             f"found {len(records)} run, expected two or more.", param_hint="RUN"
         )
-    summaries = [summarize(opened.storage, record) for record in records.values()]
-    curves = {run_id: read_curves(opened.storage, run_id) for run_id in records}
+    summaries = [summarize(store.storage, record) for record in records.values()]
+    curves = {run_id: read_curves(store.storage, run_id) for run_id in records}
     names = _select_metrics(list(curves.values()), metrics)
-    chosen = {run_id: find_selected_update(record) for run_id, record in records.items()}
-    _draw(report, plot, curves, names, chosen)
+    updates = {run_id: find_selected_update(record) for run_id, record in records.items()}
+    _draw(report, plot, curves, names, updates)
     options = find_differences(list(records.values()))
-    found = {name: [about(one.get(name), name) for one in curves.values()] for name in names}
+    best = {name: [about(one.get(name), name) for one in curves.values()] for name in names}
     body = {
         "runs": [_json(summary) for summary in summaries],
         "options": options,
-        "metrics": found,
+        "metrics": best,
     }
-    lines = comparison_lines(summaries, options, found, list(curves.values()), bool(metrics))
+    lines = comparison_lines(summaries, options, best, list(curves.values()), bool(metrics))
     report.print_result(body, lines)
 
 
@@ -201,7 +201,7 @@ def _draw(
     plot: Path | None,
     curves: Mapping[str, Curves],
     names: Sequence[str],
-    chosen: Mapping[str, int | None],
+    updates: Mapping[str, int | None],
 ) -> None:
     if plot is None:
         return
@@ -213,11 +213,11 @@ def _draw(
             f"--plot {plot}: found no metrics of {', '.join(curves)} yet, expected some. Wait for "
             "the first ones: a run logs them every `log_updates` updates."
         )
-    draw_learning_curves(plot, curves, names, chosen)
+    draw_learning_curves(plot, curves, names, updates)
     report.print_message(f"wrote {plot}")
 
 
-def _select_metrics(curves: Sequence[Curves], wanted: list[str] | None) -> list[str]:
+def _select_metrics(curves: Sequence[Curves], only: list[str] | None) -> list[str]:
     """Return the metrics to show: those that were asked for, else all, measures first.
 
     What the links of an online run took is in `replaylake runs profile`, unless it is asked for.
@@ -229,7 +229,7 @@ def _select_metrics(curves: Sequence[Curves], wanted: list[str] | None) -> list[
     from replaylake.datastore.errors import NotFoundError
 
     names = list(dict.fromkeys(name for one in curves for name in one))
-    for name in wanted or ():
+    for name in only or ():
         if name not in names:
             near = get_close_matches(name, names, n=3, cutoff=0.5) or names
             raise NotFoundError(
@@ -237,7 +237,7 @@ def _select_metrics(curves: Sequence[Curves], wanted: list[str] | None) -> list[
             )
     ranks = ("selection/", "evaluation/", "holdout/", "return")
     ordered = sorted(names, key=lambda name: [not name.startswith(rank) for rank in ranks])
-    return wanted or [name for name in ordered if not name.startswith("profile/")]
+    return only or [name for name in ordered if not name.startswith("profile/")]
 
 
 def _json(summary: RunSummary) -> dict[str, Any]:

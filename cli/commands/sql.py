@@ -114,13 +114,13 @@ def sql(
         for key, value in parse_pairs(param or [], "--param").items()
     }
     versions = parse_pairs(at or [], "--at", "DATASET=VERSION, such as cartpole=12")
-    chosen = _format(form, as_json, output)
+    output_format = _format(form, as_json, output)
     with report.waiting("running the query"):
         rows, also = _rows(open_lake(lake), text, parameters, versions, untrusted)
     if output is not None:
-        _save(report, rows, chosen, output, also)
+        _save(report, rows, output_format, output, also)
     else:
-        _print(report, rows, chosen, also)
+        _print(report, rows, output_format, also)
     if cut_by := also.get("truncated"):
         report.print_message(
             f"cut short: the whole result has more {cut_by} than --untrusted allows"
@@ -217,8 +217,8 @@ def _print_table(report: CommandOutput, rows: Any) -> None:
         columns = fit_columns(values, columns, width)
     report.print_result({}, table_lines(values, columns))
     report.print_message(count(rows.num_rows, "row"))
-    left_out = [name for name in rows.column_names if name not in columns]
-    if left_out:
+    omitted = [name for name in rows.column_names if name not in columns]
+    if omitted:
         report.print_message(
-            f"not shown for want of width: {', '.join(left_out)} (select them, or --format csv)"
+            f"not shown for want of width: {', '.join(omitted)} (select them, or --format csv)"
         )

@@ -77,10 +77,10 @@ def tag(
 def _set_tag(report: CommandOutput, lake: str, snapshot: str, tag: str, replace: bool) -> None:
     from replaylake.datastore.lake.lake import open_lake
 
-    opened = open_lake(lake)
-    pinned = opened.snapshot(snapshot)
+    store = open_lake(lake)
+    pinned = store.snapshot(snapshot)
     name, version = pinned.dataset, pinned.version
-    previous = opened.tag(f"{name}@{version}", tag, replace=replace)
+    previous = store.tag(f"{name}@{version}", tag, replace=replace)
     body = {"dataset": name, "tag": tag, "version": version, "previous_version": previous}
     before = "" if previous in (None, version) else f", was {name}@{previous}"
     report.print_result(body, [f"{name}@{tag} is {name}@{version}{before}"])
@@ -89,9 +89,9 @@ def _set_tag(report: CommandOutput, lake: str, snapshot: str, tag: str, replace:
 def _list_tags(report: CommandOutput, lake: str, dataset: str | None) -> None:
     from replaylake.datastore.lake.lake import open_lake
 
-    opened = open_lake(lake)
+    store = open_lake(lake)
     if dataset is not None:
-        opened.dataset(dataset).snapshot()  # a dataset that is not there has no tags to list
+        store.dataset(dataset).snapshot()  # a dataset that is not there has no tags to list
     rows = [
         {
             "dataset": one.dataset,
@@ -102,7 +102,7 @@ def _list_tags(report: CommandOutput, lake: str, dataset: str | None) -> None:
             ),
             "reproducible": one.reproducible,
         }
-        for one in opened.tags.list(dataset)
+        for one in store.tags.list(dataset)
     ]
     if not rows:
         report.print_message("no tags: `replaylake datasets tag NAME[@VERSION] TAG` sets one")
@@ -118,14 +118,14 @@ def _remove_tag(report: CommandOutput, lake: str, snapshot: str | None) -> None:
 
     if snapshot is None:
         raise typer.BadParameter("found no tag, expected NAME@TAG.", param_hint="--remove")
-    opened = open_lake(lake)
+    store = open_lake(lake)
     name, tag = parse_snapshot(snapshot)
     if not isinstance(tag, str):
         raise typer.BadParameter(
             f"found {snapshot!r}, expected a dataset and its tag, for example {name}@golden.",
             param_hint="--remove",
         )
-    version = opened.tags.version(name, tag)
-    opened.tags.remove(name, tag)
+    version = store.tags.version(name, tag)
+    store.tags.remove(name, tag)
     body = {"dataset": name, "tag": tag, "version": version}
     report.print_result(body, [f"removed the tag {name}@{tag}, which was {name}@{version}"])

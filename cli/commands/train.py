@@ -171,7 +171,7 @@ def offline(
       replaylake train offline --resume 01m7xx37q2a1tjwqb8trpt4zek
     """
     has_env = env is not None or config is not None or bool(assignments)
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "algorithm": algorithm,
         "policy": policy,
         "where": where,
@@ -186,11 +186,11 @@ def offline(
         "holdout": holdout,
         "holdout_after": holdout_after,
     }
-    given = {key: value for key, value in given.items() if value is not None}
+    values = {key: value for key, value in values.items() if value is not None}
     if resume is not None:
-        check_no_other_options(datasets, config, assignments, *given.values())
+        check_no_other_options(datasets, config, assignments, *values.values())
     check_project(wandb)
-    options = read_options(config, assignments or []) | given
+    options = read_options(config, assignments or []) | values
     if resume is None:
         _check_required(datasets, options.get("policy"))
 
@@ -202,17 +202,17 @@ def offline(
     from replaylake.offline.running.local_ray import silence_exit_output
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
+    store = open_lake(lake)
 
     def run(callbacks: Callbacks) -> TrainResult:
         if resume is not None:
-            run_id = find_run(opened.registry.runs(), resume)["run_id"]
-            return training.resume(opened, run_id, callbacks=callbacks)
+            run_id = find_run(store.registry.runs(), resume)["run_id"]
+            return training.resume(store, run_id, callbacks=callbacks)
         settings = _settings(options)
-        pinned = [_pin_snapshot(report, opened, text) for text in datasets or []]
-        return training.train(opened, pinned, settings, callbacks=callbacks)
+        pinned = [_pin_snapshot(report, store, text) for text in datasets or []]
+        return training.train(store, pinned, settings, callbacks=callbacks)
 
-    with watchers(report, opened, wandb_project=wandb) as watch:
+    with watchers(report, store, wandb_project=wandb) as watch:
         try:
             with print_resume_hint(report, "train offline", without="from the beginning"):
                 result = _run_with_progress(report, watch, run)
@@ -243,18 +243,18 @@ def _run_with_progress(
         report.progress("update", "") as progress,
     ):
 
-        def tell_read(done: int, total: int) -> None:
+        def tell_read(num: int, total: int) -> None:
             waiting.end()
-            reading(done, total)
+            reading(num, total)
 
         def tell_begin(start: RunStart) -> None:
             waiting.end()
             announce_start(report, watch, start)
 
-        def tell(done: TrainProgress) -> None:
-            left = f"  {time_left(done.remaining_s)} left" if done.update < done.updates else ""
-            rate = f"{done.updates_per_s:,.0f} updates/s"
-            progress(done.update, done.updates, f"{_metrics(done.metrics)}  {rate}{left}")
+        def tell(now: TrainProgress) -> None:
+            rest = f"  {time_left(now.remaining_s)} left" if now.update < now.updates else ""
+            rate = f"{now.updates_per_s:,.0f} updates/s"
+            progress(now.update, now.updates, f"{_metrics(now.metrics)}  {rate}{rest}")
 
         return run(
             Callbacks(on_reading=tell_read, on_start=tell_begin, on_progress=tell, on_metrics=watch)
@@ -343,11 +343,11 @@ def _summary(result: TrainResult) -> Iterator[str]:
         # They are of the policy that was taken, and not of the end.
         yield f"metrics there: {_metrics(result.metrics)}"
     if result.evaluation is not None:
-        done = result.evaluation
+        score = result.evaluation
         yield (
-            f"evaluated in {done.env_id}, on other seeds: mean return "
-            f"{number_text(done.mean_return)} over {count(len(done.returns), 'episode')}"
-            f"{interval_text(done.ci_low, done.ci_high)}{_of_reward(result)}"
+            f"evaluated in {score.env_id}, on other seeds: mean return "
+            f"{number_text(score.mean_return)} over {count(len(score.returns), 'episode')}"
+            f"{interval_text(score.ci_low, score.ci_high)}{_of_reward(result)}"
         )
     yield f"saved policy {result.policy}"
 

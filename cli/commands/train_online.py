@@ -288,13 +288,13 @@ def online(
         "seed": seed,
         "mix": _shares(mix) if mix else None,
     }
-    given = {key: value for key, value in flags.items() if value is not None}
+    values = {key: value for key, value in flags.items() if value is not None}
     if resume is not None:
-        check_no_other_options(dataset, config, assignments, *given.values())
-    options = read_options(config, assignments or []) | given
+        check_no_other_options(dataset, config, assignments, *values.values())
+    options = read_options(config, assignments or []) | values
     if resume is None:
-        named = {key: options.get(key) for key in ("env", "policy")}
-        _check_required({"--env": named["env"], "--dataset": dataset, "--policy": named["policy"]})
+        names = {key: options.get(key) for key in ("env", "policy")}
+        _check_required({"--env": names["env"], "--dataset": dataset, "--policy": names["policy"]})
 
     # After the options are parsed: torch takes a second to import.
     from replaylake.cli.output.watch import watchers
@@ -305,26 +305,26 @@ def online(
     from replaylake.online.training.config import OnlineConfig, online_config
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake, create=resume is None)
+    store = open_lake(lake, create=resume is None)
     settings: OnlineConfig | None = None
     if resume is None:
         if "algorithm" not in options and options.get("start_from"):
-            options["algorithm"] = _algorithm_of(opened, options["start_from"])
+            options["algorithm"] = _algorithm_of(store, options["start_from"])
         _check_algorithm(options)
         settings = online_config(options)
 
     def run(callbacks: Callbacks) -> OnlineResult:
         if settings is None:
-            run_id = find_run(opened.registry.runs(), resume or "")["run_id"]
-            return training.resume_online(opened, run_id, callbacks=callbacks)
-        return training.train_online(opened, dataset or "", settings, callbacks=callbacks)
+            run_id = find_run(store.registry.runs(), resume or "")["run_id"]
+            return training.resume_online(store, run_id, callbacks=callbacks)
+        return training.train_online(store, dataset or "", settings, callbacks=callbacks)
 
     with ExitStack() as stack:
-        watch = stack.enter_context(watchers(report, opened, wandb_project=wandb))
+        watch = stack.enter_context(watchers(report, store, wandb_project=wandb))
         server = _metrics_server(report, stack, metrics_port)
         try:
             with print_resume_hint(report, "train online", without="from what was collected"):
-                result = _run_with_progress(report, opened, watch, server, run)
+                result = _run_with_progress(report, store, watch, server, run)
         finally:
             if "ray" in sys.modules:
                 silence_exit_output()
@@ -398,8 +398,8 @@ def _run_with_progress(
                 row = next(r for r in lake.registry.runs() if r["run_id"] == start.run_id)
                 server.begin(start.run_id, policy=row["policy"], env=row["env_id"])
 
-        def tell(done: OnlineProgress) -> None:
-            progress(done.num_steps, done.steps, progress_text(done))
+        def tell(now: OnlineProgress) -> None:
+            progress(now.num_steps, now.steps, progress_text(now))
 
         def tell_metrics(update: int, values: Mapping[str, float]) -> None:
             watch(update, values)
@@ -416,17 +416,17 @@ def _run_with_progress(
         )
 
 
-def progress_text(done: OnlineProgress) -> str:
+def progress_text(progress: OnlineProgress) -> str:
     """Return how far learning is beside the steps, or what the run waits for."""
-    if done.blocked_reason is not None:
-        is_full = any(os.strerror(code) in done.blocked_reason for code in _FULL)
+    if progress.blocked_reason is not None:
+        is_full = any(os.strerror(code) in progress.blocked_reason for code in _FULL)
         return "waiting for " + ("space" if is_full else "the store")
-    said = [f"update {done.update:,}"]
-    if done.mean_return is not None:
-        said.append(f"return {done.mean_return:.4g}")
-    said.append(f"{done.steps_per_s:,.0f} steps/s")
-    said.append(f"{done.updates_per_s:,.0f} updates/s")
-    return "  ".join(said)
+    parts = [f"update {progress.update:,}"]
+    if progress.mean_return is not None:
+        parts.append(f"return {progress.mean_return:.4g}")
+    parts.append(f"{progress.steps_per_s:,.0f} steps/s")
+    parts.append(f"{progress.updates_per_s:,.0f} updates/s")
+    return "  ".join(parts)
 
 
 def result_body(result: OnlineResult) -> dict[str, Any]:
@@ -470,9 +470,9 @@ def iter_summary(result: OnlineResult) -> Iterator[str]:
         f"{count(result.num_updates, 'update')}, in {result.wall_s:,.1f} s ({rate:,.0f} steps/s)"
     )
     if result.request.config.until_return is not None:
-        wanted = number_text(result.request.config.until_return)
+        target = number_text(result.request.config.until_return)
         reached = "reached" if result.converged else "did not reach"
-        yield f"{reached} a return of {wanted}"
+        yield f"{reached} a return of {target}"
     selection = result.selection
     if selection["value"] is not None:
         yield (
@@ -480,14 +480,14 @@ def iter_summary(result: OnlineResult) -> Iterator[str]:
             f"{len(selection['history'])} by mean return: {number_text(selection['value'])}"
         )
     if result.evaluation is not None:
-        done = result.evaluation
+        score = result.evaluation
         yield (
-            f"evaluated in {done.env_id}, on other seeds: mean return "
-            f"{number_text(done.mean_return)} over {count(len(done.returns), 'episode')}"
-            f"{interval_text(done.ci_low, done.ci_high)}"
+            f"evaluated in {score.env_id}, on other seeds: mean return "
+            f"{number_text(score.mean_return)} over {count(len(score.returns), 'episode')}"
+            f"{interval_text(score.ci_low, score.ci_high)}"
         )
-        if done.agent_returns:
-            each = (f"{a} {number_text(value)}" for a, value in done.agent_returns.items())
+        if score.agent_returns:
+            each = (f"{a} {number_text(value)}" for a, value in score.agent_returns.items())
             yield f"by agent: {', '.join(each)}"
     for agent, ref in result.policies.items():
         yield f"saved policy {ref}, which acts for {agent}"

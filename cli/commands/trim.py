@@ -70,35 +70,35 @@ def trim(
     report = CommandOutput(as_json)
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
     with report.waiting(f"trimming {dataset}" if yes else f"looking through {dataset}"):
-        done = run(
+        receipt = run(
             open_lake(lake), dataset, max_steps=max_steps, older_than_s=age_s, dry_run=not yes
         )
-    report.print_result(done.to_json(), _lines(done))
+    report.print_result(receipt.to_json(), _lines(receipt))
 
 
-def _lines(done: TrimReceipt) -> Iterator[str]:
-    what = f"{count(done.num_episodes, 'episode')}, {count(done.num_steps, 'step')}"
-    left = f"{count(done.steps_left, 'step')} left"
-    if not done.num_episodes:
-        yield f"{done.dataset}@{done.version}: nothing to trim; {left}"
-    elif done.dry_run:
-        yield f"{done.dataset}: would remove {what}; {left}"
+def _lines(trim: TrimReceipt) -> Iterator[str]:
+    what = f"{count(trim.num_episodes, 'episode')}, {count(trim.num_steps, 'step')}"
+    rest = f"{count(trim.steps_left, 'step')} left"
+    if not trim.num_episodes:
+        yield f"{trim.dataset}@{trim.version}: nothing to trim; {rest}"
+    elif trim.dry_run:
+        yield f"{trim.dataset}: would remove {what}; {rest}"
     else:
-        yield f"{done.dataset}@{done.version}: {what} removed; {left}"
+        yield f"{trim.dataset}@{trim.version}: {what} removed; {rest}"
         yield (
-            f"  {count(done.shards_dropped, 'shard')} dropped whole, {done.shards_rewritten:,} "
+            f"  {count(trim.shards_dropped, 'shard')} dropped whole, {trim.shards_rewritten:,} "
             "rewritten"
         )
-    if done.num_decisions or done.num_rewards:
+    if trim.num_decisions or trim.num_rewards:
         yield (
-            f"  {count(done.num_decisions, 'decision')} and {count(done.num_rewards, 'reward')} "
-            f"{'go' if done.dry_run else 'removed'} with them"
+            f"  {count(trim.num_decisions, 'decision')} and {count(trim.num_rewards, 'reward')} "
+            f"{'go' if trim.dry_run else 'removed'} with them"
         )
-    if done.num_received:
-        gone = "go" if done.dry_run else "removed"
-        yield f"  {count(done.num_received, 'received step')} {gone} with them"
-    if done.num_rejected:
-        gone = "would leave" if done.dry_run else "left"
-        yield f"  {count(done.num_rejected, 'row')} {gone} the quarantine"
-    if done.dry_run and (done.num_episodes or done.num_rejected):
+    if trim.num_received:
+        verb = "go" if trim.dry_run else "removed"
+        yield f"  {count(trim.num_received, 'received step')} {verb} with them"
+    if trim.num_rejected:
+        verb = "would leave" if trim.dry_run else "left"
+        yield f"  {count(trim.num_rejected, 'row')} {verb} the quarantine"
+    if trim.dry_run and (trim.num_episodes or trim.num_rejected):
         yield f"  {NOTHING_CHANGED}"

@@ -57,9 +57,9 @@ def tune(
       replaylake tune --resume 01m7xx37q2a1tjwqb8trpt4zek
     """
     if (config is None) == (resume is None):
-        found = "neither" if config is None else "both"
+        what = "neither" if config is None else "both"
         raise typer.BadParameter(
-            f"found {found}, expected CONFIG.toml, or --resume SWEEP alone: what it does is in its "
+            f"found {what}, expected CONFIG.toml, or --resume SWEEP alone: what it does is in its "
             "record.",
             param_hint="CONFIG.toml",
         )
@@ -75,7 +75,7 @@ def tune(
     from replaylake.offline.running.tuning.config import tune_config
 
     report = CommandOutput(as_json)
-    opened = open_lake(lake)
+    store = open_lake(lake)
     silence_exit_output()
 
     def tell_start(start: SweepStart) -> None:
@@ -87,9 +87,9 @@ def tune(
     callbacks = Callbacks(on_start=tell_start, on_progress=tell)
     try:
         if resume is not None:
-            result = resume_sweep(opened, resume, callbacks=callbacks)
+            result = resume_sweep(store, resume, callbacks=callbacks)
         else:
-            result = run_sweep(opened, *tune_config(options), callbacks=callbacks)
+            result = run_sweep(store, *tune_config(options), callbacks=callbacks)
     except RunInterrupted as interrupted:
         report.print_message(f"`replaylake tune --resume {interrupted.run_id}` goes on")
         raise
@@ -115,8 +115,8 @@ def _trial_line(progress: TrialProgress) -> str:
     value = "" if trial.value is None else f"  {number_text(trial.value)}"
     if trial.status == "running":
         return f"{line}{at.strip()}{value}"
-    said = {"done": f"  saved policy {trial.policy}", "failed": f"  {trial.error}"}
-    return f"{line}{trial.status}{at}{value}{said.get(trial.status, '')}"
+    texts = {"done": f"  saved policy {trial.policy}", "failed": f"  {trial.error}"}
+    return f"{line}{trial.status}{at}{value}{texts.get(trial.status, '')}"
 
 
 def _lines(result: SweepResult) -> Iterator[str]:

@@ -66,34 +66,34 @@ def vacuum(
 
     report = CommandOutput(as_json)
     age_s = None if older_than is None else parse_duration(older_than, "--older-than")
-    opened = open_lake(lake)
+    store = open_lake(lake)
     with report.progress("deleted", "files") as progress:
-        found = run(
-            opened,
+        receipt = run(
+            store,
             datasets or (),
             older_than_s=age_s,
             delete=yes,
             force=force,
             on_progress=progress,
         )
-    for text in found.skipped:
+    for text in receipt.skipped:
         report.print_message(f"skipped {text}")
-    report.print_result(found.to_json(), _lines(found))
+    report.print_result(receipt.to_json(), _lines(receipt))
 
 
-def _lines(found: VacuumReceipt) -> Iterator[str]:
-    for file in found.garbage[:_MAX_SHOWN]:
+def _lines(receipt: VacuumReceipt) -> Iterator[str]:
+    for file in receipt.garbage[:_MAX_SHOWN]:
         yield f"{file.path}  {size(file.size_bytes)}"
-    if len(found.garbage) > _MAX_SHOWN:
-        yield f"... and {len(found.garbage) - _MAX_SHOWN:,} more"
-    kinds = Counter(file.kind for file in found.garbage)
+    if len(receipt.garbage) > _MAX_SHOWN:
+        yield f"... and {len(receipt.garbage) - _MAX_SHOWN:,} more"
+    kinds = Counter(file.kind for file in receipt.garbage)
     of = ", ".join(f"{kind} {num:,}" for kind, num in sorted(kinds.items()))
-    what = count(len(found.garbage), "file") + (f" ({of})" if of else "")
-    if found.deleted:
-        yield f"deleted {what}, {size(found.num_bytes)}"
+    what = count(len(receipt.garbage), "file") + (f" ({of})" if of else "")
+    if receipt.deleted:
+        yield f"deleted {what}, {size(receipt.num_bytes)}"
     else:
-        yield f"{what}, {size(found.num_bytes)} to delete"
+        yield f"{what}, {size(receipt.num_bytes)} to delete"
         if kinds:
             yield f"  {NOTHING_CHANGED}"
-    for pin in found.pinned:
+    for pin in receipt.pinned:
         yield f"  kept {pin}"

@@ -105,13 +105,13 @@ def table_lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> li
 
 def fit_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], width: int) -> list[str]:
     """Return the columns, from the left and at least one, whose table is no wider than `width`."""
-    shown: list[str] = []
+    columns_shown: list[str] = []
     for column in columns:
-        lines = table_lines(rows, [*shown, column])
-        if shown and max(len(line) for line in lines) > width:
+        lines = table_lines(rows, [*columns_shown, column])
+        if columns_shown and max(len(line) for line in lines) > width:
             break
-        shown.append(column)
-    return shown
+        columns_shown.append(column)
+    return columns_shown
 
 
 def cell_text(value: Any) -> str:

@@ -43,7 +43,7 @@ def draw_learning_curves(
     path: Path,
     curves: Mapping[str, Mapping[str, Curve]],
     names: Sequence[str],
-    chosen: Mapping[str, int | None],
+    updates: Mapping[str, int | None],
 ) -> None:
     """Draw each metric of `names`, with a line a run, by update.
 
@@ -51,20 +51,20 @@ def draw_learning_curves(
         path: the picture's file.
         curves: by the run's label, its metrics by name.
         names: of the metrics, in the order in which they are drawn.
-        chosen: by label, the update whose policy was registered: a ring on its lines.
+        updates: by label, the update whose policy was registered: a ring on its lines.
 
     Raises: ConfigInvalidError for another kind of file, StorageError.
     """
     num_rows = -(-len(names) // _COLUMNS)
-    drawn = [one[name] for one in curves.values() for name in names if name in one]
-    last = max(int(curve.updates[-1]) for curve in drawn)
+    points = [one[name] for one in curves.values() for name in names if name in one]
+    last = max(int(curve.updates[-1]) for curve in points)
     with mpl.rc_context({**STYLE, "font.size": 9}):
         figure = Figure(figsize=(9.4, 2.5 * num_rows + 0.4), layout="constrained", dpi=130)
         grid = figure.subplots(num_rows, min(_COLUMNS, len(names)), squeeze=False).ravel()
         for axes, name in zip(grid, names, strict=False):
             for number, (label, metrics) in enumerate(curves.items()):
                 if name in metrics:
-                    _line(axes, metrics[name], number, label, chosen.get(label))
+                    _line(axes, metrics[name], number, label, updates.get(label))
             axes.set_title(shorten_name(name, 60), fontsize=9, loc="left", color="#222")
             # All alike, so that a lone point stands where it was measured.
             axes.set_xlim(-0.02 * last, 1.03 * last or 1)
@@ -105,7 +105,7 @@ def draw_returns(path: Path, returns: Mapping[str, Sequence[float]], env_id: str
         _save(figure, path)
 
 
-def _line(axes: Any, curve: Curve, number: int, label: str, chosen: int | None) -> None:
+def _line(axes: Any, curve: Curve, number: int, label: str, mark: int | None) -> None:
     colour = _COLORS[number % len(_COLORS)]
     axes.plot(
         curve.updates,
@@ -117,7 +117,7 @@ def _line(axes: Any, curve: Curve, number: int, label: str, chosen: int | None) 
         label=shorten_name(label, 40),
     )
     for update, value in zip(curve.updates, curve.values, strict=True):
-        if update == chosen:
+        if update == mark:
             axes.plot([update], [value], "o", color=colour, markersize=9, fillstyle="none")
 
 

@@ -65,9 +65,9 @@ def follow_lines(
 
     with report.progress("committed", "steps") as progress, _stop_on_signals() as stop:
 
-        def tell(done: StreamProgress) -> None:
-            waiting = f"{done.num_waiting:,} waiting" if done.num_waiting else ""
-            progress(done.num_committed, None, waiting)
+        def tell(now: StreamProgress) -> None:
+            waiting = f"{now.num_waiting:,} waiting" if now.num_waiting else ""
+            progress(now.num_committed, None, waiting)
 
         with _reader(sources[0]) as lines:
             receipt = follow(
@@ -99,12 +99,12 @@ def _stop_on_signals() -> Iterator[threading.Event]:
     stop = threading.Event()
     before: dict[int, Any] = {}
 
-    def told(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: object) -> None:
         stop.set()
         signal.signal(number, before[number])
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, told)
+        before[number] = signal.signal(number, on_signal)
     try:
         yield stop
     finally:
@@ -126,8 +126,8 @@ def _summary(receipt: StreamReceipt) -> Iterator[str]:
         f"{lines.rejected:,}; already present {lines.already_present:,}"
     )
     for reason in receipt.reasons:
-        said = count(reason.num_lines, "line")
-        yield f"  rejected {said} for {reason.check}, such as {shorten_line(reason.example)}"
+        text = count(reason.num_lines, "line")
+        yield f"  rejected {text} for {reason.check}, such as {shorten_line(reason.example)}"
     yield from rename_lines(receipt.renames)
     for note in receipt.notes:
         yield f"  note: {shorten_line(note)}"

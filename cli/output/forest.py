@@ -20,13 +20,13 @@ _VALUE = "#0072B2"
 _BARS = 40
 
 
-def draw_estimates(path: Path, found: PolicyReport) -> None:
+def draw_estimates(path: Path, report: PolicyReport) -> None:
     """Draw each estimate with its interval, and how the episodes' weights are spread.
 
     Raises: StorageError.
     """
-    estimates = found.estimates.estimates
-    has_weights = found.weights is not None
+    estimates = report.estimates.estimates
+    has_weights = report.weights is not None
     with mpl.rc_context({**STYLE, "font.size": 9}):
         figure = Figure(
             figsize=(9.4 if has_weights else 6.2, 1.4 + 0.34 * len(estimates)),
@@ -34,22 +34,24 @@ def draw_estimates(path: Path, found: PolicyReport) -> None:
             dpi=130,
         )
         grid = figure.subplots(1, 1 + has_weights, squeeze=False).ravel()
-        _forest(grid[0], found)
+        _forest(grid[0], report)
         if has_weights:
-            _weights(grid[1], np.asarray(found.weights))
-        name = found.policy["policy"] or found.policy["target_prob"]
-        title = f"{shorten_name(str(name), 40)} on {found.dataset}@{found.version}: {found.verdict}"
+            _weights(grid[1], np.asarray(report.weights))
+        name = report.policy["policy"] or report.policy["target_prob"]
+        title = (
+            f"{shorten_name(str(name), 40)} on {report.dataset}@{report.version}: {report.verdict}"
+        )
         figure.suptitle(title, fontsize=9.5, x=0.01, ha="left")
         with atomic_write(path) as file:
             figure.savefig(file, format=path.suffix.lower().lstrip("."))
 
 
-def _forest(axes: Any, found: PolicyReport) -> None:
-    log = found.estimates.log_interval
+def _forest(axes: Any, report: PolicyReport) -> None:
+    log = report.estimates.log_interval
     axes.axvspan(log.low, log.high, color=_LOG, alpha=0.25, linewidth=0)
-    axes.axvline(found.estimates.log_mean, color=_LOG, linewidth=1.2)
+    axes.axvline(report.estimates.log_mean, color=_LOG, linewidth=1.2)
     names = []
-    for place, one in enumerate(found.estimates.estimates):
+    for place, one in enumerate(report.estimates.estimates):
         if one.ci_low is not None:
             axes.plot([one.ci_low, one.ci_high], [place, place], color=_VALUE, linewidth=1.6)
         # Hollow where a model alone speaks, which has no interval.
@@ -58,8 +60,8 @@ def _forest(axes: Any, found: PolicyReport) -> None:
         names.append(one.estimator)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    percent = f"{found.request.level:.0%}"
-    fitted = "; propensities fitted" if found.diagnostics.behavior_fitted else ""
+    percent = f"{report.request.level:.0%}"
+    fitted = "; propensities fitted" if report.diagnostics.behavior_fitted else ""
     axes.set_xlabel(
         f"value, {percent} interval{fitted}; hollow: model alone, no interval; grey: the log's mean"
     )

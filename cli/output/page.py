@@ -135,42 +135,42 @@ def _statistics(one: Dimension) -> list[str]:
 
 
 def _coverage(profile: Profile) -> Iterator[str]:
-    found = profile.coverage
+    share = profile.coverage
     yield "<h2>Coverage</h2>"
-    if (found.action_share, found.state_share, found.map_share) == (None, None, None):
+    if (share.action_share, share.state_share, share.map_share) == (None, None, None):
         yield _paragraph("cannot be told of what has no numbers")
-    if found.action_share is not None:
-        kind = "actions were taken" if found.action_entropy is not None else "action range is used"
-        yield _paragraph(f"{found.action_share:.1%} of the {kind}")
-    if found.action_entropy is not None:
+    if share.action_share is not None:
+        kind = "actions were taken" if share.action_entropy is not None else "action range is used"
+        yield _paragraph(f"{share.action_share:.1%} of the {kind}")
+    if share.action_entropy is not None:
         yield _paragraph(
-            f"entropy of the actions: {found.action_entropy:.2f} of the greatest possible"
+            f"entropy of the actions: {share.action_entropy:.2f} of the greatest possible"
         )
-    if found.state_share is not None:
-        yield _paragraph(f"{found.state_share:.1%} of the discrete observations were seen")
-    if found.observation_map is not None and found.map_share is not None:
+    if share.state_share is not None:
+        yield _paragraph(f"{share.state_share:.1%} of the discrete observations were seen")
+    if share.observation_map is not None and share.map_share is not None:
         yield _paragraph(
             "where observations lie, on the two axes along which they vary most "
-            f"({found.map_share:.0%} of their variance); darker is more, white is never"
+            f"({share.map_share:.0%} of their variance); darker is more, white is never"
         )
-        yield f'<div class="map">{plots.observation_map(found.observation_map)}</div>'
+        yield f'<div class="map">{plots.observation_map(share.observation_map)}</div>'
 
 
 def _propensities(profile: Profile) -> Iterator[str]:
-    found = profile.propensities
+    values = profile.propensities
     yield "<h2>Propensities</h2>"
-    if found is None:
+    if values is None:
         yield _paragraph(
             "not recorded: off-policy evaluation by importance weights is not possible"
         )
         return
-    what = "probability" if found.high == 1 else "density"
+    what = "probability" if values.high == 1 else "density"
     yield _paragraph(
-        f"{what} of the logged action, known for {count(found.num, 'step')}: from "
-        f"{number_text(found.minimum)} to {number_text(found.maximum)}. Small ones make large "
+        f"{what} of the logged action, known for {count(values.num, 'step')}: from "
+        f"{number_text(values.minimum)} to {number_text(values.maximum)}. Small ones make large "
         "importance weights."
     )
-    yield _row(plots.distribution(found.histogram, what, "steps"))
+    yield _row(plots.distribution(values.histogram, what, "steps"))
 
 
 def _policies(profile: Profile) -> Iterator[str]:

@@ -49,29 +49,29 @@ STYLE: Final[Any] = {
 }
 
 
-def distribution(found: Histogram | None, label: str, unit: str = "episodes") -> str | None:
+def distribution(histogram: Histogram | None, label: str, unit: str = "episodes") -> str | None:
     """Draw one histogram; None where there is nothing to draw."""
-    if found is None:
+    if histogram is None:
         return None
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.3), layout="constrained")
         axes = figure.add_subplot()
-        _bars(axes, found, is_labelled=True)
+        _bars(axes, histogram, is_labelled=True)
         axes.set_xlabel(label)
         axes.set_ylabel(unit)
         return _svg(figure)
 
 
-def dimensions(found: Sequence[Dimension]) -> str | None:
+def dimensions(each: Sequence[Dimension]) -> str | None:
     """Draw a histogram of each number, with its bounds in the space as dashed lines."""
-    drawn = [one for one in found if one.histogram is not None]
-    if not drawn:
+    numeric = [one for one in each if one.histogram is not None]
+    if not numeric:
         return None
-    num_rows = -(-len(drawn) // _COLUMNS)
+    num_rows = -(-len(numeric) // _COLUMNS)
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.4, 1.75 * num_rows), layout="constrained")
         grid = figure.subplots(num_rows, _COLUMNS, squeeze=False).ravel()
-        for axes, one in zip(grid, drawn, strict=False):
+        for axes, one in zip(grid, numeric, strict=False):
             assert one.histogram is not None
             _bars(axes, one.histogram)
             axes.set_title(shorten_name(one.name), fontsize=8.5, loc="left", color="#222")
@@ -81,25 +81,25 @@ def dimensions(found: Sequence[Dimension]) -> str | None:
                     axes.axvline(bound, color=_LIMIT, linestyle="--", linewidth=1)
             if len(one.histogram.counts) > _MAX_WHOLE:
                 axes.locator_params(axis="x", nbins=4)
-        for axes in grid[len(drawn) :]:
+        for axes in grid[len(numeric) :]:
             axes.set_visible(False)
         return _svg(figure)
 
 
-def counts(found: ValueCounts) -> str:
+def counts(values: ValueCounts) -> str:
     """Draw how often each value of a discrete space occurs, at most 60 of them one by one."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.3), layout="constrained")
         axes = figure.add_subplot()
-        places = range(found.start, found.start + len(found.counts))
-        axes.bar(places, found.counts, width=0.8 if len(found.counts) <= 60 else 1.0, color=_FILL)
-        if len(found.names) and len(found.counts) <= 20:
-            axes.set_xticks(list(places), [shorten_name(name, 16) for name in found.names])
-            if max(map(len, found.names)) * len(found.names) > _MAX_LEVEL:
+        places = range(values.start, values.start + len(values.counts))
+        axes.bar(places, values.counts, width=0.8 if len(values.counts) <= 60 else 1.0, color=_FILL)
+        if len(values.names) and len(values.counts) <= 20:
+            axes.set_xticks(list(places), [shorten_name(name, 16) for name in values.names])
+            if max(map(len, values.names)) * len(values.names) > _MAX_LEVEL:
                 axes.tick_params(axis="x", labelrotation=60)
-        elif len(found.counts) <= 20:
+        elif len(values.counts) <= 20:
             axes.set_xticks(list(places))
-        axes.set_xlabel(shorten_name(found.name))
+        axes.set_xlabel(shorten_name(values.name))
         axes.set_ylabel("steps")
         simplify_axes(axes)
         return _svg(figure)
@@ -129,8 +129,8 @@ def observation_map(grid: Sequence[Sequence[int]]) -> str:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(3.4, 3.1), layout="constrained")
         axes = figure.add_subplot()
-        shown = np.ma.masked_equal(np.log1p(cells), 0)
-        axes.imshow(shown, origin="lower", cmap="Blues", vmin=-0.8, interpolation="nearest")
+        image = np.ma.masked_equal(np.log1p(cells), 0)
+        axes.imshow(image, origin="lower", cmap="Blues", vmin=-0.8, interpolation="nearest")
         axes.set_xlabel("first principal component")
         axes.set_ylabel("second")
         axes.set_xticks([])
@@ -171,22 +171,22 @@ def policy_name(one: PolicyShare) -> str:
     return one.policy if one.version is None else f"{one.policy}:{one.version}"
 
 
-def _bars(axes: Any, found: Histogram, *, is_labelled: bool = False) -> None:
-    if len(found.counts) == 1:
+def _bars(axes: Any, histogram: Histogram, *, is_labelled: bool = False) -> None:
+    if len(histogram.counts) == 1:
         # A lone value: a bar as wide as its bin would be all there is, or nothing at all.
-        middle = (found.edges[0] + found.edges[1]) / 2
-        axes.bar([f"{middle:g}"], found.counts, width=0.2, color=_FILL)
+        middle = (histogram.edges[0] + histogram.edges[1]) / 2
+        axes.bar([f"{middle:g}"], histogram.counts, width=0.2, color=_FILL)
         axes.set_xlim(-1, 1)
-    elif len(found.counts) <= _MAX_WHOLE and all(_is_half(edge) for edge in found.edges):
-        places = [round(edge + 0.5) for edge in found.edges[:-1]]
-        bars = axes.bar(places, found.counts, width=0.8, color=_FILL)
+    elif len(histogram.counts) <= _MAX_WHOLE and all(_is_half(edge) for edge in histogram.edges):
+        places = [round(edge + 0.5) for edge in histogram.edges[:-1]]
+        bars = axes.bar(places, histogram.counts, width=0.8, color=_FILL)
         axes.set_xticks(places)
         if is_labelled:
-            axes.bar_label(bars, [f"{n:,}" for n in found.counts], padding=2, fontsize=8)
+            axes.bar_label(bars, [f"{n:,}" for n in histogram.counts], padding=2, fontsize=8)
             axes.margins(y=0.12)
     else:
-        widths = [b - a for a, b in zip(found.edges[:-1], found.edges[1:], strict=True)]
-        axes.bar(found.edges[:-1], found.counts, width=widths, align="edge", color=_FILL)
+        widths = [b - a for a, b in zip(histogram.edges[:-1], histogram.edges[1:], strict=True)]
+        axes.bar(histogram.edges[:-1], histogram.counts, width=widths, align="edge", color=_FILL)
     simplify_axes(axes)
 
 

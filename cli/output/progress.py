@@ -27,7 +27,7 @@ class ProgressReport:
     def __init__(self, verb: str, unit: str) -> None:
         self._verb = verb
         self._unit = unit
-        self._began = self._stage_began = self._called = self._said = time.monotonic()
+        self._start = self._stage_start = self._updated_at = self._printed_at = time.monotonic()
         self._is_terminal = sys.stderr.isatty()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -44,7 +44,7 @@ class ProgressReport:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._last and self._said > self._began:
+        elif self._last and self._printed_at > self._start:
             self._print()
 
     def stage(self, verb: str, unit: str) -> None:
@@ -53,7 +53,7 @@ class ProgressReport:
             return
         self._verb, self._unit = verb, unit
         # It began when the stage before it ended; now, some of it is done.
-        self._stage_began = self._called
+        self._stage_start = self._updated_at
 
     def __call__(
         self, done: int, total: int | None, note: str = "", *, share: float | None = None
@@ -64,17 +64,17 @@ class ProgressReport:
         """
         if share is None and total:
             share = done / total
-        self._called = time.monotonic()
+        self._updated_at = time.monotonic()
         text = self._text(done, total, share, note)
         if self._is_terminal:
             self._draw(text, share)
             return
         self._last = text
-        if time.monotonic() - self._said >= _LINE_INTERVAL_S:
+        if time.monotonic() - self._printed_at >= _LINE_INTERVAL_S:
             self._print()
 
     def _text(self, done: int, total: int | None, share: float | None, note: str) -> str:
-        elapsed_s = self._called - self._stage_began
+        elapsed_s = self._updated_at - self._stage_start
         of = amount(done, self._unit) if total is None else amount(done, self._unit, total)
         parts = [f"{self._verb} {of}"]
         if elapsed_s >= _RATE_AFTER_S and self._unit:
@@ -86,13 +86,13 @@ class ProgressReport:
         return ", ".join(parts) + (f"  {note}" if note else "")
 
     def _print(self) -> None:
-        self._said = time.monotonic()
+        self._printed_at = time.monotonic()
         print(self._last, file=sys.stderr, flush=True)
         self._last = ""
 
     def _draw(self, text: str, share: float | None) -> None:
         if self._bar is None:
-            if time.monotonic() - self._began < _BAR_DELAY_S:
+            if time.monotonic() - self._start < _BAR_DELAY_S:
                 return
             self._bar, self._task = _open_bar()
         if self._task is not None:
@@ -126,14 +126,14 @@ class WaitingReport:
         self._thread.join()
 
     def _print_message(self) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         is_terminal = sys.stderr.isatty()
-        said = ""
+        text = ""
         while not self._ended.wait(_LINE_INTERVAL_S):
-            said = f"{self._what}, {time.monotonic() - began:.0f} s"
-            print(said, end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
-        if said and is_terminal:
-            print(" " * len(said), end="\r", file=sys.stderr, flush=True)
+            text = f"{self._what}, {time.monotonic() - start:.0f} s"
+            print(text, end="\r" if is_terminal else "\n", file=sys.stderr, flush=True)
+        if text and is_terminal:
+            print(" " * len(text), end="\r", file=sys.stderr, flush=True)
 
 
 def amount(number: int, unit: str, total: int | None = None) -> str:

@@ -77,9 +77,9 @@ def select_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _format_reached(done: int | None, asked: int | None) -> str:
+def _format_reached(done: int | None, limit: int | None) -> str:
     reached = number_text(done) if done is not None else ""
-    return reached + (f"/{asked:,}" if asked is not None else "")
+    return reached + (f"/{limit:,}" if limit is not None else "")
 
 
 def run_lines(
@@ -110,13 +110,13 @@ def run_lines(
     if evaluation:
         yield f"  {'evaluation'.ljust(12)}{number_text(evaluation['mean_return'])}"
     if body["checkpoints"]:
-        kept = ", ".join(f"{update:,}" for update in body["checkpoints"])
-        yield f"  {'checkpoints'.ljust(12)}{kept}"
+        updates = ", ".join(f"{update:,}" for update in body["checkpoints"])
+        yield f"  {'checkpoints'.ljust(12)}{updates}"
     if error := body["record"].get("error"):
         yield f"  {'error'.ljust(12)}{' '.join(str(error).split())}"
     yield "  record"
-    told = {key: value for key, value in body["record"].items() if key not in _SHOWN_ELSEWHERE}
-    yield from tree_lines(told, "    ")
+    fields = {key: value for key, value in body["record"].items() if key not in _SHOWN_ELSEWHERE}
+    yield from tree_lines(fields, "    ")
     for name in names if drawn else names[:1]:
         yield ""
         yield from _plot_lines(name, [curves[name]], mark=find_selected_update(body["record"]))
@@ -156,10 +156,10 @@ def about(curve: Curve | None, name: str) -> dict[str, Any]:
 
     if curve is None or not len(curve.values):
         return {"last": None, "best": None, "best_update": None}
-    found = None
+    point = None
     if is_loss(name) or name.startswith((SELECTION, "evaluation/")) or name == "return":
-        found = best_point(curve, higher_is_better=not is_loss(name))
-    update, best = found or (None, None)
+        point = best_point(curve, higher_is_better=not is_loss(name))
+    update, best = point or (None, None)
     return {"last": float(curve.values[-1]), "best": best, "best_update": update}
 
 
@@ -185,10 +185,10 @@ def comparison_lines(
     else:
         yield "asked for the same"
     rows = [
-        {"metric": f"{name} {what}", **dict(zip(marks, [one[key] for one in found], strict=True))}
-        for name, found in metrics.items()
+        {"metric": f"{name} {what}", **dict(zip(marks, [one[key] for one in by_run], strict=True))}
+        for name, by_run in metrics.items()
         for key, what in (("last", "(last)"), ("best", "(best)"))
-        if any(one[key] is not None for one in found)
+        if any(one[key] is not None for one in by_run)
     ]
     if rows:
         yield ""

@@ -139,8 +139,8 @@ def _spans(points: Points, scale: _Scale, width: int, height: int) -> list[tuple
         inside = ys[(xs >= start) & (xs <= end)]
         # Where the curve enters and leaves the column, so that it does not break.
         ends = [edge for edge in (start, end) if xs[0] <= edge <= xs[-1]]
-        found = np.concatenate([inside, np.interp(ends, xs, ys)])
-        rows = scale.rows(found, height)
+        heights = np.concatenate([inside, np.interp(ends, xs, ys)])
+        rows = scale.rows(heights, height)
         spans.append((int(rows.min()), int(rows.max())) if len(rows) else (1, 0))
     return spans
 

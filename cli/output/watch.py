@@ -46,7 +46,7 @@ class Watchers:
         self._report = report
         self._lake = lake
         self._wandb_project = wandb_project
-        self._told: dict[str, OnMetrics] = {}
+        self._listeners: dict[str, OnMetrics] = {}
         self._closing: dict[str, Callable[[], None]] = {}
         # Before anything is read or learned: a library that is not there is no reason to lose that.
         self._wandb: Any = None if wandb_project is None else _wandb()
@@ -81,13 +81,13 @@ class Watchers:
 
     def __call__(self, update: int, values: Mapping[str, float]) -> None:
         """Hand on one point: the metrics of an update, by name."""
-        for name, tell in list(self._told.items()):
+        for name, tell in list(self._listeners.items()):
             if not self._attempt(name, lambda tell=tell: tell(update, values)):  # type: ignore[misc]
-                del self._told[name]
+                del self._listeners[name]
 
     def _begin_tensorboard(self, folder: Path, resumed_after: int | None) -> None:
         events = EventFile(folder / "tensorboard", resumed_after=resumed_after)
-        self._told["TensorBoard"] = events.add
+        self._listeners["TensorBoard"] = events.add
         self._closing["TensorBoard"] = events.close
 
     def _begin_wandb(self, folder: Path, run_id: str) -> None:
@@ -113,7 +113,7 @@ class Watchers:
             ) from error
         if not run.offline:
             self._report.print_message(f"at Weights & Biases: {run.url}")
-        self._told["Weights & Biases"] = _make_wandb_logger(run)
+        self._listeners["Weights & Biases"] = _make_wandb_logger(run)
         self._closing["Weights & Biases"] = run.finish
 
     def _attempt(self, name: str, call: Callable[[], None]) -> bool:
