@@ -205,7 +205,7 @@ def run_remotely(lake: Lake, work: RunSpec, callbacks: Callbacks, train: Train) 
         ) as ray,
     ):
         _check_room(ray, request)
-        return _RemoteRun(ray, lake, work, callbacks, train).awaited()
+        return _RemoteRun(ray, lake, work, callbacks, train).wait()
 
 
 def _num_cpus(config: OnlineConfig) -> float:
@@ -268,7 +268,7 @@ class _RemoteRun:
         self._done = self._actor.run.remote(replace(work, request=inside))
         self._interruption = Interruption()
 
-    def awaited(self) -> str:
+    def wait(self) -> str:
         """Wait for its end and hand on what it tells. Raises: as run_remotely."""
         exceptions = self._ray.exceptions
         try:

@@ -107,7 +107,7 @@ class Mailbox:
     _has_leader_ended: bool = False
     _has_started: bool = False
 
-    def started(self) -> None:
+    def record_start(self) -> None:
         """Take that a learner's process runs."""
         self._has_started = True
 
@@ -120,7 +120,7 @@ class Mailbox:
         self._events.append((name, arguments))
         return self._is_asked_to_end
 
-    def ended(self, rank: int, failure: _Failure | None) -> None:
+    def record_end(self, rank: int, failure: _Failure | None) -> None:
         """Take how a learner ended."""
         self._has_leader_ended |= rank == 0
         if failure is not None:
@@ -268,20 +268,20 @@ def _learner(options: Mapping[str, Any]) -> None:
     import ray
 
     mailbox = options["mailbox"]
-    ray.get(mailbox.started.remote())
+    ray.get(mailbox.record_start.remote())
     group = DistributedProcessGroup(options["device"])
     callbacks = _relay_callbacks(ray, mailbox) if group.rank == 0 else Callbacks()
     try:
         options["work"](group, callbacks, *options["arguments"])
     except RunInterrupted as error:
         # No failure of this process, which Ray Train would take it for.
-        ray.get(mailbox.ended.remote(group.rank, _Failure.of(error)))
+        ray.get(mailbox.record_end.remote(group.rank, _Failure.of(error)))
     except BaseException as error:
-        ray.get(mailbox.ended.remote(group.rank, _Failure.of(error)))
+        ray.get(mailbox.record_end.remote(group.rank, _Failure.of(error)))
         _wait_for_leader(ray, mailbox, group)
         raise
     else:
-        ray.get(mailbox.ended.remote(group.rank, None))
+        ray.get(mailbox.record_end.remote(group.rank, None))
 
 
 def _wait_for_leader(ray: Any, mailbox: Any, group: ProcessGroup) -> None:

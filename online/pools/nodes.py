@@ -95,7 +95,7 @@ class Nodes:
                 task.options(scheduling_strategy=pin_to_node(node)).remote(*arguments, node): node
                 for node in nodes
             }
-            ready = self._answered(list(checks))
+            ready = self._wait_for(list(checks))
             for reference, node in checks.items():
                 name = f"node {nodes[node]['NodeManagerAddress']} ({node[:8]})"
                 missing: str | None = f"found no answer in {_TIMEOUT_S:.0f} s"
@@ -112,7 +112,7 @@ class Nodes:
             answers = [_answer_path(folder, node) for node in nodes]
             handle.storage.delete([_nonce_path(folder), *answers])
 
-    def _answered(self, references: Sequence[Any]) -> list[Any]:
+    def _wait_for(self, references: Sequence[Any]) -> list[Any]:
         """Wait for all of them, and return those that were answered in time."""
         until = time.monotonic() + _TIMEOUT_S
         while True:

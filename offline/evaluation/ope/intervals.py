@@ -91,7 +91,7 @@ def bootstrap(
     variances[variances < 1e-12 * squares] = 0
     intervals = []
     for k, statistic in enumerate(statistics):
-        scores = _studentised(means[:, k], np.sqrt(variances[:, k] / len(groups)))
+        scores = _studentize(means[:, k], np.sqrt(variances[:, k] / len(groups)))
         low, high = np.quantile(scores, [(1 - level) / 2, (1 + level) / 2], method="nearest")
         error = _standard_error(groups[:, k])
         intervals.append(_from_scores(statistic.value, error, float(low), float(high)))
@@ -157,7 +157,7 @@ def _resampled_means(columns: Array, rng: np.random.Generator, replicates: int) 
     return means
 
 
-def _studentised(means: Array, errors: Array) -> Array:
+def _studentize(means: Array, errors: Array) -> Array:
     """Return means / errors; infinite with the mean's sign where errors are 0, 0 where both."""
     scores = np.where(means == 0, 0.0, np.copysign(np.inf, means))
     np.divide(means, errors, out=scores, where=errors > 0)

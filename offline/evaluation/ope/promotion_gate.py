@@ -236,8 +236,8 @@ def _evaluate_both(
         against = evaluated_reward(other, request, snapshot)
     if reward.expression != against.expression:
         raise _DifferentRewards(
-            f"{request.policy} {_judged_by(reward)}, {_CHAMPION} {champion} "
-            f"{_judged_by(against)}: returns of different rewards cannot be compared. Select one "
+            f"{request.policy} {_reward_text(reward)}, {_CHAMPION} {champion} "
+            f"{_reward_text(against)}: returns of different rewards cannot be compared. Select one "
             f"reward with `reward`; `reward` {REWARD} is the stored one."
         )
     selection = select_episodes(snapshot, request, reward, holdout, callbacks)
@@ -262,7 +262,7 @@ def _evaluate_both(
     return ours, theirs
 
 
-def _judged_by(reward: EvaluatedReward) -> str:
+def _reward_text(reward: EvaluatedReward) -> str:
     if reward.training is None:
         return "would be evaluated by the stored reward, as its lineage names none"
     return f"was trained with the reward {reward.training}"

@@ -47,7 +47,7 @@ class Interruption:
 def interrupt_on_sigterm() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt in the block, as Ctrl-C does: what was begun is ended.
 
-    For what is done before and after `awaited`, which may be within it.
+    For what is done before and after `wait`, which may be within it.
     """
     with _install_handlers(_raise_interrupt):
         yield
