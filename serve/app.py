@@ -79,7 +79,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
 
     handler_state = HandlerState(lambda: worker.serving, metrics)
 
-    async def not_routed(request: Request) -> Response:
+    async def handle_unrouted(request: Request) -> Response:
         """Refuse a wrong path or method in the form of every other error."""
         if request.path in endpoints:
             method, _ = endpoints[request.path]
@@ -97,7 +97,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         Route(path, handler, methods=[method]) for (path, method), handler in handlers.items()
     ]
     # Also keeps BentoML's own pages, which load scripts from elsewhere, from being served.
-    routes.append(Route("/{path:path}", RequestHandler("other", not_routed, handler_state)))
+    routes.append(Route("/{path:path}", RequestHandler("other", handle_unrouted, handler_state)))
     app = _App(handlers, routes=routes, lifespan=lifespan)
     app.state.is_ready = lambda: False
     return app

@@ -103,7 +103,7 @@ class Mailbox:
 
     _events: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     _failures: dict[int, _Failure] = field(default_factory=dict)
-    _is_asked_to_end: bool = False
+    _is_stopping: bool = False
     _has_leader_ended: bool = False
     _has_started: bool = False
 
@@ -115,10 +115,10 @@ class Mailbox:
         """Whether there is a learner that can be asked to end."""
         return self._has_started
 
-    def tell(self, name: str, arguments: tuple[Any, ...]) -> bool:
+    def post_event(self, name: str, arguments: tuple[Any, ...]) -> bool:
         """Take a call of the callback of this name; return whether the run is to end."""
         self._events.append((name, arguments))
-        return self._is_asked_to_end
+        return self._is_stopping
 
     def record_end(self, rank: int, failure: _Failure | None) -> None:
         """Take how a learner ended."""
@@ -130,11 +130,11 @@ class Mailbox:
         """Whether there is nothing more to come from it."""
         return self._has_leader_ended
 
-    def ask_to_end(self) -> None:
+    def request_stop(self) -> None:
         """Have the leader save and end."""
-        self._is_asked_to_end = True
+        self._is_stopping = True
 
-    def take(self) -> list[tuple[str, tuple[Any, ...]]]:
+    def take_events(self) -> list[tuple[str, tuple[Any, ...]]]:
         """Return what was told since the last time."""
         events, self._events = self._events, []
         return events
@@ -179,10 +179,10 @@ def run_distributed(
             _wait_for_start(ray, mailbox, fitting, interruption, callbacks)
             while fitting.is_alive():
                 fitting.join(_POLL_S)
-                _call_back(callbacks, ray.get(mailbox.take.remote()))
+                _call_back(callbacks, ray.get(mailbox.take_events.remote()))
                 if interruption.is_requested or callbacks.is_end_requested:
-                    mailbox.ask_to_end.remote()
-            _call_back(callbacks, ray.get(mailbox.take.remote()))
+                    mailbox.request_stop.remote()
+            _call_back(callbacks, ray.get(mailbox.take_events.remote()))
             failures = ray.get(mailbox.failures.remote())
         finally:
             # The leader notices, should it be alive: nobody waits for it any more.
@@ -297,18 +297,18 @@ def _relay_callbacks(ray: Any, mailbox: Any) -> Callbacks:
     """Return callbacks that tell the mailbox, and ask it a few times a second."""
     is_asked = False
 
-    def teller(name: str) -> Callable[..., None]:
-        return lambda *arguments: mailbox.tell.remote(name, arguments)
+    def make_forwarder(name: str) -> Callable[..., None]:
+        return lambda *arguments: mailbox.post_event.remote(name, arguments)
 
     def on_progress(*arguments: Any) -> None:
         nonlocal is_asked
-        is_asked = ray.get(mailbox.tell.remote("on_progress", arguments))
+        is_asked = ray.get(mailbox.post_event.remote("on_progress", arguments))
 
     return Callbacks(
-        on_reading=teller("on_reading"),
-        on_start=teller("on_start"),
+        on_reading=make_forwarder("on_reading"),
+        on_start=make_forwarder("on_start"),
         on_progress=on_progress,
-        on_metrics=teller("on_metrics"),
+        on_metrics=make_forwarder("on_metrics"),
         should_end=lambda: is_asked,
     )
 

@@ -79,13 +79,13 @@ class RecordingWorker:
     """A rollout worker that writes what it collects; the same class runs in process and in Ray."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Keep the order; nothing can fail before `ship`, whose errors reach the driver whole."""
+        """Keep the spec; nothing fails before `collect_batch`, whose errors reach the driver."""
         self._order = spec
         self._worker: Worker | None = None
         self._dataset: Dataset | None = None
         self._waiting: RolloutBatch | None = None
 
-    def ship(
+    def collect_batch(
         self,
         num_steps: int,
         interval_s: float,

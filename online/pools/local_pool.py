@@ -18,7 +18,7 @@ class LocalPool:
     ) -> None:
         """Keep the orders; the work is done in `receive`, one ask after the other.
 
-        interval_s, with_open: of each shipment, see RecordingWorker.ship.
+        interval_s, with_open: of each shipment, see RecordingWorker.collect_batch.
         """
         self._workers = [RecordingWorker(spec) for spec in orders]
         self._interval_s = interval_s
@@ -39,13 +39,15 @@ class LocalPool:
         self._behavior = [policy] * self.size
 
     def receive(self, timeout_s: float) -> RolloutBatch | None:
-        """Do what was asked for first; None if nothing was. Raises: as RecordingWorker.ship."""
+        """Do the first request; None if there is none. Raises: as RecordingWorker.collect_batch."""
         if not self._requests:
             return None
         worker = next(iter(self._requests))
         num_steps = self._requests.pop(worker)
         policy, self._behavior[worker] = self._behavior[worker], None
-        return self._workers[worker].ship(num_steps, self._interval_s, policy, self._with_open)
+        return self._workers[worker].collect_batch(
+            num_steps, self._interval_s, policy, self._with_open
+        )
 
     def close(self) -> None:
         for worker in self._workers:

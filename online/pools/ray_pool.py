@@ -262,7 +262,7 @@ class RayPool:
         else:
             policy = None if seat.behavior_policy is self._behavior else self._behavior
             seat.behavior_policy = self._behavior
-            reference = seat.actor.ship.remote(
+            reference = seat.actor.collect_batch.remote(
                 seat.num_requested, self._interval_s, policy, self._with_open
             )
         self._pending[reference], seat.requested_at = worker, time.monotonic()
@@ -340,10 +340,10 @@ class NodeWorker(RecordingWorker):
         super().__init__(replace(spec, records=spec.records and sees))
         self._answered_at: float | None = None
 
-    def ship(self, *args: Any, **kwargs: Any) -> RolloutBatch:
+    def collect_batch(self, *args: Any, **kwargs: Any) -> RolloutBatch:
         """Collect as RecordingWorker does, and time how long the worker waited for the request."""
         asked_at = time.perf_counter()
-        batch = super().ship(*args, **kwargs)
+        batch = super().collect_batch(*args, **kwargs)
         if self._answered_at is not None:
             batch.timings.add("worker_wait", asked_at - self._answered_at)
         self._answered_at = time.perf_counter()

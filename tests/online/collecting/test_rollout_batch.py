@@ -49,7 +49,7 @@ def test_pieces_of_open_episodes_come_to_be_whole_in_the_lake(lake, toys):
     worker = RecordingWorker(order)
     dataset, num, open_ = lake.dataset("toys"), 0, []
     while True:
-        shipment = worker.ship(2, math.inf, with_open=True)
+        shipment = worker.collect_batch(2, math.inf, with_open=True)
         assert (shipment.pieces, shipment.blocked_reason) == ((), None)
         assert shipment.written.num_steps == shipment.num_steps > 0
         assert shipment.first_step_at <= shipment.last_step_at <= time.time()
@@ -68,7 +68,7 @@ def test_pieces_of_open_episodes_come_to_be_whole_in_the_lake(lake, toys):
 
 def test_what_is_not_recorded_is_handed_over(lake, toys):
     worker = RecordingWorker(_order(lake, toys, records=False, seed=4))
-    shipment = worker.ship(100, math.inf)
+    shipment = worker.collect_batch(100, math.inf)
     assert shipment.written is None
     assert shipment.exhausted
     assert sorted(len(piece) for piece in shipment.pieces) == [1, 1, 2, 2, 3, 3]
@@ -83,7 +83,7 @@ def _shards(lake):
 
 def test_every_kind_of_observation_reaches_the_lake(lake, toys):
     worker = RecordingWorker(_order(lake, toys, "Museum", envs_per_worker=2, seed=298))
-    shipment = worker.ship(100, math.inf)
+    shipment = worker.collect_batch(100, math.inf)
     lake.dataset("toys").commit([shipment.written], producer="p", sequence=0)
     rows = lake.sql(
         "select seed, step, observation.said, observation.place, observation.pair._0 as half,"
@@ -101,18 +101,18 @@ def test_every_kind_of_observation_reaches_the_lake(lake, toys):
 def test_a_full_disk_keeps_the_steps_in_the_worker(lake, toys, nearly_full_disk):
     worker = RecordingWorker(_order(lake, toys, envs_per_worker=2, seed=4))
     with nearly_full_disk(100):
-        refused = [worker.ship(100, math.inf), worker.ship(100, math.inf)]
+        refused = [worker.collect_batch(100, math.inf), worker.collect_batch(100, math.inf)]
     for shipment in refused:
         assert "No space left" in shipment.blocked_reason
         assert (shipment.written, shipment.num_steps, shipment.ends) == (None, 0, ())
         assert not shipment.exhausted
     assert _shards(lake) == []
-    shipment = worker.ship(100, math.inf)
+    shipment = worker.collect_batch(100, math.inf)
     assert (shipment.blocked_reason, shipment.num_steps, len(shipment.ends)) == (None, 12, 6)
     assert shipment.exhausted
     lake.dataset("toys").commit([shipment.written], producer="p", sequence=0)
     assert len(_in_lake(lake)) == 12
-    assert worker.ship(100, math.inf).written is None
+    assert worker.collect_batch(100, math.inf).written is None
 
 
 def test_a_pool_in_process_answers_in_the_order_of_asking(lake, toys):
