@@ -112,7 +112,7 @@ def find_newly_retained(
         if table.exists():
             paths |= _below(table, table.log.newest().files)
     for pin in set(list_pins(lake, dataset_name, now_ms)).difference(before.pins, before.broken):
-        with suppress(NotFoundError):  # as broken as those in `kept`
+        with suppress(NotFoundError):  # as broken as those in `before`
             paths |= _below(handle.table, handle.table.log.at(pin.version).files)
     return paths
 

@@ -76,13 +76,13 @@ class RateLimiter:
             return True
         return (inserts + num) * ratio.samples_per_insert - self.num_samples <= ratio.max_diff
 
-    def num_insertable(self, most: int, *, pending: int = 0) -> int:
-        """Return how many items may come now, at most `most`, beside those that are pending."""
+    def num_insertable(self, limit: int, *, pending: int = 0) -> int:
+        """Return how many items may come now, at most `limit`, beside those that are pending."""
         ratio, inserts = self.ratio, self.num_inserts + pending
         by_size = ratio.min_size - (inserts - self.num_deletes)
         room = (ratio.max_diff + self.num_samples) / ratio.samples_per_insert - inserts
-        by_ratio = most if room >= most else math.floor(room)
-        return max(0, min(most, max(by_size, by_ratio)))
+        by_ratio = limit if room >= limit else math.floor(room)
+        return max(0, min(limit, max(by_size, by_ratio)))
 
     def can_sample(self, num: int = 1) -> bool:
         """Return whether `num` items may be sampled."""

@@ -163,7 +163,7 @@ def n_steps(
     lines = min(stack_words, _LINES_AHEAD * _LINE_WORDS)
     for step in range(-_ROWS_AHEAD, num_rows):
         if step + _ROWS_AHEAD < num_rows:
-            # As if `most` steps were there, which is so in most rows.
+            # As if `n` steps were there, which is so in most rows.
             ahead = places[step + _ROWS_AHEAD]
             _prefetch_lines(source, (ahead - stack + 1) * width, lines)
             _prefetch_lines(source, (ahead + n - stack + 1) * width, lines)

@@ -68,7 +68,7 @@ def n_steps(
         words.view(dtype)[:, field]
         for dtype, field in zip((np.float32, np.int32, np.uint8, np.uint8), fields, strict=False)
     )
-    # As if `most` steps were there, which is so in most rows; what is copied is read from there.
+    # As if `n` steps were there, which is so in most rows; what is copied is read from there.
     width = stack * words.shape[1]
     ends = np.stack([places, places + n], axis=1).reshape(-1) - (stack - 1)
     gather(words, ends, stack, out.reshape(len(ends), width))
