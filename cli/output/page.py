@@ -104,19 +104,19 @@ def _rewards(profile: Profile) -> Iterator[str]:
     yield _row(plots.distribution(reward.histogram, "reward", "steps"))
 
 
-def _space(title: str, found: Sequence[Dimension], counted: Sequence[ValueCounts]) -> Iterator[str]:
+def _space(title: str, each: Sequence[Dimension], counted: Sequence[ValueCounts]) -> Iterator[str]:
     yield f"<h2>{title}</h2>"
-    if not found and not counted:
+    if not each and not counted:
         yield _paragraph("no numbers to draw")
     yield _row(*map(plots.counts, counted))
     names = {one.name for one in counted}
-    picture = plots.dimensions([one for one in found if one.name not in names])
+    picture = plots.dimensions([one for one in each if one.name not in names])
     if picture:
         yield f'<div class="whole">{picture}</div>'
-        if any(one.low is not None or one.high is not None for one in found):
+        if any(one.low is not None or one.high is not None for one in each):
             yield _paragraph("dashed: the space's bounds, where they are near the data")
-    if found:
-        yield _table(_STATISTICS, map(_statistics, found), num_texts=1)
+    if each:
+        yield _table(_STATISTICS, map(_statistics, each), num_texts=1)
 
 
 def _statistics(one: Dimension) -> list[str]:

@@ -138,14 +138,14 @@ def observation_map(grid: Sequence[Sequence[int]]) -> str:
         return _svg(figure)
 
 
-def policies(found: Sequence[PolicyShare], by_timestamp: bool) -> str:
+def policies(parts: Sequence[PolicyShare], by_timestamp: bool) -> str:
     """Draw which policy version wrote how much, over time or over the order of rows."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.4, 2.4), layout="constrained")
         axes = figure.add_subplot()
-        colours = mpl.colormaps["viridis"].resampled(max(2, len(found)))
-        for number, one in enumerate(found):
-            below = [sum(p.by_period[i] for p in found[:number]) for i in range(len(one.by_period))]
+        colours = mpl.colormaps["viridis"].resampled(max(2, len(parts)))
+        for number, one in enumerate(parts):
+            below = [sum(p.by_period[i] for p in parts[:number]) for i in range(len(one.by_period))]
             axes.bar(
                 range(len(one.by_period)),
                 one.by_period,

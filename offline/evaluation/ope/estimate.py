@@ -97,7 +97,7 @@ def estimate(
     selection = (
         default_estimators(episodes.is_one_step) if names is None else list(dict.fromkeys(names))
     )
-    statistics, refused = _statistics(episodes, selection, clip or math.sqrt(episodes.num_episodes))
+    statistics, reasons = _statistics(episodes, selection, clip or math.sqrt(episodes.num_episodes))
     log = _log_statistic(episodes)
     differences = [difference_of(statistic, log) for statistic in statistics.values()]
     split = 1 + len(statistics)
@@ -109,7 +109,7 @@ def estimate(
             statistics.items(), of_values, differences, of_differences, strict=True
         )
     )
-    return Estimates(estimates, refused, log.value, _choose_interval(of_log, "bootstrap"))
+    return Estimates(estimates, reasons, log.value, _choose_interval(of_log, "bootstrap"))
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def estimate_differences(
         )
     selection = list(dict.fromkeys(names))
     clip = clip or math.sqrt(first.num_episodes)
-    of_first, refused = _statistics(first, selection, clip)
+    of_first, refusals = _statistics(first, selection, clip)
     of_second, also_refused = _statistics(second, selection, clip)
     both = [name for name in selection if name in of_first and name in of_second]
     paired = [difference_of(of_first[name], of_second[name]) for name in both]
@@ -171,7 +171,7 @@ def estimate_differences(
             interval = intervals["empirical_bernstein"]
         interval = widen_to_rounding(intervals, statistic, level)[interval.method]
         differences.append(Difference(name, *values, interval.low, interval.high, interval.method))
-    return tuple(differences), {**also_refused, **refused}
+    return tuple(differences), {**also_refused, **refusals}
 
 
 def _log_statistic(episodes: LoggedEpisodes) -> Statistic:
@@ -212,7 +212,7 @@ def _statistics(
     """Return what each estimator found, and for those that could not, why."""
     inputs = EstimatorInputs(episodes, clip)
     statistics: dict[str, Statistic] = {}
-    refused: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     for name in names:
         estimator = ESTIMATORS[name]
         try:
@@ -220,8 +220,8 @@ def _statistics(
                 raise NotEstimableError(_unsuitable_log_reason(estimator))
             statistics[name] = cluster_by(estimator.function(inputs), episodes.clusters)
         except NotEstimableError as error:
-            refused[name] = str(error)
-    return statistics, refused
+            refusals[name] = str(error)
+    return statistics, refusals
 
 
 def _unsuitable_log_reason(estimator: Estimator) -> str:

@@ -339,15 +339,15 @@ def _estimates(
     result = estimate(
         episodes, request.estimators, level=request.level, seed=request.seed, clip=request.clip
     )
-    refused = {}
+    refusals = {}
     if values is not None and values.is_empty and "dm" in _names(result):
-        refused["dm"] = "its model found nothing that tells one action from another"
+        refusals["dm"] = "its model found nothing that tells one action from another"
     if not episodes.is_one_step and cut_off.is_whole and "fqe" in _names(result):
-        refused["fqe"] = cut_off.why_no_fqe()
-    estimates = [one for one in result.estimates if one.estimator not in refused]
+        refusals["fqe"] = cut_off.why_no_fqe()
+    estimates = [one for one in result.estimates if one.estimator not in refusals]
     if not episodes.is_one_step:
         estimates = [cut_off.qualify(one) for one in estimates]
-    return replace(result, estimates=tuple(estimates), refused={**result.refused, **refused})
+    return replace(result, estimates=tuple(estimates), refused={**result.refused, **refusals})
 
 
 def _names(estimates: Estimates) -> set[str]:

@@ -196,12 +196,12 @@ def evaluate_gate(
         ours, theirs = _evaluate_both(lake, request, champion, callbacks or ProgressCallbacks())
     except (EmptyReplayError, _DifferentRewards) as error:
         return GateNotApplicable(str(error), request, alpha, margin)
-    comparisons, refused = _compare_reports(ours, theirs)
+    comparisons, refusals = _compare_reports(ours, theirs)
     reports = [ours.report] if theirs is None else [ours.report, theirs.report]
     against = _LOG if theirs is None else _CHAMPION
     reasons = [
         *_iter_unsupported(reports),
-        *_iter_not_better(comparisons, margin, against, refused),
+        *_iter_not_better(comparisons, margin, against, refusals),
     ]
     passed = not reasons
     if passed:
@@ -212,7 +212,7 @@ def evaluate_gate(
         ours.report,
         None if theirs is None else theirs.report,
         comparisons,
-        refused,
+        refusals,
         alpha,
         margin,
     )
@@ -302,7 +302,7 @@ def _compare_reports(
             for one in estimates.estimates
         ]
         return tuple(comparisons), estimates.refused
-    differences, refused = estimate_differences(
+    differences, refusals = estimate_differences(
         ours.episodes,
         theirs.episodes,
         request.estimators or (),
@@ -310,7 +310,7 @@ def _compare_reports(
         seed=request.seed,
         clip=request.clip,
     )
-    return tuple(EstimatorComparison(*astuple(one)) for one in differences), refused
+    return tuple(EstimatorComparison(*astuple(one)) for one in differences), refusals
 
 
 def _iter_unsupported(reports: list[PolicyReport]) -> Iterator[str]:
@@ -323,14 +323,14 @@ def _iter_not_better(
     comparisons: tuple[EstimatorComparison, ...],
     margin: float,
     against: str,
-    refused: Mapping[str, str],
+    refusals: Mapping[str, str],
 ) -> Iterator[str]:
     if not comparisons:
-        why = "; ".join(dict.fromkeys(reason.rstrip(".") for reason in refused.values()))
+        why = "; ".join(dict.fromkeys(reason.rstrip(".") for reason in refusals.values()))
         yield f"No estimator can compare it with {against}: {why}."
     else:
         # One that says nothing does not say that the candidate is better.
-        for name, reason in refused.items():
+        for name, reason in refusals.items():
             yield f"{name} cannot compare it with {against}: {reason.rstrip('.')}."
     for one in comparisons:
         if one.low is None:
