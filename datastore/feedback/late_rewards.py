@@ -164,5 +164,5 @@ def _final_observations(
 ) -> Any:
     """Return what followed the ends; null where nobody said."""
     places = pa.array([change.reward.final_row for change in finals], pa.int64())
-    taken = logged.final_observations.take(places)
-    return taken.cast(rows.schema.field(FINAL_OBSERVATION).type).combine_chunks()
+    values = logged.final_observations.take(places)
+    return values.cast(rows.schema.field(FINAL_OBSERVATION).type).combine_chunks()

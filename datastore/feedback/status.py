@@ -160,13 +160,13 @@ def feedback_status(
         for key in logged.unknown
         if (token := read_unverified(key)) is not None and token.timestamp < logged.horizon
     )
-    found: list[FeedbackCounts] = []
+    rows: list[FeedbackCounts] = []
     with scan_connection(_tables(handle, snapshot, logged)) as connection:
         for row in query_rows(connection, _COUNTS.format(closing=closing)):
             counts = dict(zip(_COLUMNS, row, strict=True))
             orphaned = orphans.pop((counts["policy"], counts["version"]), 0)
-            found.append(FeedbackCounts(**counts, orphaned=orphaned))
-    *by_version, total = found
+            rows.append(FeedbackCounts(**counts, orphaned=orphaned))
+    *by_version, total = rows
     by_version += [
         FeedbackCounts(policy, version, orphaned=num)
         for (policy, version), num in sorted(orphans.items())

@@ -152,7 +152,7 @@ def _check_time(after: object) -> None:
 def _check_began(snapshot: Snapshot, selected: str, is_after: str, name: str) -> None:
     """Refuse beginnings that are not known, and episodes whose agents began on either side."""
     key = schema.EPISODE_ID
-    (found,) = snapshot.sql(
+    (row,) = snapshot.sql(
         f"SELECT count(*) FILTER (num_known < num_agents) AS num_unknown, "
         f"count(*) FILTER (num_after BETWEEN 1 AND num_agents - 1) AS num_torn, "
         f"count(*) AS num, min({key}) FILTER (num_known < num_agents) AS unknown, "
@@ -160,15 +160,15 @@ def _check_began(snapshot: Snapshot, selected: str, is_after: str, name: str) ->
         f"SELECT {key}, count(*) AS num_agents, count(started_at) AS num_known, "
         f"count(*) FILTER ({is_after}) AS num_after FROM ({selected}) GROUP BY {key})"
     ).to_pylist()
-    if found["num_unknown"]:
+    if row["num_unknown"]:
         raise SchemaMismatchError(
-            f"{name} by time: found {found['num_unknown']} of {found['num']} episodes without a "
-            f"timestamp, such as {found['unknown']}, expected one in each. Hold out a fraction, or "
+            f"{name} by time: found {row['num_unknown']} of {row['num']} episodes without a "
+            f"timestamp, such as {row['unknown']}, expected one in each. Hold out a fraction, or "
             "leave them out with where='started_at IS NOT NULL'."
         )
-    if found["num_torn"]:
+    if row["num_torn"]:
         raise SchemaMismatchError(
-            f"{name} by time: found {found['num_torn']} of {found['num']} episodes whose agents "
-            f"began before and after it, such as {found['torn']}, expected all of an episode on "
+            f"{name} by time: found {row['num_torn']} of {row['num']} episodes whose agents "
+            f"began before and after it, such as {row['torn']}, expected all of an episode on "
             "one side. Choose another time, or hold out a fraction."
         )

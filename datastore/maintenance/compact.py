@@ -151,10 +151,10 @@ def compact_table(
     before = table.snapshot()
     while True:
         snapshot = table.snapshot()
-        found = plan_groups(
+        groups = plan_groups(
             snapshot, target_bytes=target_bytes, written_after_ms=now_ms - int(open_s * 1000)
         )
-        rest = [group for group in found if group not in run.settled]
+        rest = [group for group in groups if group not in run.settled]
         if not rest:
             break
         if run.num_conflicts:

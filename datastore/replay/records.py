@@ -48,9 +48,9 @@ class Packed:
         """Return those of some steps at which `where_steps` lets items start."""
         if len(self.steps) == self.num_steps:
             return positions
-        found = np.searchsorted(self.steps, positions)
-        found[found == len(self.steps)] = 0
-        return positions[self.steps[found] == positions] if len(self.steps) else positions[:0]
+        places = np.searchsorted(self.steps, positions)
+        places[places == len(self.steps)] = 0
+        return positions[self.steps[places] == positions] if len(self.steps) else positions[:0]
 
 
 class Records:
@@ -117,12 +117,12 @@ class Records:
         """
         steps = self.take(STEPS_LEFT, positions).astype(np.int64)
         if self.has_links:
-            found, tails = np.arange(len(steps)), positions + steps
-            while len(found):
+            rows, tails = np.arange(len(steps)), positions + steps
+            while len(rows):
                 heads = self._find_linked(tails)
-                found, heads = found[heads >= 0], heads[heads >= 0]
+                rows, heads = rows[heads >= 0], heads[heads >= 0]
                 more = self.take(STEPS_LEFT, heads).astype(np.int64)
-                steps[found] += more
+                steps[rows] += more
                 tails = heads + more
         return steps
 
@@ -137,14 +137,14 @@ class Records:
         places = positions + num_steps
         if self.has_links:
             left = self.take(STEPS_LEFT, positions)
-            found = np.flatnonzero(num_steps > left)
-            tails, rest = (positions + left)[found], (num_steps - left)[found]
-            while len(found):
+            rows = np.flatnonzero(num_steps > left)
+            tails, rest = (positions + left)[rows], (num_steps - left)[rows]
+            while len(rows):
                 heads = self._find_linked(tails)
-                places[found] = heads + rest
+                places[rows] = heads + rest
                 more = self.take(STEPS_LEFT, heads)
                 beyond = rest > more
-                found, rest = found[beyond], (rest - more)[beyond]
+                rows, rest = rows[beyond], (rest - more)[beyond]
                 tails = (heads + more)[beyond]
         return places
 
@@ -157,9 +157,9 @@ class Records:
             return np.zeros(len(positions), np.bool_)
         run = np.searchsorted(self.runs.starts, positions)
         run[run == len(self.runs)] = 0
-        found: NDArray[np.bool_] = self.runs.starts[run] == positions
-        found &= (self.runs.offsets[run] == 0) & (self.runs.first_steps[run] == 0)
-        return found
+        is_first: NDArray[np.bool_] = self.runs.starts[run] == positions
+        is_first &= (self.runs.offsets[run] == 0) & (self.runs.first_steps[run] == 0)
+        return is_first
 
     def returns(self, discount: float) -> NDArray[np.float32]:
         """Return what each step earned from there on, discounted: float32 [num_records + PADDING].
@@ -189,9 +189,9 @@ class Records:
             gather(self.words, np.minimum(places, last), length, out)
         words = out.reshape(len(out), length, self.layout.num_words)
         for row in np.flatnonzero(places > last):
-            found = self.words[places[row] :]
-            words[row, : len(found)] = found
-            words[row, len(found) :] = 0
+            record = self.words[places[row] :]
+            words[row, : len(record)] = record
+            words[row, len(record) :] = 0
 
     def _follow_links(self, out: NDArray[np.uint64], length: int) -> None:
         """Put what follows each link that lies inside of a window in its place.

@@ -107,13 +107,13 @@ def _iter_sorted_keys(
     """
     num_bits = max(0, (len(positions) - 1).bit_length() - _SORTED_AT_ONCE.bit_length() + 1)
     for part in range(1 << num_bits):
-        found = []
+        parts = []
         for piece in _pieces(positions):
             part_keys = keys[piece]
             if num_bits:
                 part_keys = part_keys[part_keys[:, 0] >> np.uint64(64 - num_bits) == part]
-            found.append(part_keys)
-        array = np.concatenate(found) if found else np.empty((0, 2), np.uint64)
+            parts.append(part_keys)
+        array = np.concatenate(parts) if parts else np.empty((0, 2), np.uint64)
         yield array[np.argsort(array[:, 0])]
 
 

@@ -53,18 +53,18 @@ def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[t
 
 def _parse_device(device: torch.device | str) -> torch.device:
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigInvalidError(
             f"{_NAME}: found device {device!r}, expected one that torch knows. Pass, say, "
             '"cpu" or "cuda".'
         ) from error
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if parsed.type == "cuda" and not torch.cuda.is_available():
         raise ConfigInvalidError(
             f"{_NAME}: found device {device!r} and no CUDA device here, expected one. Leave device "
             "out, or install torch with CUDA."
         )
-    return found
+    return parsed
 
 
 def convert_sharing(

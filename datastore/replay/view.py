@@ -87,13 +87,13 @@ class CachedPart:
     def open(self) -> ReplayView:
         """Map it. Raises: NotFoundError."""
         folder = self.wait_folder()
-        found = None if folder is None else open_cached(folder, self.layout)
-        if found is None:
+        words = None if folder is None else open_cached(folder, self.layout)
+        if words is None:
             raise NotFoundError(
                 f"replay view {folder}: found it gone from the cache since it was sent here, "
                 "expected it. Open the snapshot's replay again."
             )
-        packed, about = found
+        packed, about = words
         return ReplayView(
             packed, self.origins, cached=(self,), has_masked_actions=about.has_masked_actions
         )
@@ -346,8 +346,8 @@ def join_packed(parts: Sequence[Packed], layout: RecordLayout, room: ArrayAlloca
     steps = _shift_arrays([part.steps for part in parts], offsets, STEPS, room)
     bootstrappable = steps
     if any(len(part.bootstrappable) < len(part.steps) for part in parts):
-        found = [part.bootstrappable for part in parts]
-        bootstrappable = _shift_arrays(found, offsets, BOOTSTRAPPABLE_STEPS, room)
+        masks = [part.bootstrappable for part in parts]
+        bootstrappable = _shift_arrays(masks, offsets, BOOTSTRAPPABLE_STEPS, room)
     return Packed(
         records=Records(layout, words, has_links=any(part.records.has_links for part in parts)),
         runs=_join_runs([part.runs for part in parts], offsets),

@@ -92,10 +92,10 @@ class _ViewOpener:
 
     def open_cached(self, query: ViewQuery, views: ViewCache, key: str) -> ReplayView | None:
         """Map the view of that key, if it is in the cache."""
-        found = views.open(key, self._layout)
-        if found is None:
+        cached = views.open(key, self._layout)
+        if cached is None:
             return None
-        packed, about = found
+        packed, about = cached
         return self._view(packed, query, views.folder(key), about)
 
     def decode(

@@ -102,11 +102,11 @@ class CommitJob:
     def _take(self, rejected: QuarantineWriter, inspection: Inspection) -> None:
         batch: list[Episode] = []
         num_steps = num_held = 0
-        for found in inspection.iter_found():
-            if isinstance(found, RejectedEpisode):
-                rejected.add(found)
+        for item in inspection.iter_found():
+            if isinstance(item, RejectedEpisode):
+                rejected.add(item)
                 continue
-            own = replace(found, episode_id=f"{self._prefix}{found.episode_id}")
+            own = replace(item, episode_id=f"{self._prefix}{item.episode_id}")
             # Not before another one comes: the last commit has to wait for the quarantine. Runs of
             # one episode are never parted, or what is present could not be told by its id.
             is_full = num_steps >= self._commit_steps or num_held >= _COMMIT_BYTES

@@ -205,13 +205,13 @@ def _count_repeated(
     readings: Sequence[SourceReader], validator: SourceValidator, inspection: Inspection
 ) -> DropCounts:
     """Count what is in files that the source has twice; what is refused there joins the tally."""
-    found = DropCounts()
+    drops = DropCounts()
     for reader in readings:
         again = Inspection(reader, validator, REJECT, None)
         again.run()
         inspection.tally.merge(again.tally)
-        found += DropCounts(0, 0, again.num_episodes, again.num_steps)
-    return found
+        drops += DropCounts(0, 0, again.num_episodes, again.num_steps)
+    return drops
 
 
 def _run_alignment(inspection: Inspection, align: Align | None) -> Alignment | None:

@@ -103,17 +103,17 @@ class Inspection:
         """
         batch: list[Episode] = []
         num_steps = 0
-        for found in self._reading:
-            if isinstance(found, RejectedEpisode):
-                self._reject(found)
-                self._buffer([_copy_rows(found)])
+        for item in self._reading:
+            if isinstance(item, RejectedEpisode):
+                self._reject(item)
+                self._buffer([_copy_rows(item)])
                 continue
             # Runs of one episode are never parted.
-            if num_steps >= _CHECK_STEPS and episode_key(found) != episode_key(batch[-1]):
+            if num_steps >= _CHECK_STEPS and episode_key(item) != episode_key(batch[-1]):
                 self._check(batch)
                 batch, num_steps = [], 0
-            batch.append(found)
-            num_steps += len(found)
+            batch.append(item)
+            num_steps += len(item)
         self._check(batch)
 
     def spec(self) -> DatasetSpec:
@@ -142,15 +142,15 @@ class Inspection:
         if self._first_pass is not None:
             yield from self._first_pass
             return
-        for found in group_runs(self._reading):
-            if isinstance(found, RejectedEpisode):
-                yield found
+        for item in group_runs(self._reading):
+            if isinstance(item, RejectedEpisode):
+                yield item
             elif reasons := [
-                self._validator.explain_rejection(r) for r in found if _key(r) in self._refused
+                self._validator.explain_rejection(r) for r in item if _key(r) in self._refused
             ]:
-                yield with_rows(merge_rejections(reasons, found), found)
+                yield with_rows(merge_rejections(reasons, item), item)
             else:
-                yield from map(self._validator.reshape, found)
+                yield from map(self._validator.reshape, item)
 
     def _check(self, batch: list[Episode]) -> None:
         accepted, rejections = self._validator.check(batch)
@@ -183,11 +183,11 @@ class Inspection:
                 f"{wrong}, or leave such episodes out with `on_invalid` reject."
             )
 
-    def _buffer(self, found: Sequence[Episode | RejectedEpisode]) -> None:
+    def _buffer(self, items: Sequence[Episode | RejectedEpisode]) -> None:
         if self._first_pass is None:
             return
-        self._first_pass += found
-        self._kept_bytes += sum(map(_num_bytes, found))
+        self._first_pass += items
+        self._kept_bytes += sum(map(_num_bytes, items))
         if self._kept_bytes > _KEEP_BYTES:
             self._first_pass = None
 
@@ -216,10 +216,10 @@ def _copy_rows(rejected: RejectedEpisode) -> RejectedEpisode:
     return replace(rejected, rows=rejected.rows.take(pa.array(range(rejected.rows.num_rows))))
 
 
-def _num_bytes(found: Episode | RejectedEpisode) -> int:
-    if isinstance(found, RejectedEpisode):
-        return _REJECTED_BYTES + (0 if found.rows is None else int(found.rows.nbytes))
-    return num_bytes(found)
+def _num_bytes(item: Episode | RejectedEpisode) -> int:
+    if isinstance(item, RejectedEpisode):
+        return _REJECTED_BYTES + (0 if item.rows is None else int(item.rows.nbytes))
+    return num_bytes(item)
 
 
 def num_bytes(episode: Episode) -> int:
@@ -303,11 +303,11 @@ def episode_key(episode: Episode) -> _EpisodeKey:
 
 
 def group_runs(
-    found: Iterable[Episode | RejectedEpisode],
+    items: Iterable[Episode | RejectedEpisode],
 ) -> Iterator[list[Episode] | RejectedEpisode]:
     """Put the runs of one episode, which follow one another, together."""
     runs: list[Episode] = []
-    for one in found:
+    for one in items:
         if runs and (isinstance(one, RejectedEpisode) or episode_key(one) != episode_key(runs[0])):
             yield runs
             runs = []
@@ -344,16 +344,16 @@ def merge_rejections(parts: Sequence[RejectedEpisode], runs: Sequence[Episode]) 
     """Return the refusal of an episode whose runs these are, from those of its runs."""
     if len(runs) == 1:
         return parts[0]
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for finding in (finding for one in parts for finding in one.findings):
-        known = found.get(finding.check)
-        found[finding.check] = (
+        known = findings.get(finding.check)
+        findings[finding.check] = (
             finding if known is None else replace(known, num_rows=known.num_rows + finding.num_rows)
         )
     return replace(
         parts[0],
         num_steps=sum(map(len, runs)),
-        findings=tuple(found.values()),
+        findings=tuple(findings.values()),
         places=_concatenate_places(runs),
     )
 

@@ -113,10 +113,10 @@ class RejectionTally:
             # Without what holds the memory that it was read with.
             self.shown.append(replace(rejected, rows=None, places=None))
         for check in dict.fromkeys(finding.check for finding in rejected.findings):
-            found = [finding for finding in rejected.findings if finding.check == check]
-            example = f"episode {rejected.name}: {found[0].message}"
-            num_rows = max(finding.num_rows for finding in found)
-            self._counts.add(Check(check, REJECTED, 1, num_rows, example, place=found[0].place))
+            findings = [finding for finding in rejected.findings if finding.check == check]
+            example = f"episode {rejected.name}: {findings[0].message}"
+            num_rows = max(finding.num_rows for finding in findings)
+            self._counts.add(Check(check, REJECTED, 1, num_rows, example, place=findings[0].place))
 
     def merge(self, other: RejectionTally) -> None:
         """Count what another one collected too."""

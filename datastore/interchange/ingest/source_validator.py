@@ -97,14 +97,14 @@ class SourceValidator:
             return self._spec
         if (stated := self._spaces or self._declared) is not None:
             return DatasetSpec(*stated, self._mask_size, rewards_optional=self._rewards_optional)
-        found = self._inferred_spec
-        if found is None:
+        inferred = self._inferred_spec
+        if inferred is None:
             raise SourceInvalidError("found no valid episode, expected at least one.")
-        action = found.action_space
+        action = inferred.action_space
         if isinstance(action, Discrete) and self._mask_size is None:
             action = replace(action, n=max(action.n, num_actions or 0))
         return DatasetSpec(
-            found.observation_space,
+            inferred.observation_space,
             action,
             self._mask_size,
             rewards_optional=self._rewards_optional,
@@ -152,8 +152,8 @@ class SourceValidator:
 
     @property
     def _learned_spaces(self) -> tuple[Space, Space] | None:
-        found = self._inferred_spec
-        return None if found is None else (found.observation_space, found.action_space)
+        spec = self._inferred_spec
+        return None if spec is None else (spec.observation_space, spec.action_space)
 
     def _check_one(self, episode: Episode, known: tuple[Space, Space]) -> None:
         ready = validate(episode, *known, rewards_optional=self._rewards_optional)
@@ -200,7 +200,7 @@ class SourceValidator:
                 self._form = most_common_form(episodes)
             alike = [episode for episode in episodes if episode_form(episode) == self._form]
             try:
-                found = self._infer_spec(alike) if alike else None
+                spec = self._infer_spec(alike) if alike else None
             except EpisodeInvalidError as error:
                 rejections += (more := _reject_spaceless(alike))
                 if not more:
@@ -208,8 +208,8 @@ class SourceValidator:
                 dropped_ids = {id(episode) for _, episode in more}
                 episodes = [episode for episode in episodes if id(episode) not in dropped_ids]
                 continue
-            if found is not None:
-                self._widen(found)
+            if spec is not None:
+                self._widen(spec)
             break
         return episodes, rejections
 
@@ -221,14 +221,14 @@ class SourceValidator:
             # It may not join; then the episodes say why.
             return infer_spec(episodes)
 
-    def _widen(self, found: DatasetSpec) -> None:
+    def _widen(self, spec: DatasetSpec) -> None:
         if self._inferred_spec is None:
-            self._inferred_spec = found
+            self._inferred_spec = spec
             return
         # Of one form, they differ by dtype at most: what came first stands, others have to fit it.
-        found = replace(found, observation_space=self._inferred_spec.observation_space)
+        spec = replace(spec, observation_space=self._inferred_spec.observation_space)
         with suppress(EpisodeInvalidError):
-            self._inferred_spec = _wider(self._inferred_spec, found)
+            self._inferred_spec = _wider(self._inferred_spec, spec)
 
 
 def _partition_storable(episodes: Sequence[Episode]) -> tuple[list[Episode], list[Rejection]]:
@@ -256,8 +256,8 @@ def _make_rejection(episode: Episode, check: str, message: str, num_rows: int = 
     place = "" if places is None else places.text()
     if place:
         message = f"{message.rstrip('.')}. Its rows begin at {place}"
-    found = (Finding(check, message, num_rows, place),)
-    return RejectedEpisode(name, len(episode), found, episode.agent_id, places=places), episode
+    findings = (Finding(check, message, num_rows, place),)
+    return RejectedEpisode(name, len(episode), findings, episode.agent_id, places=places), episode
 
 
 def _reject_spaceless(episodes: Sequence[Episode]) -> list[Rejection]:
@@ -405,8 +405,8 @@ def _check_form(space: Space, values: Any) -> str | None:
         names = children(space)
         if not isinstance(values, Mapping) or set(values) != set(names):
             return "shape"
-        found = (_check_form(sub, values[key]) for key, sub in names.items())
-        return next((check for check in found if check is not None), None)
+        checks = (_check_form(sub, values[key]) for key, sub in names.items())
+        return next((check for check in checks if check is not None), None)
     if isinstance(values, Mapping):
         return "shape"
     if not isinstance(space, Text) and np.shape(values)[1:] != value_shape(space):
@@ -437,8 +437,8 @@ def _find_outside(space: Space, values: Values) -> Mask:
     """Return which rows are outside of a space whose form they have."""
     if isinstance(space, Dict | Tuple):
         parts: Any = values
-        found = [_find_outside(sub, parts[key]) for key, sub in children(space).items()]
-        return np.asarray(np.any(found, axis=0))
+        masks = [_find_outside(sub, parts[key]) for key, sub in children(space).items()]
+        return np.asarray(np.any(masks, axis=0))
     if isinstance(space, Text) or isinstance(values, Mapping):
         return np.zeros(num_values(values), dtype=np.bool_)
     low, high = bounds(space)

@@ -168,18 +168,18 @@ def _hash_files(found: Sequence[FoundFile], search: FileSearch, on_bytes: OnByte
     )
 
 
-def _hash(found: FoundFile, name: str, on_bytes: Callable[[int], None]) -> SourceFile:
+def _hash(file: FoundFile, name: str, on_bytes: Callable[[int], None]) -> SourceFile:
     digest = hashlib.sha256()
     num_bytes = 0
     try:
-        with found.stored.open(name) as stream:
+        with file.stored.open(name) as stream:
             while block := stream.read(_READ_BYTES):
                 digest.update(block)
                 num_bytes += len(block)
                 on_bytes(len(block))
     except OSError as error:
         raise unreadable_error(name, error) from error
-    return SourceFile(found.stored, name, found.relative, num_bytes, digest.hexdigest())
+    return SourceFile(file.stored, name, file.relative, num_bytes, digest.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,8 @@ class FileSearch:
         for member, inside in self._inside(members):
             stored = members[member]
             inner = strip_suffix(inside) if stored.packing else inside
-            found = FoundFile(stored, beside + inner, f"{folder}/{inner}", f"{path.name}/{inside}")
-            self.files.setdefault((where, member), found)
+            file = FoundFile(stored, beside + inner, f"{folder}/{inner}", f"{path.name}/{inside}")
+            self.files.setdefault((where, member), file)
 
     def _inside(self, members: dict[str, SourceBytes]) -> Iterator[tuple[str, str]]:
         """Yield the members of a zip with their paths in the folder that holds all of them."""
@@ -322,12 +322,12 @@ def _files_below(folder: Path) -> list[Path]:
 def short_names(files: Sequence[FoundFile]) -> Iterator[str]:
     """Yield what messages call the files: their names, with the folder where two share one."""
     counts: dict[str, int] = {}
-    for found in files:
-        counts[found.stored.path.name] = counts.get(found.stored.path.name, 0) + 1
-    for found in files:
-        path = found.stored.path
+    for file in files:
+        counts[file.stored.path.name] = counts.get(file.stored.path.name, 0) + 1
+    for file in files:
+        path = file.stored.path
         plain = path.name if counts[path.name] == 1 else f"{path.parent.name}/{path.name}"
-        yield plain if found.name is None else found.name
+        yield plain if file.name is None else file.name
 
 
 def _root(pattern: str) -> str:

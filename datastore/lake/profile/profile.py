@@ -122,9 +122,9 @@ def compute_profile(
     names = (schema.OBSERVATION, schema.ACTION, schema.REWARD, schema.BEHAVIOR_LOG_PROB)
     num_read = 0
     for rows in shard_rows(snapshot, names).read():
-        seen = observations.add(rows.column(schema.OBSERVATION))
+        rows_seen = observations.add(rows.column(schema.OBSERVATION))
         done = actions.add(rows.column(schema.ACTION))
-        pairs.add(np.concatenate([seen, done], axis=1))
+        pairs.add(np.concatenate([rows_seen, done], axis=1))
         reward.add(_floats(rows.column(schema.REWARD))[:, None])
         with np.errstate(over="ignore"):
             chances.add(np.exp(_floats(rows.column(schema.BEHAVIOR_LOG_PROB)))[:, None])

@@ -89,9 +89,9 @@ class Checkpoints:
         """
         updates = self.updates()
         if not updates or (update is not None and update not in updates):
-            wanted = "any" if update is None else f"one of update {update}"
+            which = "any" if update is None else f"one of update {update}"
             raise NotFoundError(
-                f"run {self._run_id}: found checkpoints of updates {updates}, expected {wanted}. "
+                f"run {self._run_id}: found checkpoints of updates {updates}, expected {which}. "
                 "Train again from the beginning."
             )
         for number in [update] if update is not None else reversed(updates):

@@ -133,9 +133,9 @@ def _ensure_target(dataset: Dataset, snapshot: Snapshot) -> None:
             pass  # another copy was first
         else:
             return
-    if found := find_spec_mismatch(dataset.spec, snapshot.spec):
+    if mismatch := find_spec_mismatch(dataset.spec, snapshot.spec):
         raise SchemaMismatchError(
-            f"copy {snapshot.dataset} into {dataset.name}: {found}, expected one. Copy it into "
+            f"copy {snapshot.dataset} into {dataset.name}: {mismatch}, expected one. Copy it into "
             "another dataset with `as_name`."
         )
     if snapshot.spec.rewards_optional and not dataset.spec.rewards_optional:
@@ -231,8 +231,8 @@ class _Copy:
         num_steps = sum(part.num_rows for part in written)
         keys = {key for key in state.transactions if key.startswith(_PREFIX)}
 
-        def check(found: LogState) -> None:
-            if any(key.startswith(_PREFIX) and key not in keys for key in found.transactions):
+        def check(state: LogState) -> None:
+            if any(key.startswith(_PREFIX) and key not in keys for key in state.transactions):
                 raise _RaceLostError
 
         info = {
@@ -357,15 +357,15 @@ class PresentRows:
                 f"SELECT DISTINCT file_index FROM {from_clause(self._source, paths)} "
                 f"SEMI JOIN ({known}) USING ({EPISODE_ID}, {AGENT_ID})",
             )
-            found = {}
+            present = {}
             for (index,) in sorted(shared):
                 rows = query_rows(
                     connection,
                     f"SELECT file_row_number FROM {from_clause(self._source, [paths[index]])} "
                     f"SEMI JOIN ({known}) USING ({', '.join(_KEY)}) ORDER BY 1",
                 )
-                found[entries[index].path] = [row for (row,) in rows]
-            return found
+                present[entries[index].path] = [row for (row,) in rows]
+            return present
 
     def num_episodes(self, entries: Sequence[FileEntry]) -> int:
         """Count the episodes and agents of shards."""

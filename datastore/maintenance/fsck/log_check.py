@@ -137,10 +137,10 @@ class _LogCheck:
     def _track_files(self, change: Change, path: str) -> None:
         """Note the files that a commit adds and removes, and where they contradict the log."""
         version = change.version
-        for gone in change.removed:
-            if gone not in self._live:
-                self._fault(path, version, f"removes {gone}, which was not live before it.")
-            self._live.discard(gone)
+        for removed in change.removed:
+            if removed not in self._live:
+                self._fault(path, version, f"removes {removed}, which was not live before it.")
+            self._live.discard(removed)
         for entry in change.added:
             if entry.path in self._live:
                 self._fault(path, version, f"adds {entry.path}, which was live before it.")

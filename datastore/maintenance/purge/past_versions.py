@@ -72,8 +72,8 @@ def find_feedback_in_all_versions(handle: Dataset, episodes: pa.Array) -> pa.Arr
 
 def select_waiting_in_all_versions(handle: Dataset, condition: str) -> pa.Array:
     """Return received episodes that a condition selects, and of which no version has a step."""
-    found = select_in_all_versions(handle.received, condition, select_received)
-    return _without(found, [_column(_old_rows(handle.table, [EPISODE_ID]), EPISODE_ID)])
+    ids = select_in_all_versions(handle.received, condition, select_received)
+    return _without(ids, [_column(_old_rows(handle.table, [EPISODE_ID]), EPISODE_ID)])
 
 
 def list_named_paths(table: Table) -> set[str]:

@@ -91,13 +91,13 @@ class Draft:
 
 def find_abandoned_drafts(home: Path) -> list[Path]:
     """Return the folders of drafts that crashes left behind."""
-    found = []
+    drafts = []
     with suppress(OSError):
         for folder in sorted((home / _DRAFTS).iterdir()):
             with suppress(OSError):
                 if time.time() - folder.stat().st_mtime > _ABANDONED_S and not _is_locked(folder):
-                    found.append(folder)
-    return found
+                    drafts.append(folder)
+    return drafts
 
 
 def _is_locked(folder: Path) -> bool:

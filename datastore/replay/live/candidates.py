@@ -51,12 +51,12 @@ class LiveCandidates:
 
     def positions(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the records where items start, int64 [M]; -1 for those that are gone."""
-        found = self._positions.take(numbers % self.capacity)
-        is_gone = ~self._ring.may_start(found)
+        positions = self._positions.take(numbers % self.capacity)
+        is_gone = ~self._ring.may_start(positions)
         # In this order: another candidate takes the place after `low` was raised.
         is_gone |= numbers < self._bounds[0]
-        found[is_gone] = -1
-        return found
+        positions[is_gone] = -1
+        return positions
 
     def add_new(self, positions: NDArray[np.int64]) -> None:
         """Give numbers to those candidates that have none yet."""

@@ -54,11 +54,11 @@ class LiveContents:
         """Add those steps of a block that are not there yet, in its order."""
         runs: list[LiveRun] = []
         for number, steps in enumerate(block.intervals):
-            found = self._table.overlapping(steps) if steps.episode in self._table else []
-            if found or steps.length > self._most_steps:
+            overlaps = self._table.overlapping(steps) if steps.episode in self._table else []
+            if overlaps or steps.length > self._most_steps:
                 self._insert_runs(block, runs, number)
                 runs = []
-                parts = self._parts(number, steps, subtract(steps, found))
+                parts = self._parts(number, steps, subtract(steps, overlaps))
                 if parts:
                     self.add(cut_block(block, parts))
             else:

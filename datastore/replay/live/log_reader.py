@@ -126,8 +126,8 @@ class LogReader:
     def begin(self, version: int | None) -> None:
         """Go on after a version, by default the newest. Raises: NotFoundError, LogCorruptError."""
         log = self._table.log
-        found = log.newest() if version is None else log.at(version)
-        self._state = replace(found, transactions={})
+        state = log.newest() if version is None else log.at(version)
+        self._state = replace(state, transactions={})
 
     def newest_rows(self, num_rows: int) -> list[list[FileEntry]]:
         """Return the shards with so many of the newest rows, to be read a few together."""
@@ -274,9 +274,9 @@ class LogReader:
             table = make_run_table(snapshot, paths, None, 1)
         finally:
             snapshot.storage.release(blobs)
-        found = table.ranges
+        ranges = table.ranges
         episodes = [digest.tobytes() for digest in table.digests]
         rows = zip(
-            found.pairs.tolist(), found.first_steps.tolist(), found.lengths.tolist(), strict=True
+            ranges.pairs.tolist(), ranges.first_steps.tolist(), ranges.lengths.tolist(), strict=True
         )
         return IntervalSet(StepInterval(episodes[pair], *steps) for pair, *steps in rows)

@@ -114,12 +114,12 @@ class ItemNumbering:
         chains = _chains(runs, None if isinstance(item, Episodes) else _CHAIN_STEPS)
         # One whose beginning is not there looks like the rest of another, if that has its length.
         whole = [run for chain in chains if not chain[0].offset for run in chain]
-        found = [
+        starts = [
             item.starts(self._show(part))
             for part in (whole, *(chain for chain in chains if chain[0].offset))
             if part
         ]
-        places = np.concatenate(found) if found else _NONE
+        places = np.concatenate(starts) if starts else _NONE
         # All there is lies less than one round of the ring after `low`.
         return np.sort(self._ring.low + (places - self._ring.low) % self._ring.size)
 
@@ -225,7 +225,7 @@ class FinishedSequences:
     def _find_finished(self, episode: bytes, *, gaps_stay: bool = False) -> list[int]:
         """Return where the next sequences of an episode begin that are finished, as positions."""
         step, begin = self._next.get(episode, (0, 0))
-        found: list[int] = []
+        starts: list[int] = []
         while (run := self._table.first_from(episode, step)) is not None and run.start >= 0:
             if run.first_step > step:
                 if not (gaps_stay or _is_cut_off(run)):
@@ -242,10 +242,10 @@ class FinishedSequences:
                     continue
             position = run.start + step - run.first_step
             if self._ring.startable[self._ring.place(position)]:
-                found.append(position)
+                starts.append(position)
             step = min(step + self._item.length - self._item.overlap, last.end)
         self._next[episode] = step, begin
-        return found
+        return starts
 
     def _steps_from(self, run: LiveRun, step: int) -> tuple[int, LiveRun]:
         """Count the steps that are there from one on, T or all; and the run that has the last."""

@@ -156,10 +156,10 @@ class PiecePacker:
                 return finals
         parts: list[Values] = []
         for piece, start in zip(pieces, starts.tolist(), strict=True):
-            found = validate(piece, *spaces, rewards_optional=spec.rewards_optional)
-            self._put_values(rows[start : start + len(piece)], found, [found])
-            if found.final_observation is not None:
-                parts.append(as_batch(found.final_observation))
+            validated = validate(piece, *spaces, rewards_optional=spec.rewards_optional)
+            self._put_values(rows[start : start + len(piece)], validated, [validated])
+            if validated.final_observation is not None:
+                parts.append(as_batch(validated.final_observation))
         return concatenate(parts) if parts else None
 
     def _put_values(
@@ -185,8 +185,8 @@ class PiecePacker:
                 continue
             # What has to be converted, or is missing somewhere: as it would be when it is stored.
             table = self._encode(pieces) if table is None else table
-            found = table[name] if name in table.column_names else pa.nulls(len(rows), kind)
-            put_column(layout, rows, name, pa.chunked_array(found, kind))
+            column = table[name] if name in table.column_names else pa.nulls(len(rows), kind)
+            put_column(layout, rows, name, pa.chunked_array(column, kind))
 
     def _encode(self, pieces: Sequence[Episode]) -> pa.Table:
         spec = self._layout.spec

@@ -86,8 +86,8 @@ class Ring(Records):
 
     def begin_episodes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of positions [M] are the first steps of episodes: bool [M]."""
-        found: NDArray[np.bool_] = self.first[self.places(positions)]
-        return found
+        is_first: NDArray[np.bool_] = self.first[self.places(positions)]
+        return is_first
 
     def may_start(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return at which of positions [M] items may start now: bool [M]."""

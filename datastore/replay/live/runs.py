@@ -100,8 +100,8 @@ class RunIndex:
 
     def at(self, episode: bytes, step: int) -> LiveRun | None:
         """Return the run that has a step."""
-        found = self.first_from(episode, step)
-        return found if found is not None and found.first_step <= step else None
+        run = self.first_from(episode, step)
+        return run if run is not None and run.first_step <= step else None
 
     def first_from(self, episode: bytes, step: int) -> LiveRun | None:
         """Return the run that has a step, or else the next one of its episode."""
@@ -142,8 +142,8 @@ class IntervalSet:
     def __init__(self, intervals: Iterable[StepInterval]) -> None:
         self._table = RunIndex()
         self._all: list[StepInterval] = []
-        for found in intervals:
-            for part in list(subtract(found, self._table.overlapping(found))):
+        for interval in intervals:
+            for part in list(subtract(interval, self._table.overlapping(interval))):
                 self._table.add(LiveRun(*part))
                 self._all.append(part)
 

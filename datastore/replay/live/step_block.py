@@ -175,14 +175,14 @@ def _put_masks(
     for number, mask in enumerate(masks):
         if mask is None:
             continue
-        found = np.asarray(mask)
-        if found.shape != (mask_size,) or found.dtype.kind not in "bi":
+        array = np.asarray(mask)
+        if array.shape != (mask_size,) or array.dtype.kind not in "bi":
             raise EpisodeInvalidError(
-                f"step {first_step + number} of the stream: action_mask: found {found.dtype} of "
-                f"shape {list(found.shape)}, expected bool of [{mask_size}]. Pass one flag for "
+                f"step {first_step + number} of the stream: action_mask: found {array.dtype} of "
+                f"shape {list(array.shape)}, expected bool of [{mask_size}]. Pass one flag for "
                 "each action, true where it was allowed."
             )
-        rows[schema.ACTION_MASK][number] = found
+        rows[schema.ACTION_MASK][number] = array
 
 
 def _put_column(
@@ -196,11 +196,11 @@ def _put_column(
     values = [column.get(name) for column in columns]
     values += [None] * (len(rows) - len(values))
     try:
-        found = pa.array(values, kind)
+        array = pa.array(values, kind)
     except (pa.ArrowException, ValueError, TypeError) as error:
         last = first_step + len(values) - 1
         raise EpisodeInvalidError(
             f"column {name!r} of steps {first_step} to {last} of the stream: {error}, expected "
             f"{kind}. Convert them."
         ) from error
-    put_column(layout, rows, name, pa.chunked_array([found]))
+    put_column(layout, rows, name, pa.chunked_array([array]))

@@ -38,11 +38,11 @@ def put_values(
         put(layout, rows, name, leaf)
 
 
-def put_masks(rows: NDArray[np.void], found: pa.ChunkedArray) -> None:
+def put_masks(rows: NDArray[np.void], column: pa.ChunkedArray) -> None:
     """Write action masks; what is not known to be forbidden is allowed."""
     rows[schema.ACTION_MASK] = True
-    known, masks = _split_known(combine_chunks(found))
-    rows[schema.ACTION_MASK][known] = numbers(masks).reshape(-1, found.type.list_size)
+    known, masks = _split_known(combine_chunks(column))
+    rows[schema.ACTION_MASK][known] = numbers(masks).reshape(-1, column.type.list_size)
 
 
 def put_column(

@@ -225,9 +225,9 @@ def _starts(
         steps[done : done + len(positions)] = positions
         done += len(positions)
         if not is_same:
-            found = positions[has_successor]
-            bootstrappable[done_bootstrappable : done_bootstrappable + len(found)] = found
-            done_bootstrappable += len(found)
+            starts = positions[has_successor]
+            bootstrappable[done_bootstrappable : done_bootstrappable + len(starts)] = starts
+            done_bootstrappable += len(starts)
     return steps, bootstrappable
 
 

@@ -82,10 +82,10 @@ def make_run_table(
     """
     reader = RowRangeReader(snapshot)
     groups = for_each_verified_group(snapshot, paths, reader.read)
-    found = reader.row_ranges()
-    if found is None:
+    ranges = reader.row_ranges()
+    if ranges is None:
         return _lay_out(groups, NO_ROW_RANGES, np.zeros((0, 2), np.uint64), frame_stack)
-    stretches, names = found
+    stretches, names = ranges
     if selected is not None:
         stretches = stretches.take(names.is_selected(stretches.pairs, selected))
     stretches, pairs = _renumber(stretches)

@@ -44,9 +44,9 @@ class SavedPriorities:
         They are to the power of `alpha`; where that is another than the saved one, up to rounding.
         Saved with an alpha of 0, they only say which were 0.
         """
-        found = find_keys(keys, self.keys)
-        known = found >= 0
-        powered = self.powered[found[known]]
+        places = find_keys(keys, self.keys)
+        known = places >= 0
+        powered = self.powered[places[known]]
         if alpha != self.alpha:
             exponent = alpha / self.alpha if self.alpha else 1.0
             powered = np.where(powered > 0.0, powered**exponent, 0.0)

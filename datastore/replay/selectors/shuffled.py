@@ -305,13 +305,13 @@ class Permutation:
         """
         if self._order is not None:
             return self._order[start:stop]
-        found = self._permute(np.arange(start, stop))
-        outside = np.flatnonzero(found >= self._num)
+        numbers = self._permute(np.arange(start, stop))
+        outside = np.flatnonzero(numbers >= self._num)
         while len(outside):
-            turned = self._permute(found[outside])
-            found[outside] = turned
+            turned = self._permute(numbers[outside])
+            numbers[outside] = turned
             outside = outside[turned >= self._num]
-        return found
+        return numbers
 
     def _permute(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         high = numbers >> self._low_bits

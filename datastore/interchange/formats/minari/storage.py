@@ -42,19 +42,19 @@ _FIRST_INFO: Final = (
 def episode_rows(
     file: SourceFile,
     number: int,
-    found: Mapping[str, Values],
+    of_name: Mapping[str, Values],
     infos: Mapping[str, Values],
     seed: Any,
     notes: dict[str, None],
 ) -> EpisodeRows | None:
     """Lay out an episode: T rows, and the observation after them apart."""
-    num = num_values(found["rewards"])
+    num = num_values(of_name["rewards"])
     if num == 0:
         notes["episodes without steps are left out"] = None
         return None
-    columns = dict(found)
+    columns = dict(of_name)
     finals: dict[str, Values] = {}
-    observations = found.get("observations")
+    observations = of_name.get("observations")
     if observations is not None and {*leaf_lengths(observations).values()} == {num + 1}:
         columns["observations"] = take(observations, slice(num))
         finals["final_observation"] = take(observations, slice(num, None))

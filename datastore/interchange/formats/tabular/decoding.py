@@ -106,17 +106,17 @@ class _Decoder:
         if column.null_count == len(column):
             return []
         origins = self._column(ORIGIN).to_pylist()
-        found: dict[str, dict[int, str]] = {}
+        by_name: dict[str, dict[int, str]] = {}
         rows: dict[str, Mask] = {}
         for row, text in enumerate(column.to_pylist()):
             for name, (_, message) in json.loads(text or "{}").items():
-                found.setdefault(name, {})[origins[row]] = message
+                by_name.setdefault(name, {})[origins[row]] = message
                 rows.setdefault(name, np.zeros(len(column), dtype=np.bool_))[row] = True
-        return [RowFault("dtype", name, rows[name], cause) for name, cause in found.items()]
+        return [RowFault("dtype", name, rows[name], cause) for name, cause in by_name.items()]
 
     def _mark_unnamed(self) -> None:
-        named = [self._layout.one("episode_id"), self._layout.one("agent_id")]
-        for name in (*named, *self._layout.order_by):
+        names = [self._layout.one("episode_id"), self._layout.one("agent_id")]
+        for name in (*names, *self._layout.order_by):
             if name is not None and self._table.column(name).null_count:
                 unnamed = np.asarray(self._table.column(name).is_null())
                 shown = ",".join(self._layout.episode_by) if name == EPISODE else name
@@ -165,9 +165,9 @@ class _Decoder:
 
     def _sparse(self, ours: str) -> tuple[Values | None, Mask | None]:
         """Decode a field that rows may lack."""
-        if (found := self._parts(ours)) is None:
+        if (parts := self._parts(ours)) is None:
             return None, None
-        values, faults = found
+        values, faults = parts
         self._faults += [fault for fault in faults if fault.check != "missing"]
         missing = np.zeros(self._table.num_rows, dtype=np.bool_)
         for fault in faults:
@@ -266,9 +266,9 @@ class _Decoder:
         return None if np.isnan(values).all() else values.astype(np.float32)
 
     def _masks(self) -> Array | None:
-        if (found := self._parts("action_mask")) is None:
+        if (parts := self._parts("action_mask")) is None:
             return None
-        masks, faults = found
+        masks, faults = parts
         theirs = self._layout.fields["action_mask"]
         if len(theirs) == 1:
             if self._is_lacking(self._column(theirs[0]), "masks"):
@@ -297,11 +297,11 @@ class _Decoder:
         return names
 
     def _extras(self) -> dict[str, pa.Array]:
-        found = {
+        extras = {
             ours: arrays.to_storable(self._column(theirs), theirs)
             for theirs, ours in self._layout.extras.items()
         }
-        return {name: column for name, column in found.items() if column is not None}
+        return {name: column for name, column in extras.items() if column is not None}
 
     def _head_widths(self) -> set[int]:
         widths: set[int] = set()
@@ -320,13 +320,13 @@ class _Decoder:
 def _without(faults: list[RowFault], misfits: list[RowFault]) -> list[RowFault]:
     """Return the faults, without those cells said to be missing that hold something else."""
     known = {fault.column: fault.rows for fault in misfits}
-    found = [
+    rest = [
         replace(fault, rows=fault.rows & ~known[fault.column])
         if fault.check == "missing" and fault.column in known
         else fault
         for fault in faults
     ]
-    return [fault for fault in found if fault.rows.any()]
+    return [fault for fault in rest if fault.rows.any()]
 
 
 def _refuse_packed(values: Any, column: str) -> None:

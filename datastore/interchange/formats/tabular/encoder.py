@@ -62,11 +62,11 @@ class Encoder:
         """Return int64 [n], the places of texts among the action names."""
         names = (self.encoding.action_names if self.encoding else None) or ()
         texts = blank_to_null(column.cast(pa.string()))
-        found = pc.index_in(texts, pa.array(names, pa.string()))
+        indices = pc.index_in(texts, pa.array(names, pa.string()))
         missing = np.asarray(texts.is_null())
-        unknown = np.asarray(found.is_null()) & ~missing
+        unknown = np.asarray(indices.is_null()) & ~missing
         faults = {"missing": missing, "unknown_action": unknown}
-        codes = np.asarray(found.fill_null(0)).astype(np.int64)
+        codes = np.asarray(indices.fill_null(0)).astype(np.int64)
         return codes, {check: rows for check, rows in faults.items() if rows.any()}
 
     def notes(self) -> list[str]:
@@ -94,17 +94,17 @@ def find_text_columns(
     layout: ColumnLayout, schema: pa.Schema, options: ReadOptions, *, encodes_lone: bool
 ) -> list[str]:
     """Return the text columns whose contents decide how they are read."""
-    found = [*layout.order_by]
+    names = [*layout.order_by]
     observations = layout.fields.get("observation", ())
     for ours in OBSERVATIONS:
         theirs = layout.fields.get(ours, ())
         if len(observations) > 1 or encodes_lone:
-            found += theirs if len(theirs) == len(observations) else ()
+            names += theirs if len(theirs) == len(observations) else ()
     if layout.one("action") is not None:
-        found += layout.fields["action"] if len(layout.fields["action"]) == 1 else ()
+        names += layout.fields["action"] if len(layout.fields["action"]) == 1 else ()
     if options.timezone is not None and (timestamp := layout.one("timestamp")) is not None:
-        found.append(timestamp)
-    texts = [name for name in dict.fromkeys(found) if name in schema.names]
+        names.append(timestamp)
+    texts = [name for name in dict.fromkeys(names) if name in schema.names]
     return [name for name in texts if is_text(schema.field(name).type)]
 
 
@@ -146,8 +146,8 @@ def find_encoder(
     names = None
     if len(action) == 1 and is_text(schema.field(action[0]).type) and not is_transcript:
         names = _vocabulary(action, contents, fills, options, "action names")
-    found = Encoding(fields, names, dtype)
-    return Encoder(found or None, _find_encoded_fields(found, layout, schema))
+    encoding = Encoding(fields, names, dtype)
+    return Encoder(encoding or None, _find_encoded_fields(encoding, layout, schema))
 
 
 def list_encoded_columns(encoder: Encoder, layout: ColumnLayout) -> list[str]:

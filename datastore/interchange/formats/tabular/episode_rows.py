@@ -39,17 +39,17 @@ def iter_chunks(file: SourceFile, episodes: Iterable[EpisodeRows]) -> Iterator[C
     kinds: dict[str, Any] = {}
     first_row = held_bytes = 0
     for episode in episodes:
-        found = _kinds(episode)
+        own_kinds = _kinds(episode)
         if buffer and (
             held_bytes >= CHUNK_BYTES
-            or any(kinds.get(n, kind) != kind for n, kind in found.items())
+            or any(kinds.get(n, kind) != kind for n, kind in own_kinds.items())
         ):
             chunk = _chunk(file, first_row, buffer)
             yield chunk
             first_row += chunk.table.num_rows
             buffer, kinds, held_bytes = [], {}, 0
         buffer.append(episode)
-        kinds |= found
+        kinds |= own_kinds
         held_bytes += sum(num_bytes(v) for v in episode.columns.values() if v is not None)
     if buffer:
         yield _chunk(file, first_row, buffer)

@@ -135,23 +135,23 @@ def lay_out(
     explicit, renamed = _parse_mapping(names, mapping, where, episode_by)
     if episode_by:
         explicit["episode_id"] = tuple(episode_by) if len(episode_by) == 1 else (EPISODE,)
-    taken = {name for theirs in explicit.values() for name in theirs} | set(renamed)
-    free = [name for name in names if name not in taken]
+    in_use = {name for theirs in explicit.values() for name in theirs} | set(renamed)
+    free = [name for name in names if name not in in_use]
     fields = dict(explicit)
     replaced = set()
     for ours, aliases in ALIASES.items():
-        found = [name for name in aliases if name in free]
+        candidates = [name for name in aliases if name in free]
         if (ours == "step" and order_by) or (ours == "episode_id" and episode_by):
-            replaced |= {*found, ours}
+            replaced |= {*candidates, ours}
             continue
-        if ours in fields or not found:
+        if ours in fields or not candidates:
             continue
-        if len(found) > 1:
+        if len(candidates) > 1:
             raise SourceInvalidError(
-                f"{where}: found the columns {found}, expected one that is the {ours}. "
-                f"Say which with `mapping` {ours}={found[0]}."
+                f"{where}: found the columns {candidates}, expected one that is the {ours}. "
+                f"Say which with `mapping` {ours}={candidates[0]}."
             )
-        fields[ours] = (found[0],)
+        fields[ours] = (candidates[0],)
     if {"behavior_prob", "behavior_log_prob"} <= fields.keys():
         # What is named wins; of two that are only found, the logarithm is the more exact.
         is_named = "behavior_prob" in explicit and "behavior_log_prob" not in explicit
@@ -183,9 +183,9 @@ def _parse_mapping(
         for ours, spelled in mapping.items()
     }
     # What is named is not meant by a pattern as well.
-    taken = {name for theirs in by_field.values() for name in theirs} | set(episode_by)
+    in_use = {name for theirs in by_field.values() for name in theirs} | set(episode_by)
     for ours, spelled in mapping.items():
-        theirs = _expand_patterns(by_field[ours], names, taken, f"{ours}={spelled}", where)
+        theirs = _expand_patterns(by_field[ours], names, in_use, f"{ours}={spelled}", where)
         if ours not in ALIASES and (not is_column_name(ours) or ours in STANDARD_COLUMNS):
             raise ConfigInvalidError(
                 f"mapping {ours}={spelled}: found {ours!r}, expected one of {', '.join(ALIASES)}, "
@@ -212,7 +212,7 @@ def _parse_mapping(
 
 
 def _expand_patterns(
-    spelled: Sequence[str], names: Sequence[str], taken: set[str], text: str, where: str
+    spelled: Sequence[str], names: Sequence[str], in_use: set[str], text: str, where: str
 ) -> tuple[str, ...]:
     """Return the columns that are meant: patterns in the source's order, names as they come."""
     found: list[str] = []
@@ -226,7 +226,7 @@ def _expand_patterns(
             continue
         matched = []
         if _PATTERN.search(part):
-            free = [name for name in names if name not in taken and name not in found]
+            free = [name for name in names if name not in in_use and name not in found]
             matched = [name for name in free if fnmatchcase(name, part)]
         if not matched:
             what = "columns that match" if _PATTERN.search(part) else "the column"
@@ -262,7 +262,7 @@ def _extras(
     where: str,
 ) -> tuple[dict[str, str], dict[str, str]]:
     extras: dict[str, str] = {}
-    taken = {name.lower(): "a column of ours" for name in (*STANDARD_COLUMNS, "next_observation")}
+    in_use = {name.lower(): "a column of ours" for name in (*STANDARD_COLUMNS, "next_observation")}
     for position, name in enumerate(names):
         # A field's column that is given a name of its own is kept under it as well.
         if name in used and name not in renamed:
@@ -270,12 +270,12 @@ def _extras(
         ours = renamed.get(name) or column_name(name, position)
         if name in replaced and ours in STANDARD_COLUMNS:
             ours = f"logged_{ours}"  # `episode_by` or `order_by` stands in its place
-        if (other := taken.get(ours.lower())) is not None:
+        if (other := in_use.get(ours.lower())) is not None:
             raise SourceInvalidError(
                 f"{where}: column {name!r} would be stored as {ours!r}, which {other} is already "
                 f"(names differ by more than case). Rename it with `mapping` NEW={name}."
             )
-        taken[ours.lower()] = repr(name)
+        in_use[ours.lower()] = repr(name)
         extras[name] = ours
     renames = {name: ours for name, ours in extras.items() if ours != name}
     return extras, renames
@@ -303,11 +303,11 @@ def retain_columns(layout: ColumnLayout, used: Sequence[str], names: Sequence[st
     One whose name is a column of ours is called `logged_NAME`.
     """
     ours = {**layout.extras}
-    taken = {name.lower() for name in (*ours.values(), *STANDARD_COLUMNS, "next_observation")}
+    in_use = {name.lower() for name in (*ours.values(), *STANDARD_COLUMNS, "next_observation")}
     for name in dict.fromkeys(used):
         if name not in ours:
             own = column_name(name, names.index(name))
-            ours[name] = f"logged_{own}" if own.lower() in taken else own
+            ours[name] = f"logged_{own}" if own.lower() in in_use else own
     extras = {name: ours[name] for name in dict.fromkeys([*names, *ours]) if name in ours}
     renames = {name: own for name, own in extras.items() if own != name}
     return replace(layout, extras=extras, renames=renames)

@@ -82,22 +82,22 @@ def group(
         cuts = next((np.flatnonzero(fault.rows) for fault in faults if fault.check == "gap"), None)
         faults = [fault for fault in faults if fault.check != "gap"]
     rejects = findings(faults, steps, starts, survey)
-    found = _GroupBounds(steps, groups, starts, survey, options)
-    found.accepted[list(rejects)] = False
-    found.settle_ends(census)
-    found.count_changes(census, _find_moved(steps.origins, groups.codes), cuts)
+    bounds = _GroupBounds(steps, groups, starts, survey, options)
+    bounds.accepted[list(rejects)] = False
+    bounds.settle_ends(census)
+    bounds.count_changes(census, _find_moved(steps.origins, groups.codes), cuts)
     for g in np.argsort(np.minimum.reduceat(steps.origins, starts), kind="stable").tolist():
         if g not in rejects:
-            yield from found.episodes(g, cuts)
+            yield from bounds.episodes(g, cuts)
             continue
-        rows = slice(int(starts[g]), int(found.ends[g]))
+        rows = slice(int(starts[g]), int(bounds.ends[g]))
         yield RejectedEpisode(
-            source_episode_id=groups.ids[found.codes[g]],
+            source_episode_id=groups.ids[bounds.codes[g]],
             num_steps=rows.stop - rows.start,
             findings=tuple(rejects[g]),
-            agent_id="" if groups.agents is None else groups.agents[found.codes[g]],
+            agent_id="" if groups.agents is None else groups.agents[bounds.codes[g]],
             rows=_as_logged(raw, rows, order),
-            places=RowLocations(steps.origins[rows], found.locate),
+            places=RowLocations(steps.origins[rows], bounds.locate),
             mapping=mapping,
         )
 
@@ -324,15 +324,15 @@ def _with_damage(
     rejects: dict[int, list[Finding]], damage: Mapping[int, str], starts: Array
 ) -> dict[int, list[Finding]]:
     for row, entry in damage.items():
-        named, _, text = entry.rpartition("\0")
-        check = named or "unequal_lengths"
-        found = rejects.setdefault(int(np.searchsorted(starts, row, side="right")) - 1, [])
-        for i, finding in enumerate(found):
+        name, _, text = entry.rpartition("\0")
+        check = name or "unequal_lengths"
+        findings_of = rejects.setdefault(int(np.searchsorted(starts, row, side="right")) - 1, [])
+        for i, finding in enumerate(findings_of):
             if (finding.check, finding.message) == (check, text):
-                found[i] = replace(finding, num_rows=finding.num_rows + 1)
+                findings_of[i] = replace(finding, num_rows=finding.num_rows + 1)
                 break
         else:
-            found.append(Finding(check, text))
+            findings_of.append(Finding(check, text))
     return rejects
 
 

@@ -48,18 +48,18 @@ def collect_infos(episode: Episode) -> tuple[dict[str, Array], set[str]]:
         "action_mask": episode.action_masks,
         "timestamp": episode.timestamps,
     }
-    found = {_FIELDS[name]: np.asarray(v) for name, v in columns.items() if v is not None}
+    fields = {_FIELDS[name]: np.asarray(v) for name, v in columns.items() if v is not None}
     lost: set[str] = set()
-    if "infos/policy" in found and not all(isinstance(p, str) for p in found["infos/policy"]):
+    if "infos/policy" in fields and not all(isinstance(p, str) for p in fields["infos/policy"]):
         lost.add("policy")
-        del found["infos/policy"]
+        del fields["infos/policy"]
     for name, column in episode.extras.items():
         array = _plain(column)
         if array is None:
             lost.add(name)
         else:
-            found[f"{INFOS}/{name}"] = array
-    return found, lost
+            fields[f"{INFOS}/{name}"] = array
+    return fields, lost
 
 
 def require_rewards(episode: Episode, format_name: str) -> Array:

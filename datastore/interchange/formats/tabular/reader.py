@@ -280,11 +280,11 @@ class TabularReader:
             return []
         name = str(self._layout.one("episode_id"))
         origins = np.asarray(table.column(ORIGIN))[rows].tolist()
-        found = [one for one in ids if one in self._repeated]
+        again = [one for one in ids if one in self._repeated]
         places = {
             origin: f"{self._facts.place(origin)}, column {name!r}: found {one!r} in several rows, "
             "expected an id of each decision's own"
-            for origin, one in zip(origins, found, strict=True)
+            for origin, one in zip(origins, again, strict=True)
         }
         return [RowFault("id_reused", name, rows, places)]
 
@@ -370,13 +370,13 @@ class TabularReader:
         mapping, observed = self._options.mapping, self._declared.observed
         if not observed or mapping.get("observation", observed) == observed:
             return layout
-        found = [
+        fields = [
             ours
             for ours in ("next_observation", "final_observation")
             if ours in layout.fields and ours not in mapping
         ]
-        rest = without_fields(layout, found)
-        for ours in found:
+        rest = without_fields(layout, fields)
+        for ours in fields:
             name = layout.fields[ours][0]
             self._own_notes.append(
                 f"{name} is of {observed} and not of {mapping['observation']}: kept as "
@@ -458,10 +458,10 @@ class TabularReader:
         name = layout.one("agent_id")
         if name != "agent_index" or "agent_id" in self._options.mapping:
             return layout
-        found: set[Any] = set()
+        agents: set[Any] = set()
         for table in uniform_chunks(self._tables, self._facts, [name]):
-            found |= set(pc.unique(table.column(name)).to_pylist())
-            if len(found) > 1:
+            agents |= set(pc.unique(table.column(name)).to_pylist())
+            if len(agents) > 1:
                 return layout
         fields = {ours: theirs for ours, theirs in layout.fields.items() if ours != "agent_id"}
         return replace(layout, fields=fields, extras={**layout.extras, name: name})

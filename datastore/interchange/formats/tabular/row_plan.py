@@ -158,12 +158,12 @@ def _times(
     categories = _vocabularies(options.encoding)
     observed = {name for ours in OBSERVATIONS for name in layout.fields.get(ours, ())}
     times = [name for name in observed if options.timezone and _is_date(survey, name)]
-    for name, found in contents.items():
-        if not found.is_time or name in layout.fields["action"] or name in categories:
+    for name, content in contents.items():
+        if not content.is_time or name in layout.fields["action"] or name in categories:
             continue
         if name in fills and time_text(fills[name], options.timezone or "UTC") is None:
             continue
-        if found.has_zones or options.timezone is not None:
+        if content.has_zones or options.timezone is not None:
             times.append(name)
         elif name in observed:
             raise _missing_zone_error(name, "text")

@@ -266,7 +266,7 @@ def survey(tables: TableSource) -> Survey:
     mixed: set[str] = set()
     num_rows = 0
     for part in tables.schemas():
-        table, found = plain_table(_empty(part.schema))
+        table, bad_cells = plain_table(_empty(part.schema))
         for name in table.schema.names:
             if extents and name not in kinds:
                 lacking[name] = extents[0].file
@@ -276,7 +276,7 @@ def survey(tables: TableSource) -> Survey:
         for f in table.schema:
             kinds.setdefault(f.name, {})[_to_signed(f.type)] = None
         mixed |= part.mixed & kinds.keys()
-        _same_shapes(shapes, found, part.file)
+        _same_shapes(shapes, bad_cells, part.file)
         extents.append(Extent(num_rows, part.file, part.first_row))
         num_rows += part.num_rows
     joined = {name: _unify([*several]) for name, several in kinds.items()}
@@ -386,8 +386,8 @@ def _most_common(tables: TableSource, names: Sequence[str]) -> dict[str, pa.Data
             for name in cells.keys() & counts.keys():
                 counts[name][kind := _type_of(cells[name])] += 1
                 files.setdefault((name, kind), chunk.file)
-    found = {name: _by_frequency(several) for name, several in counts.items()}
-    for name, kinds in found.items():
+    ranked = {name: _by_frequency(several) for name, several in counts.items()}
+    for name, kinds in ranked.items():
         if len(kinds) > 1 and kinds[0][0] == kinds[1][0]:
             second = next(k for k in counts[name] if _unify([k, kinds[1][1]]) is not None)
             raise SourceInvalidError(
@@ -395,7 +395,7 @@ def _most_common(tables: TableSource, names: Sequence[str]) -> dict[str, pa.Data
                 f"type {kinds[1][1]} and as many of type {kinds[0][1]}, expected one type. Convert "
                 "the values of one type to the other."
             )
-    return {name: kinds[0][1] for name, kinds in found.items()}
+    return {name: kinds[0][1] for name, kinds in ranked.items()}
 
 
 def _by_frequency(counts: Mapping[pa.DataType, int]) -> list[tuple[int, pa.DataType]]:

@@ -198,7 +198,7 @@ def _completions(record: Mapping[str, Any]) -> list[Dialogue]:
         raise _unknown_record_error(record)
     prompt = [] if record.get("prompt") is None else _side(record["prompt"], "prompt", "user")
     base = {name: value for name, value in record.items() if name not in ("rewards", "reward")}
-    found = []
+    dialogues = []
     for name, suffix, completion, reward in answers:
         messages = _side(completion, name, "assistant")
         # A preference pair may repeat the prompt in each of its sides.
@@ -210,8 +210,8 @@ def _completions(record: Mapping[str, Any]) -> list[Dialogue]:
             own_id = first_id(record, IDS)
             own |= {"sample_id": suffix} if "sample_id" not in record else {}
             own |= {"episode_id": f"{own_id}/{suffix}"} if own_id is not None else {}
-        found.append(_dialogue(own, whole, "prompt-completion", "prompt", *_COMPLETIONS))
-    return found
+        dialogues.append(_dialogue(own, whole, "prompt-completion", "prompt", *_COMPLETIONS))
+    return dialogues
 
 
 def _answers(record: Mapping[str, Any]) -> list[tuple[str, str | None, Any, Any]]:
@@ -265,15 +265,15 @@ def _is_message(value: Any) -> bool:
 def _messages(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list):
         raise SourceInvalidError(f"{name}: found {shorten(value)}, expected a list of messages")
-    found = []
+    messages = []
     for number, message in enumerate(value):
         if not _is_message(message):
             raise SourceInvalidError(
                 f"{name}: found {shorten(message)} as message {number}, expected an object with a "
                 "role and content (or from and value)"
             )
-        found.append(_normalize_message(message))
-    return found
+        messages.append(_normalize_message(message))
+    return messages
 
 
 def _normalize_message(message: Message) -> Message:
@@ -341,7 +341,7 @@ def parse_task_end(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
 def parse_end(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
     """Return status, terminated and truncated where the record says so; open where it does not."""
     names = ("status", "finish_reason", "stop_reason")
-    status = next((found for name in names if (found := parse_text(record, name))), None)
+    status = next((text for name in names if (text := parse_text(record, name))), None)
     terminated, truncated = record.get("terminated"), record.get("truncated")
     if isinstance(terminated, bool) or isinstance(truncated, bool):
         return status, terminated is True, truncated is True

@@ -175,12 +175,12 @@ class _TextStream:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    body = dict(pairs)
+    if len(body) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise _DuplicateKeyError(f"the key {twice!r} twice in one object")
-    return found
+    return body
 
 
 def _refuse_constant(name: str) -> Any:

@@ -99,10 +99,10 @@ class TranscriptTables(TableSource):
             rows: list[dict[str, Any]] = []
             damage: dict[int, str] = {}
             for value in _values(file):
-                found, fault = _dialogues(value, file, ids)
+                dialogues, fault = _dialogues(value, file, ids)
                 if fault is not None:
                     damage[len(rows)] = fault
-                for turns in found:
+                for turns in dialogues:
                     if not turns:
                         silent.append(f"{file.name} line {value.line}")
                     unsaid += _count_lost_calls(value, turns)

@@ -55,9 +55,9 @@ class StoredSteps:
         unique_keys = list(dict.fromkeys(keys))
         unknown = [key for key in unique_keys if key not in self._reached]
         if unknown and self._dataset.exists():
-            found = self._look_up({episode for episode, _ in unknown})
+            stored = self._look_up({episode for episode, _ in unknown})
             for key in unknown:
-                self._cache(key, found.get(key))
+                self._cache(key, stored.get(key))
         elif unknown:
             for key in unknown:
                 self._cache(key, None)

@@ -62,19 +62,19 @@ class Window:
         table = self._table.take(pa.array(indices, pa.int64()))
         table = table.append_column(GROUP, pa.array(numbers, pa.string()))
         reading = TabularReader(_Rows(table, grammar.name), grammar.read_options, grammar.name)
-        found: list[Episode | Finding] = [
+        results: list[Episode | Finding] = [
             Finding("missing", f"{grammar.name}: no step was found in these lines") for _ in groups
         ]
         for one in reading:
             if isinstance(one, Episode):
-                found[int(one.episode_id)] = one
+                results[int(one.episode_id)] = one
             else:
-                found[int(one.source_episode_id.partition(" ")[0])] = one.findings[0]
+                results[int(one.source_episode_id.partition(" ")[0])] = one.findings[0]
         if grammar.options.encoding is None:
             # What texts stand for is settled by the first rows, for good.
             grammar.options = replace(grammar.options, encoding=reading.encoding or NO_ENCODING)
         grammar.num_actions = reading.num_actions or grammar.num_actions
-        return found
+        return results
 
     def _column(self, name: str) -> pa.Array:
         values = [row.values.get(name) for row in self.rows]

@@ -91,11 +91,13 @@ class StreamWriter:
         results: list[tuple[int, Finding | None]] = []
         pieces: list[tuple[list[int], Episode]] = []
         runs = _runs(window, rows)
-        found = self._assembly.validate(window, runs)
-        broken = [run for run, one in zip(runs, found, strict=True) if isinstance(one, Finding)]
+        outcomes = self._assembly.validate(window, runs)
+        broken = [run for run, one in zip(runs, outcomes, strict=True) if isinstance(one, Finding)]
         singles = [[i] for run in broken for i in run]
         pieces += [
-            (run, one) for run, one in zip(runs, found, strict=True) if not isinstance(one, Finding)
+            (run, one)
+            for run, one in zip(runs, outcomes, strict=True)
+            if not isinstance(one, Finding)
         ]
         for single, one in zip(singles, self._assembly.validate(window, singles), strict=True):
             if isinstance(one, Finding):
@@ -301,11 +303,11 @@ class PieceAssembler:
         pieces: list[tuple[list[int], Episode]] = []
         rejections: Rejections = []
         broken = []
-        for run, found in zip(runs, self.validate(window, runs), strict=True):
-            if isinstance(found, Finding):
+        for run, outcome in zip(runs, self.validate(window, runs), strict=True):
+            if isinstance(outcome, Finding):
                 broken.append(run)
             else:
-                pieces.append((run, found))
+                pieces.append((run, outcome))
         # Rows that are wrong on their own, all at once; then what only neighbours can tell.
         alone = iter(self.validate(window, [[i] for run in broken for i in run]))
         for run in broken:
@@ -349,31 +351,31 @@ class PieceAssembler:
         while low < high:
             # The whole run first: mostly the row that was wrong is not in it any more.
             middle = high if finding is None else (low + high + 1) // 2
-            (found,) = self.validate(window, [run[:middle]])
-            if isinstance(found, Finding):
-                finding, high = found, middle - 1
+            (outcome,) = self.validate(window, [run[:middle]])
+            if isinstance(outcome, Finding):
+                finding, high = outcome, middle - 1
             else:
-                best, low = found, middle
+                best, low = outcome, middle
         return best, finding
 
     def validate(self, window: Window, groups: Sequence[Sequence[int]]) -> list[Episode | Finding]:
         """Decode groups of rows and hold them against the dataset's spaces."""
         self.open_validator()
-        found = window.decode(groups)
+        items = window.decode(groups)
         episodes = []
-        for n, (one, group) in enumerate(zip(found, groups, strict=True)):
+        for n, (one, group) in enumerate(zip(items, groups, strict=True)):
             if not isinstance(one, Finding):
                 own = {"episode_id": str(n), "source_episode_id": window.rows[group[0]].episode}
                 episodes.append(Episode(**{**episode_fields(one), **own}))
-                found[n] = Finding("space", f"{self._grammar.name}: found a step that does not fit")
+                items[n] = Finding("space", f"{self._grammar.name}: found a step that does not fit")
         if not episodes:
-            return found
+            return items
         accepted, rejections = self._validate_episodes(episodes)
         for episode in accepted:
-            found[int(episode.episode_id)] = episode
+            items[int(episode.episode_id)] = episode
         for number, finding in rejections:
-            found[number] = finding
-        return found
+            items[number] = finding
+        return items
 
     def _validate_episodes(self, episodes: Sequence[Episode]) -> tuple[list[Episode], Rejections]:
         validator = self.open_validator()
