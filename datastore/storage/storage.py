@@ -326,8 +326,8 @@ def _translate_os_errors(target: Path) -> Iterator[None]:
                 f"{message} Make room; what was committed before stays, and is recognised."
             ) from error
         raise StorageError(
-            f"{message} Free space or correct the permission, then run it again: what was committed "
-            "before is recognised."
+            f"{message} Free space or correct the permission, then run it again: what was "
+            "committed before is recognised."
         ) from error
 
 

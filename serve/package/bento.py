@@ -238,9 +238,10 @@ def _run_build(source: Path, home: Path, version: str, tag: str) -> None:
         ) from error
     if result.returncode != 0:
         # The cause is the first line after this, not the last.
-        words = (result.stderr + result.stdout).rpartition("Error: ")[2]
+        output = (result.stderr + result.stdout).rpartition("Error: ")[2]
+        message = " ".join(output.split()) or "no message"
         raise ServeError(
-            f"package {tag}: BentoML could not build it: {' '.join(words.split()) or 'no message'}. "
+            f"package {tag}: BentoML could not build it: {message}. "
             "Check that replaylake[serve] and its dependencies are installed."
         )
 
