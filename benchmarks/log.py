@@ -90,7 +90,7 @@ def measure(folder: Path, options: argparse.Namespace) -> list[tuple[str, str, f
 
 
 def report(workload: str, unit: str, ours: float, peer: float) -> None:
-    """Print a figure's two lines; a ratio above 1 is in favour of the line's system."""
+    """Print a figure's two lines; a ratio above 1 is in favor of the line's system."""
     better = ours / peer if unit.endswith("/s") else peer / ours
     for system, figure, ratio in (("ours", ours, better), ("delta-rs", peer, 1 / better)):
         line = {"workload": workload, "system": system, "figure": round(figure, 3), "unit": unit}

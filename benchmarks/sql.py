@@ -191,7 +191,7 @@ def made(
 
 
 def report(workload: str, ours: float, peer: float) -> None:
-    """Print a figure's two lines; a ratio above 1 is in favour of the line's system."""
+    """Print a figure's two lines; a ratio above 1 is in favor of the line's system."""
     for system, figure, ratio in (("ours", ours, peer / ours), ("duckdb", peer, ours / peer)):
         line = {"workload": workload, "system": system, "figure": round(figure, 2), "unit": "ms"}
         print(json.dumps({**line, "ratio": round(ratio, 3)}), flush=True)

@@ -29,7 +29,7 @@ _CATALOGS: Final = {
 # a schema of such a name would need quotes in every query.
 _SQL_KEYWORDS: Final = set(
     """
-    all analyse analyze and anti any array as asc asof asymmetric at authorization between bigint
+    all analyze analyze and anti any array as asc asof asymmetric at authorization between bigint
     binary bit boolean both by case cast char character check coalesce collate collation column
     columns concurrently constraint create cross date dec decimal default deferrable desc describe
     distinct do else end except exists extract false fetch float for foreign freeze from full
@@ -53,7 +53,7 @@ def check_dataset_name(name: str) -> str:
     if not _DATASET.fullmatch(name) or name in _CATALOGS or name in _SQL_KEYWORDS:
         raise InvalidNameError(
             f"dataset name: found {name!r}, expected [a-z][a-z0-9_]*, at most 63 characters, and "
-            "no SQL keyword or catalogue name. Choose another name."
+            "no SQL keyword or catalog name. Choose another name."
         )
     return name
 

@@ -30,9 +30,9 @@ _UNSCALED: Final = RewardScaling()
 class DatasetStatistics:
     """What was measured on the training steps; by default nothing is known and nothing scaled.
 
-    action_range: least and greatest logged action, each [*act], of a Box; normalises an unbounded
+    action_range: least and greatest logged action, each [*act], of a Box; normalizes an unbounded
     one. observations: by the leaf's dotted name ("" where the space is no Dict or Tuple), what its
-    elements are normalised by; a leaf that is not named stays as it is. rewards: how they are
+    elements are normalized by; a leaf that is not named stays as it is. rewards: how they are
     scaled.
     """
 

@@ -25,7 +25,7 @@ def to_ray(
     """Return a Ray Data dataset of a snapshot's steps, one row a step, as the columns of `steps`.
 
     Nothing is read before the dataset is consumed, but for `where`: that is one query here. A task
-    reads a shard, or neighbouring ones if there are more than Ray wants tasks, checks its sha256
+    reads a shard, or neighboring ones if there are more than Ray wants tasks, checks its sha256
     and yields a block a shard. Each node has to see the lake at the same path or URL. Where a
     column came later than a shard its values there are nulls. Starts a local Ray if none runs.
 
@@ -51,7 +51,7 @@ def to_ray(
             return sum(entry.size_bytes for entry in snapshot.files)
 
         def get_read_tasks(
-            self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+            self, parallelizm: int, per_task_row_limit: int | None = None, data_context: Any = None
         ) -> list[Any]:
             return [
                 ray.data.ReadTask(
@@ -60,7 +60,7 @@ def to_ray(
                     schema=rows.schema,
                     per_task_row_limit=per_task_row_limit,
                 )
-                for part in rows.split(parallelism)
+                for part in rows.split(parallelizm)
             ]
 
     dataset: Dataset = ray.data.read_datasource(Shards())

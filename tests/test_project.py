@@ -102,6 +102,6 @@ def test_a_public_name_resolves(name: str) -> None:
     assert name in dir(replaylake)
 
 
-def test_a_misspelt_public_name_is_an_attribute_error() -> None:
+def test_a_misspelled_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'opne'"):
         replaylake.opne  # noqa: B018 - reading the attribute is the test

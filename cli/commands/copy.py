@@ -46,7 +46,7 @@ def copy(
 
     Example:
       replaylake datasets copy cartpole /backup/lake
-      replaylake datasets copy robots s3://centre/lake --as fleet
+      replaylake datasets copy robots s3://center/lake --as fleet
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.copy.copy import copy as run

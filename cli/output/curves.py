@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from replaylake.datastore.lake.runs.metrics import Curve
 
 FORMATS: Final = (".png", ".svg", ".pdf")
-# Told apart with any kind of colour vision (Okabe & Ito 2008), then by dashes.
+# Told apart with any kind of color vision (Okabe & Ito 2008), then by dashes.
 _COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES: Final = ("-", "--", ":", "-.")
 _COLUMNS: Final = 2
@@ -91,8 +91,8 @@ def draw_returns(path: Path, returns: Mapping[str, Sequence[float]], env_id: str
         figure = Figure(figsize=(7.0, 1.0 + 1.5 * num), layout="constrained", dpi=130)
         grid = figure.subplots(num, 1, sharex=True, squeeze=False).ravel()
         for number, (axes, (label, values)) in enumerate(zip(grid, returns.items(), strict=True)):
-            colour = _COLORS[number % len(_COLORS)]
-            axes.hist(values, bins=list(edges), color=colour, alpha=0.75)
+            color = _COLORS[number % len(_COLORS)]
+            axes.hist(values, bins=list(edges), color=color, alpha=0.75)
             mean = float(np.mean(values))
             axes.axvline(mean, color="#222", linewidth=1.2)
             axes.set_title(
@@ -106,11 +106,11 @@ def draw_returns(path: Path, returns: Mapping[str, Sequence[float]], env_id: str
 
 
 def _line(axes: Any, curve: Curve, number: int, label: str, mark: int | None) -> None:
-    colour = _COLORS[number % len(_COLORS)]
+    color = _COLORS[number % len(_COLORS)]
     axes.plot(
         curve.updates,
         curve.values,
-        color=colour,
+        color=color,
         linestyle=_DASHES[number // len(_COLORS) % len(_DASHES)],
         linewidth=1.4,
         marker="." if len(curve.updates) <= _MAX_MARKED else None,
@@ -118,7 +118,7 @@ def _line(axes: Any, curve: Curve, number: int, label: str, mark: int | None) ->
     )
     for update, value in zip(curve.updates, curve.values, strict=True):
         if update == mark:
-            axes.plot([update], [value], "o", color=colour, markersize=9, fillstyle="none")
+            axes.plot([update], [value], "o", color=color, markersize=9, fillstyle="none")
 
 
 def _legend(figure: Figure, grid: Sequence[Any]) -> None:

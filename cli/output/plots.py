@@ -56,7 +56,7 @@ def distribution(histogram: Histogram | None, label: str, unit: str = "episodes"
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 2.3), layout="constrained")
         axes = figure.add_subplot()
-        _bars(axes, histogram, is_labelled=True)
+        _bars(axes, histogram, is_labeled=True)
         axes.set_xlabel(label)
         axes.set_ylabel(unit)
         return _svg(figure)
@@ -143,7 +143,7 @@ def policies(parts: Sequence[PolicyShare], by_timestamp: bool) -> str:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.4, 2.4), layout="constrained")
         axes = figure.add_subplot()
-        colours = mpl.colormaps["viridis"].resampled(max(2, len(parts)))
+        colors = mpl.colormaps["viridis"].resampled(max(2, len(parts)))
         for number, one in enumerate(parts):
             below = [sum(p.by_period[i] for p in parts[:number]) for i in range(len(one.by_period))]
             axes.bar(
@@ -153,7 +153,7 @@ def policies(parts: Sequence[PolicyShare], by_timestamp: bool) -> str:
                 width=1.0,
                 linewidth=0,
                 antialiased=False,
-                color=colours(number),
+                color=colors(number),
                 label=shorten_name(policy_name(one), 34),
             )
         axes.set_xlabel("time" if by_timestamp else "rows, in the order they were committed")
@@ -171,7 +171,7 @@ def policy_name(one: PolicyShare) -> str:
     return one.policy if one.version is None else f"{one.policy}:{one.version}"
 
 
-def _bars(axes: Any, histogram: Histogram, *, is_labelled: bool = False) -> None:
+def _bars(axes: Any, histogram: Histogram, *, is_labeled: bool = False) -> None:
     if len(histogram.counts) == 1:
         # A lone value: a bar as wide as its bin would be all there is, or nothing at all.
         middle = (histogram.edges[0] + histogram.edges[1]) / 2
@@ -181,7 +181,7 @@ def _bars(axes: Any, histogram: Histogram, *, is_labelled: bool = False) -> None
         places = [round(edge + 0.5) for edge in histogram.edges[:-1]]
         bars = axes.bar(places, histogram.counts, width=0.8, color=_FILL)
         axes.set_xticks(places)
-        if is_labelled:
+        if is_labeled:
             axes.bar_label(bars, [f"{n:,}" for n in histogram.counts], padding=2, fontsize=8)
             axes.margins(y=0.12)
     else:
@@ -198,7 +198,7 @@ def simplify_axes(axes: Any) -> None:
 
 
 def _is_half(edge: float) -> bool:
-    """Whether it lies between two neighbouring whole numbers, as the bins of whole numbers do."""
+    """Whether it lies between two neighboring whole numbers, as the bins of whole numbers do."""
     return abs(edge) < 1e15 and (edge - 0.5).is_integer()
 
 

@@ -172,7 +172,7 @@ def _open_bar() -> tuple[Progress, TaskID]:
 
     bar = Progress(
         BarColumn(bar_width=20),
-        # A name that is in a note may hold anything; rich would read [red] as a colour.
+        # A name that is in a note may hold anything; rich would read [red] as a color.
         TextColumn(
             "{task.fields[text]}",
             markup=False,

@@ -50,7 +50,7 @@ class ShardRows:
         return _rebuild, (table.storage.url, parts, self.columns)
 
     def split(self, num_parts: int) -> list[ShardRows]:
-        """Return at most `num_parts` parts, each of neighbouring shards, one at least."""
+        """Return at most `num_parts` parts, each of neighboring shards, one at least."""
         files = self.table.files
         num_parts = max(1, min(num_parts, len(files)))
         bounds = [len(files) * number // num_parts for number in range(num_parts + 1)]

@@ -329,7 +329,7 @@ class WeighedShard:
 def plan_groups(
     snapshot: TableSnapshot, *, target_bytes: int, written_after_ms: int
 ) -> list[tuple[FileEntry, ...]]:
-    """Return groups of at least two neighbours, oldest first.
+    """Return groups of at least two neighbors, oldest first.
 
     Shards with rows of open episodes are in none: those of which a row was written after
     `written_after_ms` (ms since 1970) and none has ended. Raises: ShardCorruptError.

@@ -1,6 +1,6 @@
 """Maintain: each dataset's own retention applied, once or again and again.
 
-In this order: trim, compact, summarise episodes, drop old commits from the log, write a checkpoint,
+In this order: trim, compact, summarize episodes, drop old commits from the log, write a checkpoint,
 vacuum; at the end this machine's copies of remote shards are cut to their cap. Every step is a
 commit of its own or deletes what nobody needs, so it may be killed at any moment.
 """
@@ -46,7 +46,7 @@ class MaintainReceipt:
     version: int | None = None
     trimmed: int = 0
     compacted: int = 0
-    summarised: bool = False
+    summarized: bool = False
     dropped: int = 0
     checkpointed: bool = False
     vacuumed: int = 0
@@ -166,8 +166,8 @@ class _Round:
     def _summarize(
         self, handle: Dataset, retention: Retention, receipt: MaintainReceipt
     ) -> MaintainReceipt:
-        self._on_step(handle.name, "summarising episodes")
-        return replace(receipt, summarised=refresh(handle.table.snapshot()))
+        self._on_step(handle.name, "summarizing episodes")
+        return replace(receipt, summarized=refresh(handle.table.snapshot()))
 
     def _drop(
         self, handle: Dataset, retention: Retention, receipt: MaintainReceipt

@@ -323,11 +323,11 @@ def _translate_os_errors(target: Path) -> Iterator[None]:
         message = f"{target}: {error.strerror or error}, expected to read or write it."
         if error.errno in _DISK_FULL_ERRNOS:
             raise TransientStorageError(
-                f"{message} Make room; what was committed before stays, and is recognised."
+                f"{message} Make room; what was committed before stays, and is recognized."
             ) from error
         raise StorageError(
             f"{message} Free space or correct the permission, then run it again: what was "
-            "committed before is recognised."
+            "committed before is recognized."
         ) from error
 
 

@@ -46,7 +46,7 @@ from replaylake.offline.losses.likelihood import gaussian_nll
 from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.critics import Critics
 
-# Of ln std, in units of a normalised action; as in d3rlpy 2.8.1. It begins at -3.
+# Of ln std, in units of a normalized action; as in d3rlpy 2.8.1. It begins at -3.
 _LOG_STD_RANGE: Final = (-6.0, 0.0)
 
 
@@ -93,7 +93,7 @@ def awac(
         observation_space: any that networks take.
         action_space: a float Box.
         config: its options.
-        facts: what actions and observations are normalised by.
+        facts: what actions and observations are normalized by.
 
     Raises: SpaceUnsupportedError for other action spaces.
     """

@@ -1,4 +1,4 @@
-"""Behaviour cloning: act as the log did. Maximum likelihood of the logged actions.
+"""Behavior cloning: act as the log did. Maximum likelihood of the logged actions.
 
 Pomerleau 1989, "ALVINN"; what it cannot do, drift away from the logged states, is bounded in Ross &
 Bagnell 2010, "Efficient Reductions for Imitation Learning", theorem 2.1.
@@ -71,15 +71,15 @@ def bc(
     config: BCConfig,
     facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
-    """Return behaviour cloning for any actions but text.
+    """Return behavior cloning for any actions but text.
 
     Args:
         observation_space: any but text.
-        action_space: Discrete: cross-entropy, honouring action masks. MultiDiscrete, MultiBinary:
+        action_space: Discrete: cross-entropy, honoring action masks. MultiDiscrete, MultiBinary:
             the sum of the elements' cross-entropies. Box: gaussian likelihood or squared error of
-            normalised actions.
+            normalized actions.
         config: its options.
-        facts: what actions and observations are normalised by.
+        facts: what actions and observations are normalized by.
 
     Raises: SpaceUnsupportedError for other spaces.
     """

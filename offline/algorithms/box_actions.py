@@ -1,6 +1,6 @@
 """Box actions: what the actor-critic algorithms of continuous actions have in common.
 
-Their networks see actions normalised to [-1, 1]; the graphs here bring a head's parameters back to
+Their networks see actions normalized to [-1, 1]; the graphs here bring a head's parameters back to
 the environment's units.
 """
 
@@ -151,7 +151,7 @@ def q_of_many(critics: Critics, observations: Any, actions: torch.Tensor) -> tor
 class BoundedMeanNetwork(nn.Module):
     """Observations to means [N, D] in (-1, 1), and log_stds [D], the same for all observations.
 
-    ln std lies between the two of `log_std_range`, in units of a normalised action, and begins
+    ln std lies between the two of `log_std_range`, in units of a normalized action, and begins
     half-way. It is d3rlpy's form of the policies that are fitted to weighted logged actions: a
     spread that cannot depend on the observation cannot collapse on the actions seen there.
     """
@@ -184,12 +184,12 @@ class BoundedMeanNetwork(nn.Module):
 def deterministic_graph(
     network: nn.Module, spec: PolicySpec, scaling: ActionScaling
 ) -> PolicyGraph:
-    """Return the graph of a network of normalised actions [N, D]."""
+    """Return the graph of a network of normalized actions [N, D]."""
     return PolicyGraph(_DeterministicGraph(network, spec, scaling), spec)
 
 
 def gaussian_graph(network: nn.Module, spec: PolicySpec, scaling: ActionScaling) -> PolicyGraph:
-    """Return the graph of a network of normalised means [N, D] and log_stds, [N, D] or [D]."""
+    """Return the graph of a network of normalized means [N, D] and log_stds, [N, D] or [D]."""
     return PolicyGraph(_GaussianGraph(network, spec, scaling), spec)
 
 

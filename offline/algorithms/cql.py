@@ -51,7 +51,7 @@ from replaylake.offline.networks.actors import NO_STATISTICS, GaussianNetwork
 from replaylake.offline.networks.critics import Critics, Scalar
 
 _MAX_ALPHA: Final = 1e6  # as in d3rlpy and the paper's code: beyond it the gap is all that counts
-_LN_HALF: Final = math.log(0.5)  # a uniform density over a normalised element, which spans 2
+_LN_HALF: Final = math.log(0.5)  # a uniform density over a normalized element, which spans 2
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def cql(
         observation_space: any that networks take.
         action_space: a float Box.
         config: its options.
-        facts: what actions and observations are normalised by.
+        facts: what actions and observations are normalized by.
 
     Raises: SpaceUnsupportedError for other action spaces.
     """
@@ -139,7 +139,7 @@ def cql(
             **_actor_losses(networks, batch, here, noise, config),
         }
         if config.alpha_learning_rate > 0:
-            groups["alpha"] = -alpha * excess.detach().mean()  # up: the multiplier maximises
+            groups["alpha"] = -alpha * excess.detach().mean()  # up: the multiplier maximizes
         metrics = {"q_mean": q_tm1.detach().mean(), "gap": gaps.detach().mean()}
         return Losses(groups, priorities, metrics)
 

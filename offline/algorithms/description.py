@@ -36,7 +36,7 @@ def needs(info: AlgorithmInfo) -> tuple[str, ...]:
 
     Of: rewards; next_observations, where steps without one are left out; returns, summed over what
     is logged of an episode; next_actions, those that were logged; propensities, the logged actions'
-    probabilities; sequences, of consecutive steps that its own policy took; neighbours, all data
+    probabilities; sequences, of consecutive steps that its own policy took; neighbors, all data
     before the first update. One of the user's own says so itself, once it is made for a dataset's
     spaces.
     """

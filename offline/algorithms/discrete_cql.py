@@ -50,7 +50,7 @@ def discrete_cql(
     config: DiscreteCQLConfig,
     facts: DatasetStatistics,
 ) -> Algorithm:
-    """Return CQL for Discrete actions, honouring action masks.
+    """Return CQL for Discrete actions, honoring action masks.
 
     Raises: SpaceUnsupportedError for other actions.
     """

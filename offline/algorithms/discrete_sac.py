@@ -54,7 +54,7 @@ def discrete_sac(
     config: DiscreteSACConfig,
     facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
-    """Return SAC for Discrete actions, honouring action masks.
+    """Return SAC for Discrete actions, honoring action masks.
 
     Raises: SpaceUnsupportedError for other actions.
     """

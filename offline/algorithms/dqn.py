@@ -73,7 +73,7 @@ class DQNConfig:
 def dqn(
     observation_space: Space, action_space: Space, config: DQNConfig, facts: DatasetStatistics
 ) -> Algorithm:
-    """Return DQN for Discrete actions, honouring action masks.
+    """Return DQN for Discrete actions, honoring action masks.
 
     Raises: SpaceUnsupportedError for other actions.
     """

@@ -64,7 +64,7 @@ def dr_bandit(
 
     Two reward models each learn from half of the rows, by their keys, and judge the other half
     (cross-fitting): a row's own reward would otherwise be in the model that it is compared with.
-    Discrete actions, honouring action masks. Raises: SpaceUnsupportedError for others.
+    Discrete actions, honoring action masks. Raises: SpaceUnsupportedError for others.
     """
     space = discrete("dr_bandit", action_space)
 

@@ -62,7 +62,7 @@ class IMPALAConfig:
     clip_pg_rho: float = 1.0
     # Of the advantages of an update, to mean 0 and standard deviation 1. Then no scale of rewards
     # matters, and noise has that of what is to be learned, too: see optimizer.
-    normalise_advantages: bool = False
+    normalize_advantages: bool = False
     entropy_weight: float = 0.01
     value_weight: float = 0.5
     max_gradient_norm: float = 40.0
@@ -124,7 +124,7 @@ class _IMPALA:
             clip_pg_rho=self.config.clip_pg_rho,
         )
         advantages = trace.advantages
-        if self.config.normalise_advantages:
+        if self.config.normalize_advantages:
             advantages = normalize_advantages(advantages, sequences.mask)
         return AdvantageEstimates(advantages, trace.targets)
 

@@ -49,7 +49,7 @@ class IPSBanditConfig:
     # Values each batch by sum(w r) / sum(w) in place of mean(w r): biased by one part in the batch
     # size, and deaf to a constant added to all rewards. Without it a policy gains by repeating the
     # log where rewards are above 0, and by avoiding it where they are below.
-    self_normalised: bool = True
+    self_normalized: bool = True
     # Greatest pi / mu; a row beyond it no longer moves the policy.
     max_weight: float = 100.0
     # Decoupled, of all weights: what keeps a policy from learning single rows by heart.
@@ -69,10 +69,10 @@ def ips_bandit(
 ) -> Algorithm:
     """Return importance-weighted policy learning for one-step logs with known propensities.
 
-    Discrete actions, honouring action masks. Raises: SpaceUnsupportedError for others.
+    Discrete actions, honoring action masks. Raises: SpaceUnsupportedError for others.
     """
     space = discrete("ips_bandit", action_space)
-    value = self_normalized_value if config.self_normalised else ips_value
+    value = self_normalized_value if config.self_normalized else ips_value
 
     def losses(networks: Networks, targets: Networks, batch: Batch, *_: Any) -> Losses:
         log_pi = log_softmax(networks["policy"](batch.observations), batch.action_masks)

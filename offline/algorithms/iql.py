@@ -40,7 +40,7 @@ from replaylake.offline.losses.likelihood import gaussian_nll
 from replaylake.offline.networks.actors import NO_STATISTICS
 from replaylake.offline.networks.critics import Critics, ValueNetwork
 
-# Of ln std, in units of a normalised action; as in d3rlpy 2.8.1. It begins at -1.5.
+# Of ln std, in units of a normalized action; as in d3rlpy 2.8.1. It begins at -1.5.
 _LOG_STD_RANGE: Final = (-5.0, 2.0)
 
 
@@ -80,7 +80,7 @@ def iql(
         observation_space: any that networks take.
         action_space: a float Box.
         config: its options.
-        facts: what actions and observations are normalised by.
+        facts: what actions and observations are normalized by.
 
     Raises: SpaceUnsupportedError for other action spaces.
     """

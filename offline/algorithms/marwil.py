@@ -71,7 +71,7 @@ def marwil(
     config: MARWILConfig,
     facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
-    """Return MARWIL for Discrete actions, honouring action masks, or for a float Box.
+    """Return MARWIL for Discrete actions, honoring action masks, or for a float Box.
 
     Raises: SpaceUnsupportedError for other spaces.
     """

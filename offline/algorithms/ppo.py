@@ -57,7 +57,7 @@ class PPOConfig:
     # How far a value may go in an update, in units of return; None: anywhere.
     value_clip: float | None = None
     # Of the advantages of an update, to mean 0 and standard deviation 1.
-    normalise_advantages: bool = True
+    normalize_advantages: bool = True
     entropy_weight: float = 0.0
     value_weight: float = 0.5
     max_gradient_norm: float = 0.5
@@ -76,7 +76,7 @@ def ppo(
     config: PPOConfig,
     facts: DatasetStatistics = NO_STATISTICS,
 ) -> Algorithm:
-    """Return PPO for Discrete actions, honouring masks, MultiDiscrete, MultiBinary or a float Box.
+    """Return PPO for Discrete actions, honoring masks, MultiDiscrete, MultiBinary or a float Box.
 
     Raises: SpaceUnsupportedError for other actions, and for a Box without bounds.
     """
@@ -98,7 +98,7 @@ class _PPO:
     needs_log_rho = False
 
     def estimate(self, sequences: SequenceInputs) -> AdvantageEstimates:
-        """Return generalised advantages, and values with them added."""
+        """Return generalized advantages, and values with them added."""
         mask = sequences.mask
         # What comes after a sequence's last step is in that step's value: no trace goes on.
         is_inner = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
@@ -106,7 +106,7 @@ class _PPO:
             sequences.r_t, sequences.discount_t, sequences.values, is_inner * self.config.gae_lambda
         )
         targets = advantages + sequences.values[:, :-1]
-        if self.config.normalise_advantages:
+        if self.config.normalize_advantages:
             advantages = normalize_advantages(advantages, mask)
         return AdvantageEstimates(advantages, targets)
 

@@ -80,7 +80,7 @@ def sac(
         observation_space: any that networks take.
         action_space: a float Box.
         config: its options.
-        facts: what actions and observations are normalised by.
+        facts: what actions and observations are normalized by.
 
     Raises: SpaceUnsupportedError for other action spaces.
     """

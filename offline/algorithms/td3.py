@@ -38,7 +38,7 @@ from replaylake.offline.losses.actor_critic import clipped_double_target, smooth
 from replaylake.offline.networks.actors import NO_STATISTICS, DeterministicNetwork
 from replaylake.offline.networks.critics import Critics
 
-# What the actor minimises, [B]: of the first critic's q [B] at its actions, those actions [B, D],
+# What the actor minimizes, [B]: of the first critic's q [B] at its actions, those actions [B, D],
 # and the logged ones [B, D].
 ActorLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,7 +52,7 @@ class TD3Config:
     critic_learning_rate: float = 3e-4
     tau: float = 0.005  # share of a network that its target takes over each time
     num_critics: int = 2
-    target_smoothing_sigma: float = 0.2  # of a normalised action, which spans 2
+    target_smoothing_sigma: float = 0.2  # of a normalized action, which spans 2
     target_smoothing_clip: float = 0.5  # likewise
     update_actor_interval: int = 2  # updates of the critics to one of the actor and the targets
     n_step: int = 1  # steps whose rewards are summed before the critics are asked
@@ -81,7 +81,7 @@ def td3(
         observation_space: any that networks take.
         action_space: a float Box.
         config: its options.
-        facts: what actions and observations are normalised by.
+        facts: what actions and observations are normalized by.
 
     Raises: SpaceUnsupportedError for other action spaces.
     """

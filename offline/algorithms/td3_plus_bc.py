@@ -1,6 +1,6 @@
 """TD3+BC: TD3 whose actor is also pulled to the logged actions.
 
-Fujimoto & Gu 2021, "A Minimalist Approach to Offline Reinforcement Learning". The paper normalises
+Fujimoto & Gu 2021, "A Minimalist Approach to Offline Reinforcement Learning". The paper normalizes
 observations too, which is an option of training, not of the algorithm.
 """
 
@@ -24,7 +24,7 @@ from replaylake.offline.networks.actors import NO_STATISTICS
 class TD3PlusBCConfig(TD3Config):
     """Options of `td3_plus_bc`: TD3's, and alpha; defaults as in the paper and d3rlpy 2.8.1."""
 
-    # What a mean |q| counts against a squared error of 1 in a normalised action; 0 only clones.
+    # What a mean |q| counts against a squared error of 1 in a normalized action; 0 only clones.
     alpha: float = 2.5
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ def td3_plus_bc(
         observation_space: any that networks take.
         action_space: a float Box.
         config: its options.
-        facts: what actions and observations are normalised by.
+        facts: what actions and observations are normalized by.
 
     Raises: SpaceUnsupportedError for other action spaces.
     """

@@ -16,8 +16,8 @@ from typing import Final, Literal
 Actions = Literal["discrete", "continuous"]
 Kind = Literal["imitation", "offline", "off-policy"]
 # Beyond what every batch has: the logged action that follows, Monte-Carlo returns, and all of the
-# data before the first update, among which neighbours are looked up.
-Needs = Literal["", "next_actions", "returns", "neighbours"]
+# data before the first update, among which neighbors are looked up.
+Needs = Literal["", "next_actions", "returns", "neighbors"]
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class D3rlpyAlgorithm:
 
     @property
     def takes_images(self) -> bool:
-        """Whether its networks may be convolutional; neighbours are those of flat vectors."""
-        return self.needs != "neighbours"
+        """Whether its networks may be convolutional; neighbors are those of flat vectors."""
+        return self.needs != "neighbors"
 
 
 def _discrete(
@@ -96,7 +96,7 @@ D3RLPY_ALGORITHMS: Final = (
         "plas",
         "Zhou et al. 2020",
     ),
-    _continuous("prdc", "PRDC", "deterministic", "deterministic", "Ran et al. 2023", "neighbours"),
+    _continuous("prdc", "PRDC", "deterministic", "deterministic", "Ran et al. 2023", "neighbors"),
     _continuous(
         "rebrac",
         "ReBRAC",

@@ -130,7 +130,7 @@ class D3rlpyBatches:
             if masks is not None and not masks.all():
                 raise SpaceUnsupportedError(
                     f"{self._what}: found action masks that are not all true, expected none: "
-                    "d3rlpy has no masks. Use an algorithm that honours them, such as bc."
+                    "d3rlpy has no masks. Use an algorithm that honors them, such as bc."
                 )
         if not (batch.weights == 1).all():
             raise ConfigInvalidError(

@@ -45,7 +45,7 @@ def observation_features(
             )
             raise SpaceUnsupportedError(
                 f"algorithm d3rlpy:{algorithm.name}: found observation {describe(space)} (an "
-                "image), expected a Box of numbers: it looks for neighbours of vectors. "
+                "image), expected a Box of numbers: it looks for neighbors of vectors. "
                 f"Algorithms of d3rlpy that take it: {', '.join(able)}."
             )
         frames = Frames(space)

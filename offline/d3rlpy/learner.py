@@ -1,7 +1,7 @@
 """D3rlpyLearner: a d3rlpy algorithm behind our Learner, fed from our batches.
 
 d3rlpy's own sampler, scalers, logger and files are not used: observations and actions are
-normalised here, as a part of the exported graph, and rewards before a batch is built.
+normalized here, as a part of the exported graph, and rewards before a batch is built.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class D3rlpyLearner:
         if not config.compile_graph:
             _apply_optimizations(self._impl)
         # d3rlpy keeps one for all learners of a process.
-        self._neighbours = _new_neighbors(self._impl)
+        self._neighbors = _new_neighbors(self._impl)
         self._num_updates = 0
 
     @property
@@ -116,7 +116,7 @@ class D3rlpyLearner:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """d3rlpy's own serialised config."""
+        """d3rlpy's own serialized config."""
         config: dict[str, Any] = self._d3rlpy.config.serialize_to_dict()
         return {key: value for key, value in config.items() if key not in EXCLUDED_OPTIONS}
 
@@ -127,12 +127,12 @@ class D3rlpyLearner:
         return {**self._facts.to_json(), **actions}
 
     def prepare(self, view: ReplayView) -> None:
-        """Let PRDC index all steps, among which it looks for neighbours; others need none of it.
+        """Let PRDC index all steps, among which it looks for neighbors; others need none of it.
 
         Cost: float32 of features and action for each step, and a search in it for each row of a
         batch: a tree up to 15 numbers a step, beyond that a comparison with every step.
         """
-        if self._neighbours is None:
+        if self._neighbors is None:
             return
         num_left = len(self._item.starts(view.packed))
         sampler = view.in_order(_ROWS_AT_ONCE, self._item)
@@ -145,15 +145,15 @@ class D3rlpyLearner:
             # Ran et al. 2023: beta weighs how close states are against how close actions.
             parts.append(torch.cat([self._d3rlpy.config.beta * features, actions], dim=1))
             num_left -= len(batch)
-        self._neighbours.fit(torch.cat(parts).numpy())
-        self._impl._nbsr = self._neighbours
+        self._neighbors.fit(torch.cat(parts).numpy())
+        self._impl._nbsr = self._neighbors
 
     def update(self, batch: Batch) -> Update:
         """Take one gradient step; d3rlpy draws from this learner's own random state.
 
         Raises: what D3rlpyBatches.converted raises; ConfigInvalidError where `prepare` is missing.
         """
-        if self._neighbours is not None and self._impl._nbsr is not self._neighbours:
+        if self._neighbors is not None and self._impl._nbsr is not self._neighbors:
             raise ConfigInvalidError(
                 f"{algorithm_label(self._algorithm)}: found an update before the data was indexed, "
                 "expected learner.prepare(view) before the first. Call it."

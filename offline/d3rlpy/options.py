@@ -17,9 +17,9 @@ from replaylake.offline.learning.options import cast, check_keys
 EXCLUDED_OPTIONS: Final = {
     "batch_size": "the training option batch_size",
     "gamma": "the training option discount",
-    "observation_scaler": "the training option normalise_observations",
-    "action_scaler": "nothing: actions are always normalised by their bounds or logged range",
-    "reward_scaler": "the training options reward (SQL) and normalise_rewards",
+    "observation_scaler": "the training option normalize_observations",
+    "action_scaler": "nothing: actions are always normalized by their bounds or logged range",
+    "reward_scaler": "the training options reward (SQL) and normalize_rewards",
 }
 
 
@@ -34,7 +34,7 @@ def check_options(
 
 
 def list_options(algorithm: D3rlpyAlgorithm) -> dict[str, tuple[Any, Any]]:
-    """Return each option's type and default, the latter as d3rlpy serialises it.
+    """Return each option's type and default, the latter as d3rlpy serializes it.
 
     Raises: ExtraMissingError.
     """
@@ -101,7 +101,7 @@ def decode_factory(decoder: Any, value: Any, what: str) -> Any:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigInvalidError(
             f"{what}: found {value!r}, expected {{type = ..., params = {{...}}}} as d3rlpy "
-            f"serialises it ({type(error).__name__}: {error})."
+            f"serializes it ({type(error).__name__}: {error})."
         ) from error
 
 

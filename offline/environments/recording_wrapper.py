@@ -46,7 +46,7 @@ def record(
     step, reset or close that ended it raises why, and the next `reset()` begins another.
 
     Args:
-        env: a single environment; wrap each one of a vector environment before it is vectorised.
+        env: a single environment; wrap each one of a vector environment before it is vectorized.
         dataset: created with the environment's spaces if it does not exist.
         producer: who records, for the commits; unique to this process. Default: made up.
         policy: who acts, `name`, `name:version` or `run:<id>`; left unknown if None.

@@ -1,7 +1,7 @@
 """Alignment self-test: sampled transitions, replayed through the environment they claim to be of.
 
 The usual mistakes in logs are silent: actions one row off, in other units, or counted from one,
-normalised observations, rewards of the step before. Each of them is tried where rows disagree.
+normalized observations, rewards of the step before. Each of them is tried where rows disagree.
 """
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def _find_cause(
     if _looks_normalized(rows.observations):
         return replace(
             answer,
-            cause="observations look normalised: in each dim their mean is near 0 and their "
+            cause="observations look normalized: in each dim their mean is near 0 and their "
             "standard deviation near 1",
-            advice="undo the normalisation with the statistics it was made with",
+            advice="undo the normalization with the statistics it was made with",
         )
     return replace(
         answer, advice="no usual cause explains it: check that the log is of this environment"
@@ -174,8 +174,8 @@ def _causes(env: Environment, rows: _LoggedRows) -> Iterator[_Cause]:
         scaled = low + (rows.observations + 1) / 2 * (high - low)
         following = low + (rows.next_observations + 1) / 2 * (high - low)
         yield _Cause(
-            "observations are normalised to [-1, 1] by the space's bounds",
-            "undo the normalisation before ingesting",
+            "observations are normalized to [-1, 1] by the space's bounds",
+            "undo the normalization before ingesting",
             replace(rows, observations=scaled, next_observations=following),
         )
 
@@ -194,7 +194,7 @@ def _unit_causes(env: Environment, rows: _LoggedRows) -> Iterator[_Cause]:
         )
     if np.isfinite([low, high]).all() and (low != -high).any():
         yield _Cause(
-            "actions are normalised to [-1, 1]",
+            "actions are normalized to [-1, 1]",
             f"ingest into a new dataset with `action_range` {low.min():g} to {high.max():g}",
             replace(rows, actions=low + (rows.actions + 1) / 2 * (high - low)),
         )

@@ -50,7 +50,7 @@ def _tail(t: float, degrees: int) -> float:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """Return the regularised incomplete beta function I_x(a, b), by its continued fraction.
+    """Return the regularized incomplete beta function I_x(a, b), by its continued fraction.
 
     Abramowitz & Stegun 26.5.8, from the end inwards; where it converges slowly, 26.5.2 mirrors it.
     """

@@ -97,7 +97,7 @@ class Video:
         # Seekable, and MP4's index is written last, to its front.
         with av.open(stream, "w", format="mp4", options={"movflags": "faststart"}) as container:
             track = container.add_stream("libx264", rate=Fraction(self._rate).limit_denominator())
-            # Colours are kept for every second pixel: sides have to be even.
+            # Colors are kept for every second pixel: sides have to be even.
             track.height, track.width = (side - side % 2 for side in shape[:2])
             track.pix_fmt = "yuv420p"
             for pixels in self._pixels():

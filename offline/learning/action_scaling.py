@@ -15,7 +15,7 @@ from replaylake.datastore.errors import SpaceUnsupportedError
 
 @dataclass(frozen=True)
 class ActionScaling:
-    """Normalised action = (action - center) / scale, with actions flattened to D numbers.
+    """Normalized action = (action - center) / scale, with actions flattened to D numbers.
 
     center and scale float32 [D]; source says where they are from: `space` (its bounds) or `dataset`
     (the least and greatest logged action), element by element.
@@ -33,7 +33,7 @@ class ActionScaling:
         )
 
     def bound_space(self, space: Box) -> Box:
-        """Return the space with the bounds of normalised actions, which a tanh head needs."""
+        """Return the space with the bounds of normalized actions, which a tanh head needs."""
         low, high = self.center - self.scale, self.center + self.scale
         return replace(
             space, low=low.reshape(space.shape).tolist(), high=high.reshape(space.shape).tolist()
@@ -49,7 +49,7 @@ class ActionScaling:
 
 
 class ActionUnscaler(nn.Module):
-    """Maps a normalised mean (and its log_std) [N, D] to the environment's units."""
+    """Maps a normalized mean (and its log_std) [N, D] to the environment's units."""
 
     center: torch.Tensor
     scale: torch.Tensor
@@ -87,14 +87,14 @@ def action_scaling(space: Space, logged: tuple[Array, Array] | None) -> ActionSc
         if logged is None:
             raise SpaceUnsupportedError(
                 f"actions: found {describe(space)} without finite bounds, expected bounds or a "
-                "logged range to normalise with. Ingest with `env`, or give the space bounds."
+                "logged range to normalize with. Ingest with `env`, or give the space bounds."
             )
         logged_low, logged_high = (np.asarray(bound, np.float64).reshape(-1) for bound in logged)
         low, high = np.where(finite, low, logged_low), np.where(finite, high, logged_high)
     scale = (high - low) / 2
     return ActionScaling(
         center=((high + low) / 2).astype(np.float32),
-        # An action that never varies would divide by zero; it is only centred.
+        # An action that never varies would divide by zero; it is only centered.
         scale=np.where(scale > 0, scale, 1.0).astype(np.float32),
         source=tuple("space" if known else "dataset" for known in finite),
     )

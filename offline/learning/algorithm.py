@@ -28,7 +28,7 @@ from replaylake.offline.networks.graph import PolicyGraph
 class Losses(NamedTuple):
     """What a batch costs.
 
-    groups: a scalar to minimise for each parameter group. priorities: float [B] for a prioritized
+    groups: a scalar to minimize for each parameter group. priorities: float [B] for a prioritized
     sampler, or None if the algorithm has none. metrics: further scalars worth watching.
     """
 

@@ -115,7 +115,7 @@ class GradientLearner:
             raise ConfigInvalidError(
                 f"rewards: found a shift of {facts.rewards.shift:g}, expected none for an "
                 "algorithm that learns from sums of rewards: how far one shifts depends on how "
-                "many they are. Scale rewards without a shift: normalise_rewards = 'std'."
+                "many they are. Scale rewards without a shift: normalize_rewards = 'std'."
             )
         self._algorithm = algorithm
         self._facts = facts

@@ -1,4 +1,4 @@
-"""Normalisation: what a learner's observations, rewards and actions are scaled by, fitted by SQL.
+"""Normalization: what a learner's observations, rewards and actions are scaled by, fitted by SQL.
 
 Over the training episodes alone: what is held out to evaluate a policy tells it nothing.
 """
@@ -67,7 +67,7 @@ def fit_statistics(
     """
     if rewards not in REWARD_NORMALIZATIONS:
         raise ConfigInvalidError(
-            f"normalisation: found rewards {rewards!r}, expected one of "
+            f"normalization: found rewards {rewards!r}, expected one of "
             f"{', '.join(REWARD_NORMALIZATIONS)}. Leave it out for none."
         )
     query = ViewQuery(where, where_steps, reward).canonical()
@@ -120,12 +120,12 @@ def _measure_elements(
 def _check_measure(name: str, measure: ElementMoments, names: str) -> ElementMoments:
     if not measure.num.any():
         raise EmptyReplayError(
-            f"normalisation of {names}: found no {name} in the selected steps, expected at least "
+            f"normalization of {names}: found no {name} in the selected steps, expected at least "
             "one. Look at what `where` selects."
         )
     if not all(np.isfinite(values).all() for values in vars(measure).values()):
         raise SchemaMismatchError(
-            f"normalisation of {names}: found a {name} that is not finite, or too large to be "
+            f"normalization of {names}: found a {name} that is not finite, or too large to be "
             "squared, expected numbers. Leave such episodes out with `where`, or scale the "
             "reward's expression."
         )

@@ -1,7 +1,7 @@
 """Actor-critic: what critics, actors and temperatures are fitted to.
 
 Pure functions. Suffixes: `_tm1` is the step acted upon, `_t` the one it led to. Several critics are
-the leading dim [num]. Box actions are normalised to [-1, 1]. One value per element of the batch,
+the leading dim [num]. Box actions are normalized to [-1, 1]. One value per element of the batch,
 unless said otherwise; the algorithm weighs and averages.
 """
 
@@ -48,7 +48,7 @@ def soft_values(
         temperature: reward per nat of entropy.
 
     Source: Christodoulou 2019, "Soft Actor-Critic for Discrete Action Settings", eq. 10; less it is
-    what the policy minimises, eq. 12.
+    what the policy minimizes, eq. 12.
     """
     values = q.amin(dim=0) - temperature * log_probs
     return (torch.exp(log_probs) * values).sum(dim=-1)
@@ -62,7 +62,7 @@ def smooth_actions(
     Args:
         a_t: float [B, D].
         noise: float [B, D], standard normal.
-        sigma: its standard deviation, in units of a normalised action.
+        sigma: its standard deviation, in units of a normalized action.
         clip: the most of it, likewise.
 
     Source: Fujimoto et al. 2018, algorithm 1, target policy smoothing.

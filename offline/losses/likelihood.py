@@ -79,6 +79,6 @@ def squared_error(predicted_tm1: torch.Tensor, a_tm1: torch.Tensor) -> torch.Ten
     """Return the squared error averaged over the action's elements; float [B, D] to [B].
 
     Source: Fujimoto & Gu 2021, "A Minimalist Approach to Offline Reinforcement Learning", section
-    5, its behaviour cloning term.
+    5, its behavior cloning term.
     """
     return ((predicted_tm1 - a_tm1) ** 2).mean(dim=-1)

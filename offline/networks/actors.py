@@ -13,7 +13,7 @@ from replaylake.offline.dataset_statistics import DatasetStatistics
 from replaylake.offline.networks.features import ObservationFeatures
 from replaylake.offline.networks.mlp import MLP
 
-# In units of a normalised action: e^-5 of its half range at the least, as in SAC's reference code;
+# In units of a normalized action: e^-5 of its half range at the least, as in SAC's reference code;
 # below it a density explodes on actions that the log repeats exactly.
 LOG_STD_RANGE: Final = (-5.0, 2.0)
 NO_STATISTICS: Final = DatasetStatistics()
@@ -67,7 +67,7 @@ class DuelingNetwork(_Actor):
 
 
 class GaussianNetwork(_Actor):
-    """Observations to means and log_stds [N, D] of normalised actions."""
+    """Observations to means and log_stds [N, D] of normalized actions."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class GaussianNetwork(_Actor):
 
 
 class DeterministicNetwork(_Actor):
-    """Observations to normalised actions [N, D] in (-1, 1)."""
+    """Observations to normalized actions [N, D] in (-1, 1)."""
 
     def __init__(
         self,

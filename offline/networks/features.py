@@ -1,4 +1,4 @@
-"""Features: observations of any space as float vectors, normalised where the data was measured."""
+"""Features: observations of any space as float vectors, normalized where the data was measured."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ObservationFeatures(nn.Module):
                 self.num_features += encoder.num_features
             else:
                 self.num_features += _num_features(leaf)
-        self._is_normalised = [name in moments for name, _ in leaves(space)]
+        self._is_normalized = [name in moments for name, _ in leaves(space)]
         for number, (name, _) in enumerate(leaves(space)):
             if name in moments:
                 mean, std = (torch.from_numpy(a.reshape(1, -1).copy()) for a in moments[name])
@@ -68,7 +68,7 @@ class ObservationFeatures(nn.Module):
                 parts.append(self._encoders[str(number)](tensor))
                 continue
             part = _leaf_features(leaf, tensor)
-            if self._is_normalised[number]:
+            if self._is_normalized[number]:
                 mean, inverse_std = self._moments(number)
                 part = (part - mean) * inverse_std
             parts.append(part)

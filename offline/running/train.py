@@ -309,7 +309,7 @@ def _register_policy(
 
 def _first_record(job: TrainingJob, work: _RunSpec) -> dict[str, Any]:
     manifest = job.manifest(work.run_id)
-    keys = ("algorithm", "seed", "config", "normalisation", "datasets", "holdout")
+    keys = ("algorithm", "seed", "config", "normalization", "datasets", "holdout")
     return {
         "policy": job.request.config.policy,
         "num_steps": job.data.view.num_steps,
@@ -326,9 +326,9 @@ def _check_same(job: TrainingJob, record: Mapping[str, Any]) -> None:
     check_same_data(run_id, record["datasets"], job.data.lineage(job.request))
     # As JSON has it, which is how the record was kept.
     actual = json.loads(json.dumps(dict(job.learner.normalization)))
-    if actual != record["normalisation"]:
+    if actual != record["normalization"]:
         raise SchemaMismatchError(
-            f"run {run_id}: found other numbers to normalise by than it began with, of the same "
+            f"run {run_id}: found other numbers to normalize by than it began with, of the same "
             "steps. Another version of ReplayLake or DuckDB began it: go on with that, or train "
             "again."
         )

@@ -18,7 +18,7 @@ import numpy as np
 
 from replaylake.datastore.errors import TrainingError
 from replaylake.online.collecting.behavior_policy import num_bytes_sent
-from replaylake.online.collecting.returns import RecentReturns
+from replaylake.online.collecting.returns import Recenterturns
 from replaylake.online.collecting.rollout_batch import RolloutBatch
 from replaylake.online.pools.pool import WorkerLost
 from replaylake.online.recording.committed_steps import CommittedSteps
@@ -57,7 +57,7 @@ class Collector:
         self._takes_turns = self._is_local or config.mode == "sync"
         self._broadcaster = Broadcaster(parts, config)
         self.num_steps = self.num_episodes = 0
-        self.returns = RecentReturns(max(_MAX_RETURNS, config.until_episodes))
+        self.returns = Recenterturns(max(_MAX_RETURNS, config.until_episodes))
         self._has_warned = False
         # Steps that workers may still hand over, by worker; and those handed over and not arrived.
         self._permits: dict[int, int] = {}

@@ -96,7 +96,7 @@ def prepare(
     request = replace(request, config=config)
     if not algorithm.uses_rewards:
         raise ConfigInvalidError(
-            f"algorithm {config.algorithm}: it clones behaviour, expected one that learns from "
+            f"algorithm {config.algorithm}: it clones behavior, expected one that learns from "
             "rewards: it would learn to do what it does. Collect with `replaylake rollout`, then "
             "`replaylake train offline`."
         )
@@ -247,7 +247,7 @@ def manifest_of(job: OnlineJob, run_id: str, collected: CollectedData) -> dict[s
         "algorithm": job.config.algorithm,
         "seed": job.config.seed,
         "config": {**request.to_json()["config"], "options": dict(job.learner.config)},
-        "normalisation": dict(job.learner.normalization),
+        "normalization": dict(job.learner.normalization),
         "env_id": job.config.env,
         "datasets": [own, *map(dict, job.mixed_lineage)],
         "holdout": None,

@@ -46,13 +46,14 @@ def training_moments(about: Mapping[str, Any], spec: PolicySpec) -> TrainingMome
     """Return what a package's manifest says of its training observations; None if nothing.
 
     It says so under `observation_statistics`, or where the learner scaled its observations under
-    `normalisation`, as {leaf: {"mean": ..., "std": ...}}. What makes no sense there is not used:
+    `normalization`, as {leaf: {"mean": ..., "std": ...}}. What makes no sense there is not used:
     a policy serves as well without.
     """
     moments = about.get("observation_statistics")
     if not moments:
-        normalisation = about.get("normalisation")
-        moments = normalisation.get("observations") if isinstance(normalisation, Mapping) else None
+        # Packages from before the key was respelled are served too.
+        normalization = about.get("normalization", about.get("normalisation"))
+        moments = normalization.get("observations") if isinstance(normalization, Mapping) else None
     try:
         return _read(moments, spec) if moments else None
     except (TypeError, ValueError, KeyError, AttributeError):

@@ -191,7 +191,7 @@ _LOCATIONS = {
     "vacuum": ("datastore.maintenance.vacuum", "vacuum"),
 }
 
-# Hidden from type checkers: seeing a module-level __getattr__, they would accept any misspelt name.
+# Hidden from type checkers, which accept any name of a module that has a __getattr__.
 if not TYPE_CHECKING:
 
     def __getattr__(name):

@@ -505,6 +505,6 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path, log: Path) -> None:
     assert process.returncode == 1
 
 
-def test_nothing_is_coloured_off_a_terminal(run: Any) -> None:
+def test_nothing_is_colored_off_a_terminal(run: Any) -> None:
     for ran in (run("--help"), run("list"), run("list", "--nonsense")):
         assert "\x1b" not in ran.out + ran.err

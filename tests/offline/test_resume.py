@@ -173,7 +173,7 @@ def test_killed_at_any_update_it_goes_on_to_the_bit(lake, at):
         {"weight": "step + 1"},
         {"where": "num_steps > 2", "where_steps": "step < 8", "reward": "reward * 2"},
         {"config": quick(algorithm="dqn", prioritized=True)},
-        {"config": quick(algorithm="dqn", normalise_observations=True, normalise_rewards="std")},
+        {"config": quick(algorithm="dqn", normalize_observations=True, normalize_rewards="std")},
         {"config": quick(batch_size=500)},
     ],
 )
@@ -183,7 +183,7 @@ def test_every_way_to_draw_goes_on_to_the_bit(lake, given):
     again = resume(lake, ended_at(lake, 7, killed, config, **given))
     same_bits(weights(again), weights(whole))
     bodies = [check_package(result.policy.path).body for result in (again, whole)]
-    for key in ("datasets", "sampling", "config", "normalisation"):
+    for key in ("datasets", "sampling", "config", "normalization"):
         assert bodies[0][key] == bodies[1][key]
 
 
@@ -314,12 +314,12 @@ def test_a_run_whose_record_another_changed_registers_nothing(lake):
     assert the_run(lake)["resumed"] == [{"update": 3}]
 
 
-def test_other_numbers_to_normalise_by_are_refused(lake):
-    run_id = ended_at(lake, 5, killed, quick(normalise_observations=True))
+def test_other_numbers_to_normalize_by_are_refused(lake):
+    run_id = ended_at(lake, 5, killed, quick(normalize_observations=True))
     run = the_run(lake, run_id)
-    run["normalisation"]["observations"][""]["mean"][0] += 0.5
+    run["normalization"]["observations"][""]["mean"][0] += 0.5
     lake.registry.record_run(run_id, {k: v for k, v in run.items() if k != "run_id"})
-    with pytest.raises(SchemaMismatchError, match="other numbers to normalise by"):
+    with pytest.raises(SchemaMismatchError, match="other numbers to normalize by"):
         resume(lake, run_id)
 
 

@@ -22,7 +22,7 @@ OPTIONS = {
     "bc": ("updates=3000", "checkpoint_updates=7", "log_updates=5", "hidden_sizes=[32]"),
     "iql": (
         "updates=1500", "checkpoint_updates=7", "log_updates=5", "evaluate_updates=300",
-        "selection_fqe_updates=50", "batch_size=32", "normalise_observations=true",
+        "selection_fqe_updates=50", "batch_size=32", "normalize_observations=true",
     ),
 }  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_killed_again_and_again_it_ends_with_the_same_weights(tmp_path, line_wor
     assert expected.keys() == found.keys()
     assert [n for n, a in expected.items() if found[n].tobytes() != a.tobytes()] == []
     bodies = [check_package(ref.path).body for ref in (whole, killed)]
-    for key in ("selection", "metrics", "datasets", "normalisation"):
+    for key in ("selection", "metrics", "datasets", "normalization"):
         assert bodies[0][key] == bodies[1][key]
     curves = [read_curves(lake.storage, runs[name]["run_id"]) for name in ("whole", "killed")]
     assert curves[0].keys() == curves[1].keys()

@@ -45,7 +45,7 @@ _LAYOUTS: Final = {
 def find_format(name: str, files: Sequence[SourceFile]) -> Format:
     """Return the format called `name`, or for `auto` the one that the content shows.
 
-    Raises: ConfigInvalidError on an unknown name, SourceInvalidError if no format recognises the
+    Raises: ConfigInvalidError on an unknown name, SourceInvalidError if no format recognizes the
     files, or they are of several kinds.
     """
     names = [known.name for known in FORMATS]

@@ -97,7 +97,7 @@ def _opener() -> Any:
 
 def _pixels(image: Any) -> Array:
     if image.mode == "P":
-        # A palette is only how the colours are packed.
+        # A palette is only how the colors are packed.
         image = image.convert("RGB")
     pixels = np.asarray(image)
     if pixels.dtype == np.bool_:

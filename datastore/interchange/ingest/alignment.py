@@ -16,7 +16,7 @@ import numpy as np
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Values, take
 
-# Runs of consecutive steps, as the usual mistakes show only beside the neighbouring rows.
+# Runs of consecutive steps, as the usual mistakes show only beside the neighboring rows.
 _WINDOW_STEPS: Final = 16
 _NUM_WINDOWS: Final = 128
 # One window for so many steps of an episode, so that a single long one is looked at all over.

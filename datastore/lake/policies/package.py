@@ -1,7 +1,7 @@
 """Policy package: a directory with a policy and all that is known of it.
 
     policy.onnx           the graph, up to the head's parameters
-    manifest.json         format version, spaces, head, algorithm, resolved config, normalisation,
+    manifest.json         format version, spaces, head, algorithm, resolved config, normalization,
                           data and SQL with a content hash, metrics, evaluation; the sha256 of
                           every other file. Its own is in the registry of the lake
     learner.safetensors   for resuming: weights, optimizer and random state (optional)

@@ -15,7 +15,7 @@ _SAMPLE_ROWS: Final = 50_000
 
 @dataclass(frozen=True)
 class Histogram:
-    """`counts` of the values between neighbouring `edges`, of which there is one more."""
+    """`counts` of the values between neighboring `edges`, of which there is one more."""
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]

@@ -250,7 +250,7 @@ class Coverage:
     actions taken, in nats, over its greatest possible value; None where actions are continuous.
     state_share: of a Discrete observation, the share of values that were ever seen.
     observation_map: counts on a grid [48, 48] over the first two principal components of the
-    standardised observations, which hold `map_share` of their variance.
+    standardized observations, which hold `map_share` of their variance.
     """
 
     action_share: float | None

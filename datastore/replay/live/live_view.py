@@ -131,7 +131,7 @@ class LiveView(SampleSource):
         """Return what appends an episode's steps to this view, not to the dataset.
 
         For a loop that does not wait for its own commits; when these come, their steps are
-        recognised by episode, agent and step. `first_step`: the number of the first one appended.
+        recognized by episode, agent and step. `first_step`: the number of the first one appended.
         Raises: ConfigInvalidError for a view with `where_steps`, which is asked of committed steps.
         """
         if self._where_steps is not None:
@@ -144,7 +144,7 @@ class LiveView(SampleSource):
         """Add episodes, or pieces of them, to this view, not to the dataset.
 
         They can be sampled when it returns: for a loop that collects in this process. When the same
-        steps come by a commit, they are recognised by episode, agent and step; put them before, so
+        steps come by a commit, they are recognized by episode, agent and step; put them before, so
         that a deletion finds them. Pieces of one episode are linked, in whatever order they come.
         Cost: 0.13 ms, 13 us a piece and 0.1 us a step of 56 bytes (2 cores, 2026-11).
 

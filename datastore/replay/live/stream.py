@@ -26,7 +26,7 @@ class Stream:
     """One episode and agent, from a step on; made by LiveView.stream. One thread appends to it.
 
     A step can be sampled once what follows it is known: the next step, an end, or an observation
-    after it. The same steps in a commit are recognised, and are there once.
+    after it. The same steps in a commit are recognized, and are there once.
     """
 
     def __init__(

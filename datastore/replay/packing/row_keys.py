@@ -60,7 +60,7 @@ def pair_digests(episode_ids: pa.Array, agent_ids: pa.Array) -> NDArray[np.uint6
 def keys_of_steps(digests: NDArray[np.uint64], steps: Array) -> NDArray[np.uint64]:
     """Return the keys [N, 2] of steps [N], given the digest [N, 2] of each one's pair.
 
-    Each half is mixed with the step by splitmix64's finaliser (Steele et al. 2014), a bijection of
+    Each half is mixed with the step by splitmix64's finalizer (Steele et al. 2014), a bijection of
     64 bits: steps of one episode never collide.
     """
     mixed = steps.astype(np.uint64)

@@ -19,7 +19,7 @@ def find_keys(queries: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[
     # The first halves settle the order: two keys that share one are the same key.
     order = np.argsort(keys[:, 0])
     firsts = keys[:, 0].take(order)
-    # Sorted as well, so that neighbours are looked for in neighbouring places.
+    # Sorted as well, so that neighbors are looked for in neighboring places.
     query_order = np.argsort(queries[:, 0])
     asked_firsts = queries[:, 0].take(query_order)
     at = np.searchsorted(firsts, asked_firsts)

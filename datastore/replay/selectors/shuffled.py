@@ -20,7 +20,7 @@ from replaylake.datastore.replay.sampler import Sampler
 _NAME: Final = "shuffled sampler"
 # Up to here the order itself is kept, in 512 KB: drawn by numpy, all N! orders are equally likely.
 _MAX_KEPT: Final = 1 << 16
-# Pairs of rounds. Of one, chi-square tells from chance where numbers and neighbours go; of two,
+# Pairs of rounds. Of one, chi-square tells from chance where numbers and neighbors go; of two,
 # still how far apart two go that are a power of two apart (N = 2^17: 14 standard deviations after
 # 4e5 of them); of three, nothing of all that, for N from 70,000 to 1e8 (2026-11-21).
 _NUM_PAIRS: Final = 3

@@ -195,7 +195,7 @@ def _evaluate_weights(origin: Origin, keys: NDArray[np.uint64], weight: str) -> 
 
 
 def _row_keys(table: pa.Table) -> NDArray[np.uint64]:
-    """Return the row keys [N, 2] of steps. Neighbours of one episode are hashed once."""
+    """Return the row keys [N, 2] of steps. Neighbors of one episode are hashed once."""
     episodes = table[schema.EPISODE_ID].combine_chunks()
     agents = table[schema.AGENT_ID].combine_chunks()
     changes = pc.or_(

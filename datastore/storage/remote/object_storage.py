@@ -392,5 +392,5 @@ def to_storage_error(
         )
     return kind(
         f"{name}: {what}, expected to read or write it. Run it again: what was committed before is "
-        "recognised."
+        "recognized."
     )

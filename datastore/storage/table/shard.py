@@ -30,7 +30,7 @@ from replaylake.datastore.storage.remote.shard_cache import discard_copy
 from replaylake.datastore.storage.storage import Blob, Storage
 
 FOLDER: Final = "shards"
-# DuckDB parallelises over row groups, and a reader's memory grows with them.
+# DuckDB parallelizes over row groups, and a reader's memory grows with them.
 ROW_GROUP_ROWS: Final = 131_072
 # Encoding keeps a core busy, and each thread holds an encoded shard.
 _WRITING_THREADS: Final = max(2, min(4, os.cpu_count() or 1))

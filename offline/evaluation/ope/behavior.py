@@ -1,6 +1,6 @@
 """The behavior policy, fitted where a log does not say with what probabilities it acted.
 
-By behaviour cloning, cross-fitted: the probability of an episode's actions comes from a model that
+By behavior cloning, cross-fitted: the probability of an episode's actions comes from a model that
 was fitted on other episodes, or it would be as sure of them as it had learned them by heart.
 Source: Hanna, Niekum & Stone 2019, "Importance Sampling Policy Evaluation with an Estimated
 Behavior Policy"; Chernozhukov et al. 2018, definition 3.1, for the cross-fitting.
@@ -92,7 +92,7 @@ def fit_behavior(
 ) -> FittedBehavior:
     """Fit the policy that took the logged actions, by folds of the episodes.
 
-    Deterministic on the CPU. Raises: SpaceUnsupportedError for spaces that behaviour cloning does
+    Deterministic on the CPU. Raises: SpaceUnsupportedError for spaces that behavior cloning does
     not take. on_progress is called with (folds done, folds).
     """
     config = config or BehaviorConfig()

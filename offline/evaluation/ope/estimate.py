@@ -87,7 +87,7 @@ def estimate(
 
     clip is the largest weight that clipped estimators apply; by default sqrt(E), at which what is
     clipped off vanishes as the log grows (Ionides 2008). interval: a method of intervals.METHODS
-    for ci_low .. ci_high; by default the studentised bootstrap, and empirical Bernstein where that
+    for ci_low .. ci_high; by default the studentized bootstrap, and empirical Bernstein where that
     has no finite limit. A model alone has none.
     Cost: a few passes over the steps, and 2,000 resamples of the episodes.
     Raises: ConfigInvalidError on a name, level, clip or interval that there is not;

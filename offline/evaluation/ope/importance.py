@@ -93,7 +93,7 @@ def per_decision_importance_sampling(inputs: EstimatorInputs) -> Statistic:
 def weighted_per_decision_importance_sampling(inputs: EstimatorInputs) -> Statistic:
     """Sum over t of gamma^t (sum of rho_0:t r_t / sum of rho_0:t): `wpdis`.
 
-    Consistent. Normalised at each step by the weights of that step (also called CWPDIS).
+    Consistent. Normalized at each step by the weights of that step (also called CWPDIS).
     Source: Thomas 2015, "Safe Reinforcement Learning", chapter 3, on CWPDIS.
     """
     episodes, weights = inputs.episodes, inputs.weights

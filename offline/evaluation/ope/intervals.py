@@ -1,7 +1,7 @@
 """Intervals around a statistic of episodes: bootstrap, Student t, empirical Bernstein.
 
 All take episodes to be drawn independently. Measured cover of the truth (tests/offline/ope/
-test_coverage.py) is what the default was chosen by: of percentile, BCa and studentised bootstraps
+test_coverage.py) is what the default was chosen by: of percentile, BCa and studentized bootstraps
 the last kept closest to its level on skewed weights (click rates of 3% over 500 rows: 89.7%, 91.4%
 and 93.9% at a nominal 95%, 1,500 repeats).
 """
@@ -74,7 +74,7 @@ def empirical_bernstein(statistic: Statistic, level: float) -> Interval:
 def bootstrap(
     statistics: Sequence[Statistic], level: float, seed: int, replicates: int = NUM_REPLICATES
 ) -> list[Interval]:
-    """Studentised bootstrap over episodes, the same draws for all statistics.
+    """Studentized bootstrap over episodes, the same draws for all statistics.
 
     Each replicate draws E episodes with replacement and asks how many of its own standard errors
     its mean influence is off; those quantiles replace Student's. Where too few episodes carry a
@@ -132,7 +132,7 @@ def _standard_error(influence: Array) -> float:
 
 
 def _groups(influences: Sequence[Array], seed: int) -> Array:
-    """Return centred influences [G, K], averaged within random groups where there are many."""
+    """Return centered influences [G, K], averaged within random groups where there are many."""
     num = len(influences[0])
     columns = np.stack([influence - influence.mean() for influence in influences], axis=1)
     if num <= _MAX_GROUPS:

@@ -1,4 +1,4 @@
-"""Moments: what logged observations, already in memory, are normalised by."""
+"""Moments: what logged observations, already in memory, are normalized by."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Statistic:
                 for all episodes, so that no number of them averages it out (see Weights.rounding)
 
     Influences here are the jackknife's: a ratio's episode with share h of the weight has the
-    linearisation's divided by 1 - h. Plain linearisation calls an estimate that rests on a single
+    linearization's divided by 1 - h. Plain linearization calls an estimate that rests on a single
     episode certain; with few effective episodes it also covers about one point less.
     Source: Efron & Stein 1981, "The Jackknife Estimate of Variance".
     """
@@ -133,7 +133,7 @@ def ratio_per_step(
     """The sum over steps of (sum of numerators at the step) / (sum of weights at the step).
 
     numerators [M] and weights [M], the latter products that an ended episode keeps, each known to
-    the share `rounding` [M]. Its influence past its end is plainly linearised. Cost: a few passes
+    the share `rounding` [M]. Its influence past its end is plainly linearized. Cost: a few passes
     over M.
     Some episode has weight at every step. Raises: NotEstimableError where a single one has.
     """

@@ -199,7 +199,7 @@ class TransitionRows:
 
 
 class ActionValues:
-    """q and q' over normalised observations and actions, in units of the logged returns."""
+    """q and q' over normalized observations and actions, in units of the logged returns."""
 
     def __init__(
         self, arrays: TransitionArrays, config: FQEConfig, seed: int, device: torch.device

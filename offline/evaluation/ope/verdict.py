@@ -23,7 +23,7 @@ NOT_SUPPORTED: Final = "not_supported"
 MIN_EFFECTIVE: Final = 30.0
 FEW_EFFECTIVE: Final = 100.0
 # Effective episodes that bring the value: with 15 clicks a t interval covered 89.5% and a
-# studentised bootstrap 93.9%; below about 4 the latter has no finite limit.
+# studentized bootstrap 93.9%; below about 4 the latter has no finite limit.
 FEW_CARRYING: Final = 10.0
 # The target policy's probability of what was never done: importance sampling leaves it out of the
 # value altogether, so its share of the answer is a guess.

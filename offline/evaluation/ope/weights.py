@@ -215,7 +215,7 @@ def sum_by_step(episodes: LoggedEpisodes, values: Array) -> Array:
 
 
 def summary(weights: Array) -> WeightSummary:
-    """Summarise weights [E]."""
+    """Summarize weights [E]."""
     squares = float(np.square(weights).sum())
     size = float(weights.sum()) ** 2 / squares if squares else 0.0
     return WeightSummary(size, float(weights.max()))

@@ -79,9 +79,9 @@ class TrainConfig:
     # How many consecutive observations are learned from as one; the policy still acts on single
     # ones, and remembers the others.
     frame_stack: int = 1
-    # Fitted on the training steps and kept in the package; see normalisation.py.
-    normalise_observations: bool = False
-    normalise_rewards: RewardNormalization = "none"
+    # Fitted on the training steps and kept in the package; see normalization.py.
+    normalize_observations: bool = False
+    normalize_rewards: RewardNormalization = "none"
     # Draw what surprised the learner more often (Schaul et al. 2016): the priorities' exponent, and
     # how much of the bias the weights correct at first; it rises to 1 over the run.
     prioritized: bool = False
@@ -121,7 +121,7 @@ class TrainConfig:
             expect(0 <= value <= 1, f"training: {name}", value, "0 to 1")
         for name, known in (
             ("select", get_args(Select)),
-            ("normalise_rewards", REWARD_NORMALIZATIONS),
+            ("normalize_rewards", REWARD_NORMALIZATIONS),
         ):
             value = getattr(self, name)
             expect(value in known, f"training: {name}", value, f"one of {', '.join(known)}")

@@ -65,7 +65,7 @@ class TrainingJob:
             "algorithm": config.algorithm,
             "seed": config.seed,
             "config": options,
-            "normalisation": dict(self.learner.normalization),
+            "normalization": dict(self.learner.normalization),
             "datasets": self.data.lineage(request),
             "holdout": None if split is None else split.to_json(),
             "sampling": self._sampling(),
@@ -77,7 +77,7 @@ class TrainingJob:
     def observation_statistics(self) -> dict[str, Any]:
         """Return mean and std of the training observations, for a server to tell drift from.
 
-        By element of each Box leaf, as `normalisation` says them. Cost: where the learner did not
+        By element of each Box leaf, as `normalization` says them. Cost: where the learner did not
         scale them, a pass over them, about 40 ns an element.
         """
         statistics = self.learner.normalization.get("observations")
@@ -134,8 +134,8 @@ def prepare(
         data.where,
         config.where_steps,
         config.reward,
-        observations=config.normalise_observations,
-        rewards=config.normalise_rewards,
+        observations=config.normalize_observations,
+        rewards=config.normalize_rewards,
     )
     spec = data.view.spec
     learner = make_learner(

@@ -123,7 +123,7 @@ def tune_config(body: Mapping[str, Any]) -> tuple[tuple[str, ...], TuneConfig]:
             raise _refused_option_error(key)
     if "policy" not in options:
         raise _missing_key_error("policy", body, "policy = 'swept'")
-    # A misspelt key is taken for the algorithm's: its check knows ours for near matches.
+    # A misspelled key is taken for the algorithm's: its check knows ours for near matches.
     if "algorithm" not in options and "algorithm" not in config.vary:
         raise _missing_key_error("algorithm", body, "algorithm = 'iql'")
     return datasets, replace(config, train=train_config(options))

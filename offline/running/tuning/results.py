@@ -119,10 +119,10 @@ def load_trials(
 
 def find_trial_runs(lake: Lake, sweep_id: str) -> dict[int, Mapping[str, Any]]:
     """Return the record of each trial's run, the newest if there are more, by trial."""
-    labelled = [
+    labeled = [
         run for run in lake.registry.runs() if (run.get("sweep") or {}).get("id") == sweep_id
     ]
-    return {run["sweep"]["trial"]: run for run in labelled}
+    return {run["sweep"]["trial"]: run for run in labeled}
 
 
 def combine_trials(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combination, ...]:

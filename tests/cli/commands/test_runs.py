@@ -163,9 +163,9 @@ def test_pictures(run: Any, tmp_path: Path) -> None:
     assert ran.err == f"wrote {path}\n"
     with Image.open(path) as image:
         assert min(image.size) > 300
-        # Something is drawn on the white: lines in the first colour.
-        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20) or ()}
-        assert (0, 114, 178) in colours
+        # Something is drawn on the white: lines in the first color.
+        colors = {color for _, color in image.convert("RGB").getcolors(1 << 20) or ()}
+        assert (0, 114, 178) in colors
     path = tmp_path / "both.svg"
     assert run("runs", "diff", FIRST, SECOND, "--plot", path).code == 0
     text = path.read_text()

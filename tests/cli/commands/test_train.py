@@ -64,7 +64,7 @@ def test_held_out_episodes_are_in_the_lineage(run: Any) -> None:
         ((*BC, "--set", "learning_rate=inf"), "learning_rate: found inf, expected a finite number"),
         ((*BC, "--set", f"batch_size={10**12}"), "a whole number from 1 to 2147483647"),
         ((*BC, "--set", "holdout_after=2026-01-01"), "timestamp"),
-        ((*BC, "--set", "normalise_rewards=all"), "return_range"),
+        ((*BC, "--set", "normalize_rewards=all"), "return_range"),
         (("train", "offline", "--resume", "01x"), "run '01x'"),
     ],
 )

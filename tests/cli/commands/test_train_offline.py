@@ -135,7 +135,7 @@ def test_no_algorithm_is_wrong_usage(run: Any) -> None:
     assert "--algorithm" in ran.err
 
 
-def test_an_option_of_the_training_that_is_misspelt_is_one_message(run: Any) -> None:
+def test_an_option_of_the_training_that_is_misspelled_is_one_message(run: Any) -> None:
     ran = run(*TRAIN, "--set", "update=1")
     assert ran.err.splitlines()[-1] == (
         "error: algorithm bc: found option 'update', expected updates or log_updates. Correct the "

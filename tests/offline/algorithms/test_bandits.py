@@ -58,9 +58,9 @@ def masked(made):
     return dataclasses.replace(made, action_masks=masks)
 
 
-@pytest.mark.parametrize("self_normalised", [True, False])
-def test_the_ips_loss_by_hand(batch, self_normalised):
-    learner = make(ips_bandit, IPSBanditConfig, self_normalised=self_normalised, max_weight=1.05)
+@pytest.mark.parametrize("self_normalized", [True, False])
+def test_the_ips_loss_by_hand(batch, self_normalized):
+    learner = make(ips_bandit, IPSBanditConfig, self_normalized=self_normalized, max_weight=1.05)
     chances = np.linspace(0.2, 0.5, 64).astype(np.float32)
     made = masked(
         decisions(
@@ -74,7 +74,7 @@ def test_the_ips_loss_by_hand(batch, self_normalised):
     assert (pi / chances > 1.05).any()
     weights *= made.weights
     total = (weights * made.rewards).sum()
-    expected = total / weights.sum() if self_normalised else total / 64
+    expected = total / weights.sum() if self_normalized else total / 64
     found = float(learner.update(made).metrics["policy_loss"])
     assert found == pytest.approx(-expected, rel=1e-5)
 

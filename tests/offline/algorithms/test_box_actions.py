@@ -114,8 +114,8 @@ def test_priorities_are_mean_td_errors(name, batch):
     given = batch("box", rewards=np.full(32, 1e3, np.float32), discounts=np.zeros(32, np.float32))
     learner = make(name)
     center, scale = torch.tensor([0.0, 5.0]), torch.tensor([2.0, 5.0])
-    normalised = (torch.from_numpy(given.actions) - center) / scale
-    q = learner._networks["critics"](torch.from_numpy(given.observations), normalised).detach()
+    normalized = (torch.from_numpy(given.actions) - center) / scale
+    q = learner._networks["critics"](torch.from_numpy(given.observations), normalized).detach()
     priorities = learner.update(given).priorities
     assert priorities.shape == (32,)
     np.testing.assert_allclose(priorities, (1e3 - q).abs().mean(dim=0).numpy(), rtol=1e-6)

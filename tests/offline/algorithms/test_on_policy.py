@@ -187,7 +187,7 @@ def postprocessed(function, config, batch):
 
 
 def test_advantages_end_where_their_sequence_does():
-    config = PPOConfig(gae_lambda=0.5, normalise_advantages=False)
+    config = PPOConfig(gae_lambda=0.5, normalize_advantages=False)
     found = postprocessed(ppo, config, hand_made())
     # delta = 1 + 0.5 v(s') - v(s), and A = delta + 0.25 A' but for the last step of each.
     #  terminated: 1 + 0.5 - 0 = 1.5; then 1 - 1 = 0
@@ -207,8 +207,8 @@ def test_advantages_end_where_their_sequence_does():
     assert found.actions.tolist() == [5] * 9
 
 
-def test_normalised_advantages_are_of_the_steps_alone():
-    plain = postprocessed(ppo, PPOConfig(normalise_advantages=False), hand_made())
+def test_normalized_advantages_are_of_the_steps_alone():
+    plain = postprocessed(ppo, PPOConfig(normalize_advantages=False), hand_made())
     found = postprocessed(ppo, PPOConfig(), hand_made()).columns["advantages"]
     known = plain.columns["advantages"].numpy()
     np.testing.assert_allclose(found, (known - known.mean()) / known.std(), rtol=1e-5)
@@ -240,7 +240,7 @@ def test_v_trace_ends_where_its_sequence_does():
 
 @pytest.mark.parametrize("function", [ppo, impala])
 def test_a_step_without_a_successor_is_left_out(function):
-    config = {ppo: PPOConfig(normalise_advantages=False), impala: IMPALAConfig()}[function]
+    config = {ppo: PPOConfig(normalize_advantages=False), impala: IMPALAConfig()}[function]
     bootstrappable = hand_made().mask.numpy().copy()
     bootstrappable[1, 2] = False
     known = postprocessed(function, config, hand_made(bootstrappable=bootstrappable))
@@ -257,7 +257,7 @@ def test_a_step_without_a_successor_is_left_out(function):
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_left_out_at_a_beginning_change_no_others(name, recurrent):
     """As too old ones are; who remembers goes on from before them."""
-    learner = make(name, recurrent=recurrent, normalise_advantages=False)
+    learner = make(name, recurrent=recurrent, normalize_advantages=False)
     states = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
     whole = replace(hand_made(), columns={"policy_state": states})
     mask = whole.mask.clone()
@@ -317,7 +317,7 @@ def test_actions_of_unknown_probability_are_refused(name):
     log_probs[2, 1] = np.nan
     log_probs[0, 3] = np.nan  # past the end
     with pytest.raises(
-        ConfigInvalidError, match=f"{name}: found 1 of 9 steps without a behaviour log"
+        ConfigInvalidError, match=f"{name}: found 1 of 9 steps without a behavior log"
     ):
         make(name).update(hand_made(behavior_log_probs=log_probs))
 
@@ -350,7 +350,7 @@ def stacked(episodes):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_paid_becomes_likelier(name, actions, shared):
     """Nothing is observed; the reward is 1 for one action, or for those above 0."""
-    learner = make(name, actions, shared=shared, normalise_advantages=True)
+    learner = make(name, actions, shared=shared, normalize_advantages=True)
 
     def good(values):
         return (values.reshape(len(values), -1)[:, 0] > {"continuous": 0}.get(actions, 0.5)) & (
@@ -540,7 +540,7 @@ def test_minibatches_of_a_recurrent_learner_are_sequences(sampled):
 
 
 def test_a_core_goes_on_to_what_followed_a_sequence(sampled):
-    learner = make("ppo", recurrent=True, length=3, gae_lambda=0.0, normalise_advantages=False)
+    learner = make("ppo", recurrent=True, length=3, gae_lambda=0.0, normalize_advantages=False)
     batch = to_torch(sampled(learner, acted(learner, [8, 7]), num=6))
     network = learner._networks["actor_critic"]
     with torch.no_grad():

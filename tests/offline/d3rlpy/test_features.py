@@ -84,7 +84,7 @@ def test_images_that_it_cannot_take_are_refused(row_of):
 
 
 @pytest.mark.parametrize("name", ["iql", "plas", "crr"])
-def test_observations_are_normalised_in_training_and_in_the_graph(name, row_of, make, batch_for):
+def test_observations_are_normalized_in_training_and_in_the_graph(name, row_of, make, batch_for):
     moments = Moments(np.array([1, 2, 3, 4], np.float32), np.array([2, 1, 4, 0.5], np.float32))
     row = row_of(name, "continuous")
     learner = make(row, facts=DatasetStatistics(observations={"": moments}))
@@ -100,8 +100,8 @@ def test_observations_are_normalised_in_training_and_in_the_graph(name, row_of, 
     generators = [np.random.default_rng(0) for _ in range(2)]
     acted = TorchPolicy(graph).act(batch.observations, rng=generators[0]).actions
     plain.load_state_dict(learner.state_dict())
-    normalised = made.observations.numpy()
-    expected = TorchPolicy(plain.policy()).act(normalised, rng=generators[1]).actions
+    normalized = made.observations.numpy()
+    expected = TorchPolicy(plain.policy()).act(normalized, rng=generators[1]).actions
     np.testing.assert_allclose(acted, expected, atol=1e-4)
     assert learner.normalization["observations"] == {
         "": {"mean": [1, 2, 3, 4], "std": [2, 1, 4, 0.5]}

@@ -132,7 +132,7 @@ def test_each_refuses_an_unknown_option_with_the_near_ones(row, make):
         make(row, compile_grap=True)
 
 
-def d3rlpys_own_updates(row, batches, options, neighbours):
+def d3rlpys_own_updates(row, batches, options, neighbors):
     """The same updates by d3rlpy alone: its config, its scalers, its update."""
     d3rlpy = load_d3rlpy()
     config_class = getattr(d3rlpy.algos, row.config_class)
@@ -150,7 +150,7 @@ def d3rlpys_own_updates(row, batches, options, neighbours):
         torch.manual_seed(0)
         algorithm = config_class(gamma=0.99, **options).create(device="cpu:0")
         algorithm.create_impl((4,), 3 if row.actions == "discrete" else 2)
-        algorithm.impl._nbsr = neighbours
+        algorithm.impl._nbsr = neighbors
         for made in batches:
             algorithm.update(d3rlpys_batch(made))
     return algorithm
@@ -186,7 +186,7 @@ def test_each_update_is_d3rlpys_own(row, make, batch_for, options_of):
     learner = make(row)
     for made in batches:
         learner.update(made)
-    theirs = d3rlpys_own_updates(row, batches, options_of(row), learner._neighbours)
+    theirs = d3rlpys_own_updates(row, batches, options_of(row), learner._neighbors)
     ours = learner._impl.modules.get_torch_modules()
     for name, module in theirs.impl.modules.get_torch_modules().items():
         for key, tensor in module.state_dict().items():
@@ -201,7 +201,7 @@ def test_prdc_learns_only_after_it_saw_the_data_and_keeps_it_to_itself(
     row = row_of("prdc", "continuous")
     learner = make(row)
     # Both episodes whole: the truncated one's last step too, which d3rlpy would leave out.
-    rows = learner._neighbours._fit_X
+    rows = learner._neighbors._fit_X
     assert rows.shape == (20, 6)
     records = view.packed.records
     step = records.rows[view.packed.steps[3]]

@@ -66,7 +66,7 @@ def test_an_unknown_environment_is_not_found(env_id):
         make(env_id)
 
 
-def test_a_misspelt_environment_gets_the_near_match():
+def test_a_misspelled_environment_gets_the_near_match():
     with pytest.raises(NotFoundError, match="Expected CartPole-v1"):
         make("CartPol-v1")
 

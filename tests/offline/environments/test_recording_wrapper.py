@@ -196,7 +196,7 @@ def test_a_vector_environment_is_refused(lake):
     vector.close()
 
 
-def test_recorders_may_be_vectorised(lake):
+def test_recorders_may_be_vectorized(lake):
     vector = gymnasium.vector.SyncVectorEnv(
         [lambda: record(Counter(), lake.dataset("log")) for _ in range(2)]
     )

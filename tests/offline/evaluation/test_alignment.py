@@ -107,7 +107,7 @@ def _rolled(shift: int) -> Edit:
                 observations=_unit(e.observations),
                 final_observation=_unit(e.final_observation),
             ),
-            r"normalised to \[-1, 1\]",
+            r"normalized to \[-1, 1\]",
             "undo",
         ),
         (
@@ -139,7 +139,7 @@ def _unit(observations: Any) -> Any:
     return ((observations - low) / (high - low) * 2 - 1).astype(np.float32)
 
 
-def test_standardised_observations_are_named_without_their_statistics() -> None:
+def test_standardized_observations_are_named_without_their_statistics() -> None:
     episodes = _play("CartPole-v1", 1_000)
     joined = np.concatenate([episode.observations for episode in episodes])
     mean, deviation = joined.mean(axis=0), joined.std(axis=0)
@@ -155,7 +155,7 @@ def test_standardised_observations_are_named_without_their_statistics() -> None:
         ],
     )
     assert found.cause is not None
-    assert "look normalised" in found.cause
+    assert "look normalized" in found.cause
 
 
 def test_another_environments_log_is_explained_by_nothing() -> None:

@@ -143,7 +143,7 @@ def test_sampling_is_seeded_by_episode():
     assert first.returns != other.returns
 
 
-def test_masks_of_the_environment_are_honoured(masked_id):
+def test_masks_of_the_environment_are_honored(masked_id):
     policy = UniformPolicy(*spaces_of(masked_id))
     found = evaluate(policy, EvaluationConfig(masked_id, episodes=3))
     assert found.returns == (5.0, 5.0, 5.0)
@@ -257,7 +257,7 @@ def test_sampling_takes_one_call_for_all():
 
 
 class Drawn(gymnasium.Env):
-    """Three steps; its picture is as bright as its step number, and of its seed's colour."""
+    """Three steps; its picture is as bright as its step number, and of its seed's color."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 - Gymnasium's form
     observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)

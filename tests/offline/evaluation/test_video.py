@@ -13,16 +13,16 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError
 from replaylake.offline.evaluation.video import Video
 
-# So different that no frame is taken for its neighbour: red, green, blue, grey, white.
-COLOURS = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (100, 100, 100), (255, 255, 255)]
+# So different that no frame is taken for its neighbor: red, green, blue, grey, white.
+COLORS = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (100, 100, 100), (255, 255, 255)]
 
 
-def frame(colour: tuple[int, ...], height: int = 160, width: int = 240) -> Array:
-    return np.full((height, width, 3), colour, np.uint8)
+def frame(color: tuple[int, ...], height: int = 160, width: int = 240) -> Array:
+    return np.full((height, width, 3), color, np.uint8)
 
 
 def shown(path: Path) -> list[tuple[int, ...]]:
-    """The colour in the middle of each frame."""
+    """The color in the middle of each frame."""
     with Image.open(path) as image:
         middle = (image.width // 2, image.height // 2)
         return [one.convert("RGB").getpixel(middle) for one in ImageSequence.Iterator(image)]
@@ -31,11 +31,11 @@ def shown(path: Path) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("suffix", ["gif", "png", "GIF"])
 def test_every_frame_is_there_in_order(tmp_path: Path, suffix: str) -> None:
     video = Video(tmp_path / f"v.{suffix}", 10.0)
-    for colour in COLOURS:
-        video.add(0, frame(colour))
+    for color in COLORS:
+        video.add(0, frame(color))
     assert video.num_frames == 5
     video.save()
-    assert shown(video.path) == COLOURS
+    assert shown(video.path) == COLORS
     with Image.open(video.path) as image:
         assert image.size == (240, 160)
         assert image.info["duration"] == 100
@@ -45,19 +45,19 @@ def test_every_frame_is_there_in_order(tmp_path: Path, suffix: str) -> None:
 
 def test_episodes_that_come_mixed_are_shown_one_after_the_other(tmp_path: Path) -> None:
     video = Video(tmp_path / "v.png", 10.0)
-    for episode, colour in ((1, 3), (0, 0), (1, 4), (0, 1), (0, 2)):
-        video.add(episode, frame(COLOURS[colour]))
+    for episode, color in ((1, 3), (0, 0), (1, 4), (0, 1), (0, 2)):
+        video.add(episode, frame(COLORS[color]))
     video.save()
-    assert shown(video.path) == COLOURS
+    assert shown(video.path) == COLORS
 
 
 def test_a_gif_of_a_fast_environment_leaves_frames_out(tmp_path: Path) -> None:
     video = Video(tmp_path / "v.gif", 120.0)
-    for colour in (*COLOURS, COLOURS[0]):
-        video.add(0, frame(colour))
+    for color in (*COLORS, COLORS[0]):
+        video.add(0, frame(color))
     video.save()
     # Every third: 40 a second, as fast as browsers show.
-    assert shown(video.path) == [COLOURS[0], COLOURS[3]]
+    assert shown(video.path) == [COLORS[0], COLORS[3]]
     with Image.open(video.path) as image:
         assert image.info["duration"] in (20, 25, 30)
 
@@ -109,8 +109,8 @@ def test_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_frames_of_two_sizes_are_no_video(tmp_path: Path) -> None:
     video = Video(tmp_path / "v.gif", 30.0)
-    video.add(0, frame(COLOURS[0]))
-    video.add(0, frame(COLOURS[0], 200, 200))
+    video.add(0, frame(COLORS[0]))
+    video.add(0, frame(COLORS[0], 200, 200))
     with pytest.raises(ConfigInvalidError, match="expected one size"):
         video.save()
     assert list(tmp_path.iterdir()) == []
@@ -126,8 +126,8 @@ def test_an_mp4_has_every_frame(tmp_path: Path) -> None:
     import av
 
     video = Video(tmp_path / "v.mp4", 12.5)
-    for colour in COLOURS:
-        video.add(0, frame(colour, 161, 241))
+    for color in COLORS:
+        video.add(0, frame(color, 161, 241))
     video.save()
     with av.open(str(video.path)) as container:
         (track,) = container.streams.video
@@ -135,4 +135,4 @@ def test_an_mp4_has_every_frame(tmp_path: Path) -> None:
         assert float(track.average_rate) == 12.5
         found = [one.to_ndarray(format="rgb24")[80, 120] for one in container.decode(track)]
     # Lossy, but not by much.
-    np.testing.assert_allclose(np.array(found, int), COLOURS, atol=12)
+    np.testing.assert_allclose(np.array(found, int), COLORS, atol=12)

@@ -12,10 +12,10 @@ from replaylake.offline.learning.action_scaling import ActionUnscaler, action_sc
 def test_bounds_map_to_minus_one_and_one():
     scaling = action_scaling(Box((2,), "float32", [-2.0, 0.0], [2.0, 10.0]), None)
     actions = torch.tensor([[-2.0, 0.0], [0.0, 5.0], [2.0, 10.0]])
-    normalised = torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]])
-    torch.testing.assert_close(scaling.normalize(actions), normalised)
+    normalized = torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]])
+    torch.testing.assert_close(scaling.normalize(actions), normalized)
     scaled = ActionUnscaler(scaling)
-    torch.testing.assert_close(scaled(normalised), actions)
+    torch.testing.assert_close(scaled(normalized), actions)
     # A standard deviation of 1 becomes the half range.
     torch.testing.assert_close(
         scaled.log_stds(torch.zeros(1, 2)), torch.log(torch.tensor([[2.0, 5.0]]))
@@ -35,13 +35,13 @@ def test_an_open_bound_is_taken_from_the_log_element_by_element():
 def test_actions_of_any_shape_are_flattened():
     scaling = action_scaling(Box((2, 2), "float64", -4, 4), None)
     actions = torch.full((3, 2, 2), 2.0, dtype=torch.float64)
-    normalised = scaling.normalize(actions)
-    assert normalised.shape == (3, 4)
-    assert normalised.dtype == torch.float32
-    torch.testing.assert_close(normalised, torch.full((3, 4), 0.5))
+    normalized = scaling.normalize(actions)
+    assert normalized.shape == (3, 4)
+    assert normalized.dtype == torch.float32
+    torch.testing.assert_close(normalized, torch.full((3, 4), 0.5))
 
 
-def test_an_action_that_never_varies_is_only_centred():
+def test_an_action_that_never_varies_is_only_centered():
     scaling = action_scaling(Box((1,)), (np.array([3.0]), np.array([3.0])))
     torch.testing.assert_close(scaling.normalize(torch.tensor([[3.0]])), torch.zeros(1, 1))
 

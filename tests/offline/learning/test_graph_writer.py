@@ -122,24 +122,24 @@ def test_weights_that_are_not_used_are_left_out():
     check_writes(writer, graph)
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     """Scales by a buffer that has to stay above 0."""
 
     def __init__(self):
         super().__init__()
         self.convolution = nn.Conv1d(1, 2, 3)
-        self.normalisation = nn.BatchNorm1d(2)
+        self.normalization = nn.BatchNorm1d(2)
 
     def forward(self, observations):
-        return (self.normalisation(self.convolution(observations[:, None])).flatten(1),)
+        return (self.normalization(self.convolution(observations[:, None])).flatten(1),)
 
 
 def test_buffers_are_written_too():
-    graph = graph_of(Normalised(), 4)
+    graph = graph_of(Normalized(), 4)
     writer = GraphWriter(graph)
     assert writer.is_fast
     moved(graph)
-    graph.module.normalisation.running_var.mul_(3)
+    graph.module.normalization.running_var.mul_(3)
     check_writes(writer, graph)
 
 

@@ -183,7 +183,7 @@ def test_refusals(dataset: Dataset) -> None:
         ConfigInvalidError, match="found rewards 'minmax', expected one of none, std"
     ):
         fit_statistics(snapshots, rewards="minmax")  # type: ignore[arg-type]
-    with pytest.raises(EmptyReplayError, match=r"normalisation of d@1: found no observation"):
+    with pytest.raises(EmptyReplayError, match=r"normalization of d@1: found no observation"):
         fit_statistics(snapshots, where="num_steps > 9", observations=True)
     with pytest.raises(EmptyReplayError, match=r"found no return"):
         fit_statistics(snapshots, where="num_steps > 9", rewards="return_range", actions=False)

@@ -43,7 +43,7 @@ def test_smoothed_actions_clip_the_noise_then_the_action():
     torch.testing.assert_close(noise, given)
 
 
-def test_behaviour_regularised_value_scales_by_the_mean_magnitude():
+def test_behavior_regularized_value_scales_by_the_mean_magnitude():
     q = torch.tensor([1.0, -3.0], requires_grad=True)
     # mean |q| = 2, alpha / 2 = 1.25
     loss = behavior_regularized_value(q, 2.5)
@@ -72,7 +72,7 @@ def test_advantage_weights_are_exponential_and_clipped():
     close(advantage_weights(a, 3.0, 100.0), 1.0, 8.0, 1 / 8, 100.0)
 
 
-def test_normalised_advantage_weights_have_mean_one():
+def test_normalized_advantage_weights_have_mean_one():
     a = torch.tensor([math.log(1), math.log(3)])
     # softmax is 1/4, 3/4; at lambda 1/2 the ratio is 9: 1/10, 9/10.
     close(normalized_advantage_weights(a, 1.0), 0.5, 1.5)

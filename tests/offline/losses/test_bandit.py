@@ -23,7 +23,7 @@ def test_values_by_hand():
     assert values.tolist() == pytest.approx([1.7, 3.4])
 
 
-def test_a_constant_added_to_all_rewards_moves_the_self_normalised_value_by_it():
+def test_a_constant_added_to_all_rewards_moves_the_self_normalized_value_by_it():
     weights, r = torch.tensor([2.0, 0.2, 0.7]), torch.tensor([1.0, 10.0, 0.0])
     before, after = (float(self_normalized_value(x, weights)) for x in (r, r + 5))
     assert after - before == pytest.approx(5.0)

@@ -13,7 +13,7 @@ def test_categorical_nll_of_known_probabilities():
     torch.testing.assert_close(loss, torch.tensor([math.log(4), math.log(8 / 5)]))
 
 
-def test_categorical_nll_renormalises_over_allowed_actions():
+def test_categorical_nll_renormalizes_over_allowed_actions():
     # Of 1, 2, 5 the last is masked: 2 / 3 remains.
     logits = torch.log(torch.tensor([[1.0, 2.0, 5.0]]))
     mask = torch.tensor([[True, True, False]])

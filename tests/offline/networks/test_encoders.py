@@ -84,7 +84,7 @@ def test_sizes(shape: tuple[int, ...], num_features: int, num_flat: int) -> None
     assert (features >= 0).all()
 
 
-def test_images_and_vectors_are_joined_and_vectors_alone_are_normalised() -> None:
+def test_images_and_vectors_are_joined_and_vectors_alone_are_normalized() -> None:
     space = Dict({"arm": Box((2,)), "camera": image(12, 12), "gear": Discrete(3)})
     moments = {"arm": Moments(np.float32([1, 2]), np.float32([2, 4]))}
     features = ObservationFeatures(space, moments)

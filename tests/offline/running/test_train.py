@@ -161,7 +161,7 @@ def test_the_package_acts_as_the_learner_that_was_trained(
     else:
         # The learner made above has another scaling than the one fitted to the log: compare in
         # units of the half range.
-        scale = check_package(result.policy.path).body["normalisation"]["actions"]
+        scale = check_package(result.policy.path).body["normalization"]["actions"]
         found = (packaged.act(observations).actions - scale["center"]) / scale["scale"]
         trained = TorchPolicy(learner.policy()).act(observations).actions / 3.0
         np.testing.assert_allclose(np.clip(found, -1, 1), np.clip(trained, -1, 1), atol=1e-5)

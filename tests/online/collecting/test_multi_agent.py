@@ -115,7 +115,7 @@ def test_one_that_is_gone_without_a_word_was_cut_off(games):
     assert (ann.terminated, ann.truncated, len(ann)) == (False, True, 4)
 
 
-def test_masks_beside_the_observation_are_honoured_and_kept_apart(games):
+def test_masks_beside_the_observation_are_honored_and_kept_apart(games):
     worker, found = collected(f"{games}:Ping", BehaviorPolicy(), episodes=20, masked=True)
     assert len(found) == 40
     for episode in found.values():

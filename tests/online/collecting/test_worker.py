@@ -71,7 +71,7 @@ def test_a_random_policy_knows_the_density_of_a_continuous_action():
     assert episode.behavior_log_probs == pytest.approx([-math.log(4)] * 200)  # torque in [-2, 2]
 
 
-def test_masks_are_honoured_and_kept(toys):
+def test_masks_are_honored_and_kept(toys):
     episodes = _collect(RolloutConfig(f"{toys}:Masked-v0"), range(30))
     for episode in episodes:
         forbidden = episode.extras["seed"][0] % 3

@@ -20,7 +20,7 @@ from replaylake.serve.monitoring.shared_counters import SharedCounters
 from replaylake.serve.versions.router import ServedPolicy
 
 SPEC = PolicySpec(Box((2,)), Discrete(3), "categorical")
-ABOUT = {"normalisation": {"observations": {"": {"mean": [10.0, -1.0], "std": [2.0, 0.5]}}}}
+ABOUT = {"normalization": {"observations": {"": {"mean": [10.0, -1.0], "std": [2.0, 0.5]}}}}
 
 
 def recent(about=ABOUT, space=None, actions=None):
@@ -44,6 +44,8 @@ def test_moments_of_a_manifest():
     # What was measured for this comes before what the learner was scaled by.
     both = {**ABOUT, "observation_statistics": {"": {"mean": [0, 0], "std": [1, 1]}}}
     assert training_moments(both, SPEC).mean.tolist() == [0, 0]
+    older = {"normalisation": ABOUT["normalization"]}
+    assert training_moments(older, SPEC).mean.tolist() == [10, -1]
 
 
 def test_elements_are_called_by_their_columns_or_leaves():
@@ -76,8 +78,8 @@ def test_of_many_elements_some_are_taken_evenly():
     "about",
     [
         {},
-        {"normalisation": {}},
-        {"normalisation": None},
+        {"normalization": {}},
+        {"normalization": None},
         {"observation_statistics": {"": {"mean": [1.0]}}},
         {"observation_statistics": {"": {"mean": [1.0], "std": [0.0]}}},
         {"observation_statistics": {"": {"mean": [1.0, 2.0], "std": [1.0]}}},

@@ -28,7 +28,7 @@ from replaylake.serve.versions.router import Router, ServedPolicy
 DASHBOARD = json.loads(
     (Path(__file__).parents[3] / "docs" / "grafana" / "serving.json").read_text()
 )
-ABOUT = {"normalisation": {"observations": {"": {"mean": [0, 0, 0, 0], "std": [1, 1, 1, 2]}}}}
+ABOUT = {"normalization": {"observations": {"": {"mean": [0, 0, 0, 0], "std": [1, 1, 1, 2]}}}}
 PANELS = [one for one in DASHBOARD["panels"] if one["type"] != "row"]
 
 

@@ -211,7 +211,7 @@ def _sequence(sequence: Any) -> Spec:
 def _image(image: Any) -> Spec:
     shape, dtype = _shape(image), str(image.get("dtype") or "uint8")
     if dtype not in ("uint8", "uint16"):
-        # TFDS packs floats into the colours of a PNG.
+        # TFDS packs floats into the colors of a PNG.
         return UnreadFeature(f"it is an image of {dtype}")
     known = tuple(size for size in shape if size is not None)
     return Leaf(known if len(known) == len(shape) else (), dtype, "image")

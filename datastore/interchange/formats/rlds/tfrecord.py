@@ -67,7 +67,7 @@ def records(file: SourceFile) -> Iterator[bytes]:
 
 
 def parse_example(record: bytes, file: SourceFile, number: int) -> dict[str, Feature]:
-    """Return the features of a serialised tf.train.Example.
+    """Return the features of a serialized tf.train.Example.
 
     Floats that are packed are views of the record. A feature that is set without values is an empty
     list. Raises: SourceInvalidError naming file and record.

@@ -14,7 +14,7 @@ from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.sources.source_errors import format_names
 from replaylake.datastore.names import is_column_name
 
-# What a misspelt name is compared with.
+# What a misspelled name is compared with.
 _MAX_COMPARED: Final = 1000
 _MAX_COMPARED_LENGTH: Final = 64
 

@@ -1,4 +1,4 @@
-"""Grouping: steps into episodes, with the checks that only neighbouring rows can tell."""
+"""Grouping: steps into episodes, with the checks that only neighboring rows can tell."""
 
 from __future__ import annotations
 

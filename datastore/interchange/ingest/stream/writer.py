@@ -308,7 +308,7 @@ class PieceAssembler:
                 broken.append(run)
             else:
                 pieces.append((run, outcome))
-        # Rows that are wrong on their own, all at once; then what only neighbours can tell.
+        # Rows that are wrong on their own, all at once; then what only neighbors can tell.
         alone = iter(self.validate(window, [[i] for run in broken for i in run]))
         for run in broken:
             each = enumerate(islice(alone, len(run)))

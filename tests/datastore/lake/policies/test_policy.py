@@ -146,7 +146,7 @@ def test_epsilon_and_temperature_together_give_the_whole_mixture():
     np.testing.assert_allclose(np.exp(act.log_probs), np.array([0.35, 0.65])[act.actions], 1e-6)
 
 
-def test_a_mask_renormalises():
+def test_a_mask_renormalizes():
     mask = np.tile([True, False, True], (1000, 1))
     act = act_from_head(
         discrete(),

@@ -84,7 +84,7 @@ def test_influences_are_what_leaving_an_episode_out_does(estimator):
     ]
     jackknife = num * (found.value - np.array(left_out))
     assert found.influence.mean() == pytest.approx(0, abs=0.05)
-    # Past an episode's end wpdis is linearised: exact to first order only.
+    # Past an episode's end wpdis is linearized: exact to first order only.
     tolerance = 0.1 if estimator is importance.weighted_per_decision_importance_sampling else 1e-9
     assert found.influence == pytest.approx(jackknife, abs=tolerance * np.abs(jackknife).max())
 

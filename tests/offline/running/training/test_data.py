@@ -123,8 +123,8 @@ def test_sums_of_shifted_rewards_and_unknown_chances_are_refused(
 ):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("d").append(line_world())
-    config = quick(algorithm=algorithm, options={**SMALL, **options}, normalise_rewards="mean_std")
-    match = "behavior_log_prob" if algorithm == "ips_bandit" else "normalise_rewards = 'std'"
+    config = quick(algorithm=algorithm, options={**SMALL, **options}, normalize_rewards="mean_std")
+    match = "behavior_log_prob" if algorithm == "ips_bandit" else "normalize_rewards = 'std'"
     refused(lake, match, config=config, reward="reward + step")
 
 
