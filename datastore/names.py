@@ -29,7 +29,7 @@ _CATALOGS: Final = {
 # a schema of such a name would need quotes in every query.
 _SQL_KEYWORDS: Final = set(
     """
-    all analyze analyze and anti any array as asc asof asymmetric at authorization between bigint
+    all analyse analyze and anti any array as asc asof asymmetric at authorization between bigint
     binary bit boolean both by case cast char character check coalesce collate collation column
     columns concurrently constraint create cross date dec decimal default deferrable desc describe
     distinct do else end except exists extract false fetch float for foreign freeze from full

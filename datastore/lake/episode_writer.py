@@ -303,7 +303,7 @@ class EpisodeWriter:
             "producer": self.producer,
             "sequence": attempt.sequence,
             "info": {_WRITER: self._id},
-            "left_out": attempt.drops,
+            "drops": attempt.drops,
         }
         try:
             if pending:
