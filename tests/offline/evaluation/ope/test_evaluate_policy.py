@@ -305,7 +305,7 @@ def test_probabilities_given_in_sql(lake):
     unknown = "CASE WHEN action = 1 THEN 0.9 END"
     report = evaluate_policy(lake, EvaluationRequest("log", target_prob=unknown, estimators=CHEAP))
     assert 400 < report.left_out["with an action of unknown target probability"] < 600
-    with pytest.raises(EmptyReplayError, match="not known"):
+    with pytest.raises(EmptyReplayError, match="`target_prob` is NULL for at least one action"):
         evaluate_policy(lake, EvaluationRequest("log", target_prob="CAST(NULL AS DOUBLE)"))
     with pytest.raises(QueryRefusedError, match="2 actions"):
         evaluate_policy(lake, EvaluationRequest("log", target_prob="[0.1, 0.4, 0.5]"))
@@ -421,7 +421,7 @@ def test_a_mode_of_continuous_actions_has_no_weights(lake, register_graph):
     ("given", "said"),
     [
         ({}, "neither"),
-        ({"policy": "a", "target_prob": "b"}, "both"),
+        ({"policy": "a", "target_prob": "b"}, "exactly one of the two"),
         ({"target_prob": "b", "exploration": NEAR}, "exploration"),
         ({"policy": "a", "discount": 0.0}, "discount"),
         ({"policy": "a", "discount": 1.5}, "discount"),
