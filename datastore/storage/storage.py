@@ -323,10 +323,10 @@ def _translate_os_errors(target: Path) -> Iterator[None]:
         message = f"{target}: {error.strerror or error}, expected to read or write it."
         if error.errno in _DISK_FULL_ERRNOS:
             raise TransientStorageError(
-                f"{message} Make room; what was committed before stays, and is recognized."
+                f"{message} Free disk space; what was committed before stays, and is recognized."
             ) from error
         raise StorageError(
-            f"{message} Free space or correct the permission, then run it again: what was "
+            f"{message} Free disk space or correct the permission, then run it again: what was "
             "committed before is recognized."
         ) from error
 

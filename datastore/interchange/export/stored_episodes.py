@@ -319,7 +319,7 @@ class PendingEpisodes:
         except OSError as error:
             raise StorageError(
                 f"{path}: {error.strerror or error}, expected room for rows of episodes that are "
-                "not whole yet. Make room beside the target, or export to another disk."
+                "not whole yet. Free disk space beside the target, or export to another disk."
             ) from error
         self._in_memory, self._num_bytes = [], 0
 

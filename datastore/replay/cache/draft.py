@@ -49,7 +49,7 @@ class Draft:
             return create_array(path, dtype, shape)
         except OSError as error:
             needed = num_bytes(dtype, shape)
-            raise no_room_error(self.folder, 0, needed, "Make room", error) from error
+            raise no_room_error(self.folder, 0, needed, "Free disk space", error) from error
 
     def write_missing(self, arrays: Mapping[str, NDArray[Any]], stop: threading.Event) -> None:
         """Write those arrays that are no files of it yet. Raises: OSError, Stopped."""

@@ -109,7 +109,7 @@ class ViewCache:
                 break
             _remove(folder)
         if (free := self._free_bytes()) < needed + DISK_RESERVE:
-            raise no_room_error(self.home, free, needed, "Make room")
+            raise no_room_error(self.home, free, needed, "Free disk space")
         return Draft(self.home)
 
     def publish(self, draft: Draft, key: str, layout: RecordLayout, shards: Sequence[str]) -> Path:

@@ -254,7 +254,7 @@ def _translate_os_errors(home: Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"cache {home}: {error.strerror or error}, expected to keep copies of a remote lake's "
-            "files there. Make room, or name another folder with REPLAYLAKE_CACHE."
+            "files there. Free disk space, or name another folder with REPLAYLAKE_CACHE."
         ) from error
 
 

@@ -105,7 +105,7 @@ def test_an_algorithm_for_other_actions(run: Any, write: Write, opened: Lake) ->
         ("cql", "alfa=2.0", "alpha"),
         ("dqn", "target_update_perod=5", "target_update_period"),
         ("bc", "updats=5", "updates"),
-        ("ips_bandit", "self_normalized=true", "self_normalized"),
+        ("ips_bandit", "self_normalised=true", "self_normalized"),
     ],
 )
 def test_an_unknown_option(

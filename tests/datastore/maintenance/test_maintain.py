@@ -101,11 +101,11 @@ def test_a_stop_ends_the_round_between_two_commits(two: Lake) -> None:
 
     def on_step(dataset: str, what: str) -> None:
         said.append((dataset, what))
-        if what.startswith("summarising"):
+        if what.startswith("summarizing"):
             stop.set()
 
     assert maintain(two, stop=stop, on_step=on_step) == []
-    assert said[-1] == ("a", "summarising episodes")
+    assert said[-1] == ("a", "summarizing episodes")
     assert len(two.dataset("b").snapshot().files) == 5
 
 

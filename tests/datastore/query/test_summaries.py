@@ -127,7 +127,7 @@ def test_the_same_with_and_without(
     newest, first = dataset.snapshot(), dataset.snapshot(1)
     direct = {view: rows(newest, view) for view in ("episodes", "games")}
     direct_first = rows(first, "episodes")
-    assert not files(dataset), "so little is not summarised"
+    assert not files(dataset), "so little is not summarized"
 
     # The first shard alone, the others read as steps.
     summaries._extend(first.table, None, first.files)

@@ -124,7 +124,7 @@ def test_a_failing_call_leaves_no_name_and_no_temporary(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing)
-        with pytest.raises(StorageError, match=r"blob: No space left on device.*Make room"):
+        with pytest.raises(StorageError, match=r"blob: No space left on device.*Free disk space"):
             storage.put_if_absent("folder/blob", b"bytes")
     assert storage.get("folder/blob") is None
     assert storage.names("_lake/tmp") == []

@@ -233,7 +233,7 @@ def test_a_file_larger_than_the_system_allows(base: Path) -> None:
     done = subprocess.run(child, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said, found = done.stdout.splitlines()
-    assert "File too large, expected to read or write it. Make room" in said
+    assert "File too large, expected to read or write it. Free disk space" in said
     assert int(found) == 60_000 + 3
 
 
@@ -251,5 +251,5 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     done = subprocess.run(child, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said, found = done.stdout.splitlines()
-    assert "No space left on device, expected to read or write it. Make room" in said
+    assert "No space left on device, expected to read or write it. Free disk space" in said
     assert int(found) == 60_000 + 2
