@@ -75,7 +75,7 @@ def write_columns(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) ->
         if num_steps == 0:
             file.write(pa.table({"eps_id": pa.array([], pa.string())}))
     except OSError as error:
-        raise StorageError(f"{path}: {error}. Free space or choose another folder.") from error
+        raise StorageError(f"{path}: {error}. Free disk space or choose another folder.") from error
     finally:
         file.close()
     return WriteResult(num_episodes, num_steps, tuple(_notes(spec, file.schema, num_unfollowed)))
