@@ -95,19 +95,19 @@ def _delete_lines(answer: DeleteReceipt) -> Iterator[str]:
     rest = f"{count(answer.steps_left, 'step')} left"
     if answer.num_episodes == 0:
         yield f"{answer.dataset}: nothing to delete"
-        yield from _undecided_lines(answer)
+        yield from _list_undecided(answer)
     elif answer.dry_run:
         yield f"{answer.dataset}: would delete {what}; {rest}"
-        yield from _undecided_lines(answer)
+        yield from _list_undecided(answer)
         yield f"  {NOTHING_CHANGED}"
     else:
         at = "" if answer.version is None else f"@{answer.version}"
         yield f"{answer.dataset}{at}: deleted {what}; {rest}"
         yield "  earlier versions keep them until vacuum; --purge takes them out of those too"
-        yield from _undecided_lines(answer)
+        yield from _list_undecided(answer)
 
 
-def _undecided_lines(answer: DeleteReceipt | PurgeReceipt) -> Iterator[str]:
+def _list_undecided(answer: DeleteReceipt | PurgeReceipt) -> Iterator[str]:
     if answer.num_undecided:
         yield (
             f"  {count(answer.num_undecided, 'episode')} in quarantine may be meant, too: the "
@@ -119,7 +119,7 @@ def _undecided_lines(answer: DeleteReceipt | PurgeReceipt) -> Iterator[str]:
 def _purge_lines(answer: PurgeReceipt) -> Iterator[str]:
     if answer.num_episodes == 0:
         yield f"{answer.dataset}: nothing to purge"
-        yield from _undecided_lines(answer)
+        yield from _list_undecided(answer)
         return
     what = (
         f"{count(answer.num_episodes, 'episode')}, {count(answer.num_steps, 'step')} of the newest "
@@ -139,7 +139,7 @@ def _purge_lines(answer: PurgeReceipt) -> Iterator[str]:
     for policy, num in answer.policies.items():
         of = "some, perhaps: its version cannot be read" if num is None else count(num, "episode")
         yield f"  policy {policy} was trained on them: {of}"
-    yield from _undecided_lines(answer)
+    yield from _list_undecided(answer)
     if answer.dry_run:
         yield f"  {NOTHING_CHANGED}"
         return

@@ -198,7 +198,7 @@ def simplify_axes(axes: Any) -> None:
 
 
 def _is_half(edge: float) -> bool:
-    """Whether it lies between two neighboring whole numbers, as the bins of whole numbers do."""
+    """Whether a bin edge is a whole number plus one half, as where the bins hold whole numbers."""
     return abs(edge) < 1e15 and (edge - 0.5).is_integer()
 
 

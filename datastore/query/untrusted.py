@@ -128,7 +128,7 @@ def _grant(sandbox: _Sandbox, views: Views, parameters: Mapping[str, object] | N
 
 
 class _PublicCatalog:
-    """A catalog without what people outside need not know.
+    """A catalog that withholds some columns from untrusted queries.
 
     The clock counts in here too: a query may name every dataset of a wide lake.
     """

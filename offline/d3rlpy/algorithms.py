@@ -40,7 +40,7 @@ class D3rlpyAlgorithm:
 
     @property
     def takes_images(self) -> bool:
-        """Whether its networks may be convolutional; neighbors are those of flat vectors."""
+        """Whether it takes images; a search for nearest neighbors needs flat vectors."""
         return self.needs != "neighbors"
 
 
