@@ -8,8 +8,9 @@ PY := .venv/bin/python
 SOURCES := $(wildcard datastore offline online serve cli tests examples benchmarks) src/replaylake/__init__.py
 WORKERS ?= 2
 KILLS ?= 500
+FUZZ_MINUTES ?= 10
 
-.PHONY: .venv demo test test-slow bars chaos check check-newer-gymnasium check-pythons check-oldest check-kernels compat-base bench clean
+.PHONY: .venv demo test test-slow bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-base bench ope-coverage clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -42,10 +43,10 @@ bars: .venv/.installed
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -rA -m bars tests/online/test_bars.py
 
 # The long form of the fault tests: kills, damage and failing disks by the hundred. `make chaos KILLS=2000`
-# kills more often; -rP shows what each test did.
+# kills more often; -rP shows what each test did. Each target of tests/fuzz runs for FUZZ_MINUTES.
 chaos: .venv/.installed
 	@echo "tests: chaos, $(KILLS) kills, $(WORKERS) at a time"
-	@REPLAYLAKE_KILLS=$(KILLS) OMP_NUM_THREADS=1 $(PY) -m pytest -q -rP -n $(WORKERS) -m chaos
+	@REPLAYLAKE_KILLS=$(KILLS) REPLAYLAKE_FUZZ_MINUTES=$(FUZZ_MINUTES) OMP_NUM_THREADS=1 $(PY) -m pytest -q -rP -n $(WORKERS) -m chaos
 
 check: .venv/.installed
 	@echo "ruff format --check"
@@ -74,6 +75,15 @@ check-oldest:
 check-kernels: .venv/.installed
 	@.ci/kernels $(TESTS)
 
+# Wheel and sdist, built twice and compared, into dist/; the wheel alone, used with and without extras, each in an
+# environment below .bench/. `make check-package EXTRAS=all` tries every extra: a quarter of an hour, and gigabytes.
+check-package:
+	@.ci/package $(EXTRAS)
+
+# The steps of examples/deploy/Containerfile in a Debian below .bench/, and a server there with a read-only root; as root.
+check-container:
+	@.ci/container
+
 # The base beside verl and TRL, each in an environment of over a gigabyte below .bench/.
 compat-base:
 	@.ci/compat-base
@@ -82,6 +92,12 @@ compat-base:
 # `make bench ONLY=append,load` runs some of the workloads.
 bench: .venv/.installed
 	@$(PY) -m benchmarks.run $(if $(ONLY),--only $(ONLY))
+
+# How often intervals of `ope` contain the truth, over 1,000 logs a cell: about 40 minutes of one core on a fast disk
+# (TMPDIR=/dev/shm). `make ope-coverage CELLS=near,sparse EPISODES=200,400 TRIALS=300 GATE_TRIALS=0` runs less.
+ope-coverage: .venv/.installed
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.ope_coverage $(if $(CELLS),--cells $(CELLS)) $(if $(EPISODES),--episodes $(EPISODES)) \
+	    $(if $(TRIALS),--trials $(TRIALS)) $(if $(GATE_TRIALS),--gate-trials $(GATE_TRIALS))
 
 clean:
 	rm -rf .venv .bench build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -22,11 +22,11 @@ import numpy as np
 
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.collecting.rollout_batch import EpisodeNumbers, RolloutBatch, WorkerSpec
 from replaylake.online.collecting.worker import RolloutConfig
-from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.local_pool import LocalPool
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
@@ -74,7 +74,7 @@ def collected(
     flush_steps = RolloutConfig(ENV_ID).flush_steps
     for worker in range(pool.size):
         pool.request_steps(worker, flush_steps)
-    timings, num_steps = Timings(), 0
+    timings, num_steps = Timings("workers"), 0
     started = time.perf_counter()
     waiting = set(range(pool.size))
     while waiting:
@@ -167,7 +167,7 @@ def main() -> None:
     for (workload, system), (rate, timings) in best.items():
         links = {
             link: round(total.seconds / max(1, total.items) * 1e6, 3)
-            for link, total in timings.totals.items()
+            for (_, link), total in timings.totals.items()
         }
         line = {"workload": workload, "system": system, "figure": round(rate), "unit": "steps/s"}
         print(json.dumps({**line, "us_an_item": links}), flush=True)
@@ -185,7 +185,7 @@ def turn(
                 found = rates(Path(scratch), num_workers, records=records, turn_s=turn_s)
             yield (workload, system), found
         if not num_workers:
-            yield (workload, "stepped alone"), (stepped(), Timings())
+            yield (workload, "stepped alone"), (stepped(), Timings("workers"))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,16 @@ answer is no; 130 interrupted.
 
 from __future__ import annotations
 
+import atexit
+import copy
 import functools
 import inspect
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -22,11 +23,13 @@ from typer.core import TyperCommand, TyperGroup
 from replaylake.cli.commands import (
     algorithms,
     annotate,
+    columns,
     compact,
-    copy,
+    completion,
     datasets,
     delete,
     diff,
+    doctor,
     evaluate,
     export,
     feedback,
@@ -41,11 +44,14 @@ from replaylake.cli.commands import (
     policies,
     profile_run,
     promote,
+    quarantine,
     replay_decisions,
     retention,
     rollout,
     runs,
     serve,
+    set_reference,
+    split,
     sql,
     tag,
     train,
@@ -54,16 +60,19 @@ from replaylake.cli.commands import (
     tune,
     vacuum,
 )
+from replaylake.cli.commands.copy import copy as copy_dataset
 from replaylake.cli.options import COMMON_OPTIONS, Invocation, name_options, to_usage_error
 from replaylake.cli.output.command_output import escape_controls, print_json, reserve_stdout
 from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError, ReplayLakeError
 from replaylake.datastore.version import VERSION
 
 _INTERRUPTED: Final = 130
+# Typer has its own copy of click, and of its errors exports none but the heirs of this one.
+_UsageError: Final[Any] = typer.BadParameter.__bases__[0]
 
 # The headings of `replaylake --help`, each with its commands.
 GROUPS: Final = {
-    "Write data": ("ingest", "rollout", "feedback", "annotate"),
+    "Write data": ("ingest", "quarantine", "rollout", "feedback", "annotate"),
     "Read data": ("datasets", "sql", "lineage"),
     "Export data": ("export", "formats"),
     "Train and evaluate": (
@@ -77,6 +86,7 @@ GROUPS: Final = {
     ),
     "Manage and serve policies": ("policies", "serve"),
     "Maintain a lake": ("maintain", "fsck"),
+    "Set up": ("doctor", "completion"),
 }
 # By the name at the top level, the whole name of the command that it is short for.
 SHORT_FORMS: Final[dict[str, str]] = {}
@@ -155,9 +165,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"], "max_content_width": 100},
     **_SETTINGS,
 )
+_quarantine = typer.Typer(help="Work with rejected rows: list, show, clear.", **_SETTINGS)
 _feedback = typer.Typer(help="Join served decisions with rewards, or count them.", **_SETTINGS)
 _datasets = typer.Typer(
-    help="Work with datasets: list, show, diff, tag, copy, delete.", **_SETTINGS
+    help="Work with datasets: list, show, tag, merge, split, delete.", **_SETTINGS
 )
 _train = typer.Typer(help="Train a policy, offline or online.", **_SETTINGS)
 _runs = typer.Typer(help="Work with training runs: list, show, diff, profile.", **_SETTINGS)
@@ -187,6 +198,10 @@ def _register(
 
 
 _register(app, "ingest", ingest.ingest)
+app.add_typer(_quarantine, name="quarantine")
+_register(_quarantine, "list", quarantine.list_rows)
+_register(_quarantine, "show", quarantine.show)
+_register(_quarantine, "clear", quarantine.clear)
 _register(app, "rollout", rollout.rollout)
 app.add_typer(_feedback, name="feedback")
 _register(_feedback, "join", feedback.join_feedback)
@@ -198,7 +213,12 @@ _register(_datasets, "show", datasets.show, has_short_form=True)
 _register(_datasets, "history", history.history, has_short_form=True)
 _register(_datasets, "diff", diff.diff, has_short_form=True)
 _register(_datasets, "tag", tag.tag)
-_register(_datasets, "copy", copy.copy)
+_register(_datasets, "copy", copy_dataset)
+_register(_datasets, "merge", split.merge)
+_register(_datasets, "split", split.split)
+_register(_datasets, "rename-column", columns.rename_column)
+_register(_datasets, "drop-column", columns.drop_column)
+_register(_datasets, "set-reference", set_reference.set_reference)
 _register(_datasets, "delete", delete.delete)
 _register(app, "sql", sql.sql)
 _register(app, "lineage", lineage.lineage)
@@ -237,12 +257,23 @@ _register(_maintain, "trim", trim.trim)
 _register(_maintain, "vacuum", vacuum.vacuum)
 _register(_maintain, "retention", retention.retention)
 _register(app, "fsck", fsck.fsck)
+_register(app, "doctor", doctor.doctor)
+_register(app, "completion", completion.completion)
 
 
 def _print_version(value: bool) -> None:
-    if value:
-        print(f"replaylake {VERSION}")
-        raise typer.Exit
+    if not value:
+        return
+    from replaylake.cli.installation import describe_platform, find_extras, find_packages
+
+    print(f"replaylake {VERSION}")
+    print(describe_platform())
+    print(", ".join(f"{package.name} {package.version}" for package in find_packages()))
+    extras = {extra: all(p.version for p in find_packages(extra)) for extra in find_extras()}
+    for what, is_whole in (("extras", True), ("extras not installed", False)):
+        if names := [extra for extra, whole in extras.items() if whole is is_whole]:
+            print(f"{what}: {', '.join(names)}")
+    raise typer.Exit
 
 
 @app.callback()
@@ -250,10 +281,27 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and what is installed, and exit.",
         ),
     ] = False,
 ) -> None: ...
+
+
+def run() -> NoReturn:
+    """Run the command of the command line, and end the process.
+
+    It ends after the last of its threads and exit handlers: the interpreter would go on to destroy
+    all modules, which takes 0.5 s with torch and 1.5 s with Ray, in an order in which DuckDB's
+    binding prints some 40 lines (Ray 2.60, DuckDB 2.0).
+    """
+    code = 1
+    # Handlers run in the reverse order: this one last.
+    atexit.register(lambda: _end_process(code))
+    code = main()
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -277,13 +325,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+@functools.cache
+def _build_commands(name: str) -> Any:
+    """Build the command or group of this name, or all of them where there is none of it.
+
+    Typer derives each command from its function's signature: 0.24 s for all of them, which every
+    start of the program and every call of `main` would pay (2 slow cores, 2026-11-25).
+    """
+    part = copy.copy(app)
+    part.registered_commands = [one for one in app.registered_commands if one.name == name]
+    part.registered_groups = [one for one in app.registered_groups if one.name == name]
+    is_known = part.registered_commands or part.registered_groups
+    return typer.main.get_command(part if is_known else app)
+
+
 def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:
-    command = typer.main.get_command(app)
+    given = sys.argv[1:] if arguments is None else arguments
+    if "_REPLAYLAKE_COMPLETE" in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()
+    command = _build_commands(given[0] if given else "")
     try:
-        command(args=arguments, prog_name="replaylake", obj=invocation)
+        code = command(
+            args=arguments, prog_name="replaylake", obj=invocation, standalone_mode=False
+        )
+    except _UsageError as error:
+        error.show()
+        if "--json" in given:
+            parameter = getattr(error, "param", None)
+            name = getattr(error, "param_hint", None) or getattr(parameter, "opts", [None])[0]
+            said = {"kind": "UsageError", "message": error.format_message(), "parameter": name}
+            print_json({"error": said})
+        return int(error.exit_code)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 def _fail(error: Exception, invocation: Invocation) -> int:
@@ -298,10 +375,13 @@ def _fail(error: Exception, invocation: Invocation) -> int:
             "it: run again with --debug for the traceback."
         )
     print(f"error: {escape_controls(message)}", file=sys.stderr)
+    details = getattr(error, "details", {})
+    if "excerpt" in details:
+        print(escape_controls(details["excerpt"]), file=sys.stderr)
     if invocation.as_json:
         parameter = error.parameter if isinstance(error, ReplayLakeError) else None
         said = {"kind": type(error).__name__, "message": message, "parameter": parameter}
-        print_json({"error": said | getattr(error, "details", {})})
+        print_json({"error": said | details})
     return 1
 
 
@@ -310,19 +390,17 @@ def _missing_extra(error: Exception) -> ExtraMissingError | None:
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     # Here, as it imports the libraries of mail, which every --help would wait for.
-    from importlib import metadata
+    from replaylake.cli.installation import extra_of
 
     module = error.name.partition(".")[0]
-    for requirement in metadata.requires("replaylake") or []:
-        match = re.match(r"([\w.-]+).*\bextra == ['\"](\w+)['\"]", requirement)
-        if match and re.sub(r"[-.]", "_", match.group(1)).lower() == module:
-            missing = ExtraMissingError(
-                f"this command needs {module}, which is not installed. "
-                f"Install it: pip install 'replaylake[{match.group(2)}]'."
-            )
-            missing.__cause__ = error
-            return missing
-    return None
+    if (extra := extra_of(module)) is None:
+        return None
+    missing = ExtraMissingError(
+        f"this command needs {module}, which is not installed. "
+        f"Run: pip install 'replaylake[{extra}]'."
+    )
+    missing.__cause__ = error
+    return missing
 
 
 def _close_stdout() -> None:
@@ -331,5 +409,13 @@ def _close_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _end_process(code: int) -> NoReturn:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

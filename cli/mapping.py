@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _TABLES: Final = ("map", "fill")
 _COLUMNS: Final = ("episode_by", "order_by")
-_CHOICES: Final = {"gaps": ("reject", "split"), "open_ends": ("open", "truncated")}
-_NUMBERS: Final = ("action_scale", "action_low", "action_high")
+_CHOICES: Final = {"gaps": ("reject", "split"), "open_ends": ("open", "truncated", "time-limit")}
+_NUMBERS: Final = ("action_scale", "action_low", "action_high", "reward_scale")
 _COUNTS: Final = ("time_limit", "max_categories")
 _TEXTS: Final = ("timezone", "format")
 _FLAGS: Final = ("no_reward",)
@@ -66,6 +66,7 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
         open_ends=merged.get("open_ends", plain.open_ends),
         action_scale=merged.get("action_scale"),
         action_range=_range(merged.get("action_low"), merged.get("action_high")),
+        reward_scale=merged.get("reward_scale"),
         timezone=merged.get("timezone"),
         reward_unknown=merged.get("no_reward", False),
         max_categories=merged.get("max_categories", plain.max_categories),

@@ -10,13 +10,15 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets, complete_policies
 from replaylake.datastore.errors import ConfigInvalidError
 
 DEFAULT_LAKE: Final = "lake"
 # The last heading of each command's --help, with the options that all commands have.
 COMMON_OPTIONS: Final = "Common options"
-# How `datasets delete`, `maintain trim` and `maintain vacuum` end without --yes.
-NOTHING_CHANGED: Final = "nothing was changed: --yes does it"
+# How `datasets delete`, `quarantine clear`, `maintain trim` and `maintain vacuum` end without
+# --yes.
+NOTHING_CHANGED: Final = "nothing was changed; use --yes to delete"
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 # As a text, False would be true.
@@ -74,6 +76,7 @@ DatasetsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DATASET",
+        autocompletion=complete_datasets,
         show_default=False,
         help="Datasets; by default all, and files that crashes left in the lake itself.",
     ),
@@ -90,6 +93,7 @@ PolicyArgument = Annotated[
     str,
     typer.Argument(
         metavar="POLICY",
+        autocompletion=complete_policies,
         show_default=False,
         help="Policy, as name:version, name@alias, or name (its champion if set, else its "
         "newest version).",
@@ -108,14 +112,18 @@ _OPTIONS: Final = {
     "deadline_s": ("--deadline",),
     "discount": ("--gamma",),
     "env_args": ("--env-arg",),
+    "estimators": ("--estimator",),
     "follow_s": ("--follow",),
+    "files": ("--file",),
     "format": ("--format", "--to"),
     "join_every_s": ("--join-every",),
     "keep_versions_s": ("--keep-versions",),
     "mapping": ("--map",),
     "max_age_s": ("--max-age",),
     "older_than_s": ("--older-than",),
+    "reasons": ("--reason",),
     "reward_unknown": ("--no-reward",),
+    "roles_file": ("--roles-file", "--access"),
     "target_bytes": ("--target", "--target-shard"),
 }
 # Parameters whose option has their own name.
@@ -137,37 +145,49 @@ _SAME_NAMES: Final = (
     "episode_by",
     "explore",
     "feedback_token_file",
+    "expert",
     "fill",
+    "fix",
     "force",
     "gaps",
     "holdout",
     "host",
+    "ignore_masks",
     "incomplete",
     "insecure",
     "lake",
+    "late",
     "learner_gpus",
     "learners",
+    "ids",
+    "into",
     "log_to",
     "max_categories",
     "max_steps",
     "mix",
     "on",
+    "on_conflict",
     "on_invalid",
     "on_log_failure",
     "open_ends",
     "order_by",
     "output",
     "port",
+    "random",
+    "readmit",
     "repair",
     "replace",
     "reward",
+    "reward_scale",
     "set",
+    "sha256",
     "stream",
     "target_prob",
     "time_limit",
     "timezone",
     "to",
     "to_version",
+    "unique",
     "unseen",
     "where",
     "where_steps",

@@ -12,16 +12,16 @@
     ├── LogCorruptError             the commit log does not parse or has a hole
     ├── CommitConflictError         a commit lost its race for good: what it builds on has changed
     ├── QueryRefusedError           SQL that is not one SELECT, or not reproducible where it must be
-    ├── QueryError            SQL that DuckDB could not run
+    ├── QueryError                  SQL that DuckDB could not run
     ├── EmptyReplayError            a selection that holds no step to sample
     ├── SpaceUnsupportedError       an algorithm, head or sampler that cannot take this space
     ├── ConfigInvalidError          an option with a wrong name, type or range
-    ├── TrainingError         a loss or parameter that is no longer finite
-    ├── RolloutError          an environment that raised, or a rollout worker that died
+    ├── TrainingError               a loss or parameter that is no longer finite
+    ├── RolloutError                an environment that raised, or a rollout worker that died
     ├── PackageInvalidError         a policy package with missing, altered or unreadable files
-    ├── StorageError          the disk or object store said no
+    ├── StorageError                the disk or object store said no
     │   └── TransientStorageError    for now: a full disk, a store out of reach
-    ├── ServeError            the server could not start
+    ├── ServeError                  the server could not start
     └── ExtraMissingError           an optional dependency that is not installed
 
 A message says, in this order: what failed, what was found, what was expected, what to do now. It
@@ -31,10 +31,10 @@ them for its users.
 
 
 class ReplayLakeError(Exception):
-    """Root of the tree: catch this to catch whatever ReplayLake refuses.
+    """Base class of all errors of ReplayLake.
 
-    parameter: the argument or field of a config whose value is refused, None where it is no single
-    one. A message about it begins with its name.
+    parameter: the argument or config field whose value is refused; None if no single one is at
+    fault. The message then begins with its name.
     """
 
     def __init__(self, *arguments: object, parameter: str | None = None) -> None:
@@ -87,7 +87,15 @@ class QueryRefusedError(ReplayLakeError):
 
 
 class QueryError(ReplayLakeError):
-    """SQL that DuckDB could not run."""
+    """SQL that DuckDB could not run.
+
+    details: `excerpt`, where it is known, is the line of the query that is at fault, and below it
+    carets under the place.
+    """
+
+    def __init__(self, *arguments: object, parameter: str | None = None) -> None:
+        super().__init__(*arguments, parameter=parameter)
+        self.details: dict[str, str] = {}
 
 
 class EmptyReplayError(ReplayLakeError):

@@ -40,25 +40,27 @@ OnFrame = Callable[[int, Array], None]
 class Callbacks:
     """Functions that a run calls in the process and thread that started it. All are optional.
 
-    An exception that one raises ends the run. Each function calls those that it names here:
+    An exception raised by a callback ends the run. Each callback is called by the functions listed
+    here:
 
-    - `on_reading(shards decoded, shards)`: `train`, `resume`, while the episodes are read.
-    - `on_start(start)`: once before the first update or step. A `RunStart` from `train`, `resume`,
-      `train_online` and `resume_online`; a `SweepStart` from `tune` and `resume_sweep`.
-    - `on_progress(progress)`: about four times a second, and at the end. A `TrainProgress` from
-      `train` and `resume`; an `OnlineProgress` from `train_online` and `resume_online`; a
-      `TrialProgress` from `tune` and `resume_sweep`, at each measurement and end of a trial; an
-      `EpisodeProgress` from `evaluate`, `compare` and `rollout`, as episodes end.
-    - `on_metrics(update, values)`: each point of a run's metrics, from the four training functions.
-    - `on_remark(text)`: what a person should know, such as a lost worker or a full disk:
-      `train_online`, `resume_online`, `rollout`.
-    - `on_frame(episode, frame)`: `evaluate`, for each reset and step of the episodes it draws.
-      frame: uint8 [height, width, 3].
-    - `should_end()`: asked between updates by the four training functions. True saves a checkpoint
-      and raises RunInterrupted.
+    - `on_reading(shards decoded, shards)`: `train` and `resume`, while the episodes are read.
+    - `on_start(start)`: once before the first update or step. It receives a `RunStart` from
+      `train`, `resume`, `train_online` and `resume_online`, and a `SweepStart` from `tune` and
+      `resume_sweep`.
+    - `on_progress(progress)`: about four times a second, and at the end. It receives a
+      `TrainProgress` from `train` and `resume`; an `OnlineProgress` from `train_online` and
+      `resume_online`; a `TrialProgress` from `tune` and `resume_sweep`, at each measurement and end
+      of a trial; an `EpisodeProgress` from `evaluate`, `compare` and `rollout`, when episodes end.
+    - `on_metrics(update, values)`: the four training functions, for each point of a run's metrics.
+    - `on_remark(text)`: `train_online`, `resume_online` and `rollout`, for events that a person
+      should know of, for example a lost worker or a full disk.
+    - `on_frame(episode, frame)`: `evaluate`, for each reset and step of the episodes that it
+      renders. frame: uint8 [height, width, 3].
+    - `should_end()`: the four training functions, between updates. If it returns True, a checkpoint
+      is saved and RunInterrupted is raised.
 
-    on_start and on_progress are typed by no class: which one they get depends on the function
-    (docs/decisions/078).
+    The types of the arguments of on_start and on_progress depend on the function, so they are
+    annotated as Any (docs/decisions/078).
     """
 
     on_reading: OnReading | None = None
@@ -71,10 +73,10 @@ class Callbacks:
 
     @property
     def is_end_requested(self) -> bool:
-        """Whether the run is to end."""
+        """Return whether `should_end` requests the end of the run."""
         return self.should_end is not None and self.should_end()
 
     def report_remark(self, text: str) -> None:
-        """Report a sentence that a person should read."""
+        """Report a sentence for the person who started the run."""
         if self.on_remark is not None:
             self.on_remark(text)

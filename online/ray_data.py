@@ -22,21 +22,22 @@ _NEEDS: Final = "to_ray: found no ray, expected it"
 def to_ray(
     snapshot: Snapshot, columns: Sequence[str] | None = None, where: str | None = None
 ) -> Dataset:
-    """Return a Ray Data dataset of a snapshot's steps, one row a step, as the columns of `steps`.
+    """Return a Ray Data dataset of a snapshot's steps, with one row per step.
 
-    Nothing is read before the dataset is consumed, but for `where`: that is one query here. A task
-    reads a shard, or neighboring ones if there are more than Ray wants tasks, checks its sha256
-    and yields a block a shard. Each node has to see the lake at the same path or URL. Where a
-    column came later than a shard its values there are nulls. Starts a local Ray if none runs.
+    Its columns are those of `steps`. Nothing is read before the dataset is consumed, except for
+    `where`, which is one query when this function is called. A task reads one shard (or several
+    adjacent ones if there are more shards than Ray wants tasks), verifies its sha256, and yields
+    one block per shard. Each node has to reach the lake at the same path or URL. A column that was
+    added later is null in older shards. A local Ray is started if none runs.
 
     Args:
-        snapshot: what to read.
+        snapshot: the snapshot to read.
         columns: columns of `steps`; all by default.
         where: SQL condition over the columns of `episodes`, as in `Snapshot.replay`; selects whole
             episodes.
 
     Raises: NotFoundError for a column, QueryRefusedError, QueryError, ExtraMissingError;
-    ShardCorruptError in the task, which Ray wraps into its own error.
+    ShardCorruptError in the task, which Ray wraps in its own error.
     """
     rows = shard_rows(snapshot, columns)
     ray = _import_ray_data()
@@ -91,6 +92,7 @@ def _import_ray_data() -> Any:
         import ray.data  # noqa: F811 - the same module, with its part for data
     except (ExtraMissingError, ImportError) as error:
         raise ExtraMissingError(
-            f"to_ray: found no Ray Data ({error}), expected it. Install replaylake[online]."
+            f"to_ray: found no Ray Data ({error}), expected it. "
+            "Run: pip install 'replaylake[online]'."
         ) from error
     return ray

@@ -86,19 +86,18 @@ def rollout(
     """Collect whole episodes and commit them to a dataset, which is created if it does not exist.
 
     Args:
-        lake: where the dataset and the policies are; a handle on none yet makes it.
+        lake: the lake of the dataset and the policies; it is created if it does not exist.
         dataset: its name.
-        policy: `random`, or `name`, `name:version` or `name@alias` of a registered one.
-        config: environment, episodes, workers, how they act.
-        callbacks: on_progress (EpisodeProgress), each time a worker hands over episodes;
-            on_remark, with what a person should know: a store that refuses, as a full disk does
-            (nothing more is collected until it takes what there is, which is tried twice a second),
-            and nodes that do not see the lake.
+        policy: `random`, or `name`, `name:version` or `name@alias` of a registered policy.
+        config: environment, episodes, workers, exploration.
+        callbacks: on_progress (EpisodeProgress), each time a worker returns episodes; on_remark, if
+            the store rejects writes, for example because the disk is full (collection pauses, and
+            the write is tried twice a second), and if nodes cannot access the lake.
 
     Raises: NotFoundError, InvalidNameError, ConfigInvalidError, SchemaMismatchError,
-    SpaceUnsupportedError, PackageInvalidError before anything is written; RolloutError naming the
-    episode if the environment raises or a worker dies. Episodes that were handed over before are
-    committed even then, whole.
+    SpaceUnsupportedError, PackageInvalidError before anything is written; RolloutError that names
+    the episode if the environment raises or a worker dies. Whole episodes that were returned before
+    are committed in this case too.
     """
     started = time.time()
     policies = resolve_policies(lake, policy, config)
@@ -137,7 +136,7 @@ def rollout(
     except ReplayLakeError as error:
         totals = run.fail(record, error)
         raise type(error)(
-            f"{error} Committed to {dataset!r} before it: {totals['num_episodes']} of "
+            f"{error} Committed to {dataset!r} before: {totals['num_episodes']} of "
             f"{config.episodes} episodes, each whole.",
             parameter=error.parameter,
         ) from error
@@ -292,7 +291,7 @@ def resolve_policies(lake: Lake, policy: str, config: RolloutConfig) -> Behavior
     if not isinstance(env, Game):
         raise ConfigInvalidError(
             f"{config.env}: found policies for {', '.join(agent_policies)}, expected one "
-            "policy: it is an environment of one agent."
+            "policy, because the environment has one agent."
         )
     own = {
         a: replace(_resolve_policy(lake, text), **exploring) for a, text in agent_policies.items()

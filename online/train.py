@@ -51,11 +51,11 @@ def train_online(
     *,
     callbacks: Callbacks | None = None,
 ) -> OnlineResult:
-    """Collect with a policy while it learns, and register the best one.
+    """Train a policy while it collects steps, and register the best one.
 
     Args:
-        lake: where the dataset is and the policy goes.
-        dataset: name of the one that the steps are written into; made where it does not exist.
+        lake: the lake of the dataset and the policy.
+        dataset: name of the dataset to which the steps are written; created if it does not exist.
         config: environment, algorithm and its options, the policy's name, steps, workers.
             `config.env` and `config.policy` are required.
         callbacks: on_start, on_progress (OnlineProgress), on_metrics, on_remark, should_end.
@@ -64,9 +64,9 @@ def train_online(
     SIGTERM save a checkpoint first.
 
     Raises: NotFoundError, InvalidNameError, SchemaMismatchError, SpaceUnsupportedError,
-    ConfigInvalidError, ExtraMissingError before anything is collected; RolloutError where an
-    environment raises or workers die again and again; TrainingError; StorageError; RunInterrupted.
-    No policy is registered then; what was committed stays.
+    ConfigInvalidError, ExtraMissingError before anything is collected; RolloutError if an
+    environment raises or workers die repeatedly; TrainingError; StorageError; RunInterrupted. In
+    each case no policy is registered, and committed steps remain.
     """
     request, callbacks = OnlineRequest(dataset, config), callbacks or Callbacks()
     if config.learns_in_ray:
@@ -85,12 +85,12 @@ def _start(lake: Lake, request: OnlineRequest, callbacks: Callbacks) -> OnlineRe
 
 
 def resume_online(lake: Lake, run_id: str, *, callbacks: Callbacks | None = None) -> OnlineResult:
-    """Resume a run from its newest checkpoint and with all that it had committed.
+    """Resume an online run from its newest checkpoint, with all steps that it had committed.
 
-    Steps that were committed after the checkpoint are learned from like any others. Episodes that
-    were open when it was killed stay without an end (`complete` is false), and the first commit
-    names them. For the callbacks see `train_online`. Raises: NotFoundError if there is no such run;
-    CommitConflictError while another process is at work on it; else as train_online.
+    Steps that were committed after the checkpoint are used for learning like any others. Episodes
+    that were open when the run was killed remain without an end (`complete` is false), and the
+    first commit lists them. For the callbacks see `train_online`. Raises: NotFoundError if there is
+    no such run; CommitConflictError while another process executes it; otherwise as train_online.
     """
     callbacks = callbacks or Callbacks()
     record = find_run(lake.registry, run_id, kind=KIND)
@@ -235,15 +235,16 @@ def _check_room(ray: Any, request: OnlineRequest) -> None:
     if config.learner_gpus > max(gpus, default=0.0):
         raise ConfigInvalidError(
             f"{where}: found {sum(gpus):g} GPUs on {len(nodes)} nodes, {max(gpus, default=0):g} on "
-            f"one at most; expected {config.learner_gpus:g} on one, for `learner_gpus`. Start Ray "
-            "on a machine that has them (`ray start --num-gpus N` where it does not see them), or "
+            f"one at most; expected {config.learner_gpus:g} on one node, for `learner_gpus`. "
+            "Start Ray "
+            "on a machine that has them (`ray start --num-gpus N` if it does not detect them), or "
             "leave `learner_gpus` out."
         )
     num_cpus, available = _num_cpus(config), sum(float(node.get("CPU", 0)) for node in nodes)
     if num_cpus > available:
         raise ConfigInvalidError(
             f"{where}: found {available:g} CPUs, expected {num_cpus:g}: one for the learner, and "
-            f"{config.worker_cpus:g} for each of {config.num_workers} workers. Take fewer "
+            f"{config.worker_cpus:g} for each of {config.num_workers} workers. Use fewer "
             "`workers`, or a smaller `worker_cpus`."
         )
 
@@ -349,7 +350,8 @@ class _RemoteRun:
             if now - heard_at > self._config.answer_timeout_s:
                 raise TrainingError(
                     f"learner: no answer within {self._config.answer_timeout_s:g} s "
-                    "(answer_timeout_s): it hangs, or its node is out of reach. `replaylake train "
+                    "(answer_timeout_s): it hangs, or its node cannot be reached. `replaylake "
+                    "train "
                     f"online --resume {self._run_id or 'RUN'}` resumes the run."
                 )
 

@@ -136,8 +136,6 @@ class _LoadedServing:
         return self.serving
 
     def is_ready(self) -> bool:
-        """Whether requests can be answered and logged."""
+        """Whether observations can be acted on, and the decisions logged."""
         serving = self.serving
-        if serving is None or (serving.log is not None and serving.log.refuses):
-            return False
-        return serving.received is None or serving.received.failure is None
+        return serving is not None and (serving.log is None or not serving.log.refuses)

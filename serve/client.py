@@ -44,7 +44,8 @@ class Action:
     action: a value of the action space, as JSON has it. log_prob: the natural logarithm of the
     probability (density) of `action`, exploration included; None where the policy has none. state:
     for the next act() of the episode, of policies that remember. q_values and action_name: where
-    asked for, or where actions have names.
+    asked for, or where actions have names. unknown_categories: the fields of `observation` whose
+    text the policy does not know.
     """
 
     action: Any
@@ -56,6 +57,7 @@ class Action:
     state: str | None = None
     q_values: list[float] | None = None
     action_name: str | None = None
+    unknown_categories: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Actions:
     states: list[str] | None = None
     q_values: NDArray[np.float64] | None = None
     action_names: list[str] | None = None
+    unknown_categories: list[list[str]] | None = None
 
     def __len__(self) -> int:
         return len(self.decision_ids)
@@ -176,6 +179,7 @@ class Client:
             state=answer.get("state"),
             q_values=answer.get("q_values"),
             action_name=answer.get("action_name"),
+            unknown_categories=answer.get("unknown_categories", ()),
         )
 
     def act_batch(
@@ -226,6 +230,7 @@ class Client:
             states=answer.get("states"),
             q_values=_q_values(answer.get("q_values")),
             action_names=answer.get("action_names"),
+            unknown_categories=answer.get("unknown_categories"),
         )
 
     def feedback(

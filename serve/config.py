@@ -15,7 +15,7 @@ from replaylake.datastore.lake.policies.exploration import parse_exploration
 from replaylake.datastore.storage.locations import absolute_lake
 from replaylake.serve.recording.decision_log import ON_LOG_FAILURE, REFUSE
 from replaylake.serve.safety.hosts import AllowedHosts
-from replaylake.serve.safety.limits import Safety
+from replaylake.serve.safety.limits import Safety, parse_number
 from replaylake.serve.versions.router import parse_canaries
 
 SERVERS: Final = ("bentoml", "uvicorn")
@@ -174,6 +174,12 @@ class ServeConfig:
         def read(name: str) -> str | None:
             return environment.get(f"REPLAYLAKE_SERVE_{name}") or None
 
+        def read_int(name: str, default: int) -> int:
+            return parse_number(name, read(name) or str(default), int)
+
+        def read_float(name: str, default: float) -> float:
+            return parse_number(name, read(name) or str(default), float)
+
         package, policy = read("PACKAGE"), read("POLICY")
         if package is None or policy is None:
             raise ConfigInvalidError(
@@ -181,29 +187,26 @@ class ServeConfig:
                 "set, expected the directory of the policy package and the policy's name. "
                 "`replaylake serve` sets both."
             )
-        try:
-            return cls(
-                package=Path(package),
-                policy=policy,
-                version=int(read("VERSION") or 1),
-                lake=read("LAKE"),
-                log_to=read("LOG_TO"),
-                explore=read("EXPLORE"),
-                host=read("HOST") or "127.0.0.1",
-                port=int(read("PORT") or 3000),
-                workers=int(read("WORKERS") or 1),
-                window_s=float(read("WINDOW_S") or DEFAULT_WINDOW_S),
-                sync_every=read("SYNC_EVERY") == "1",
-                reference=read("REFERENCE"),
-                follow_s=float(read("FOLLOW_S") or 0.5),
-                canary=tuple(filter(None, (read("CANARY") or "").split(","))),
-                on_log_failure=read("ON_LOG_FAILURE") or REFUSE,
-                join_every_s=float(read("JOIN_EVERY_S") or 0),
-                server=read("SERVER") or "bentoml",
-                safety=Safety.from_environment(environment),
-                state_key=read("STATE_KEY") or secrets.token_hex(32),
-                request_options=read("REQUEST_OPTIONS") != "0",
-                manifest_sha256=read("MANIFEST_SHA256"),
-            )
-        except ValueError as error:
-            raise ConfigInvalidError(f"REPLAYLAKE_SERVE_*: {error}; expected a number.") from error
+        return cls(
+            package=Path(package),
+            policy=policy,
+            version=read_int("VERSION", 1),
+            lake=read("LAKE"),
+            log_to=read("LOG_TO"),
+            explore=read("EXPLORE"),
+            host=read("HOST") or "127.0.0.1",
+            port=read_int("PORT", 3000),
+            workers=read_int("WORKERS", 1),
+            window_s=read_float("WINDOW_S", DEFAULT_WINDOW_S),
+            sync_every=read("SYNC_EVERY") == "1",
+            reference=read("REFERENCE"),
+            follow_s=read_float("FOLLOW_S", 0.5),
+            canary=tuple(filter(None, (read("CANARY") or "").split(","))),
+            on_log_failure=read("ON_LOG_FAILURE") or REFUSE,
+            join_every_s=read_float("JOIN_EVERY_S", 0),
+            server=read("SERVER") or "bentoml",
+            safety=Safety.from_environment(environment),
+            state_key=read("STATE_KEY") or secrets.token_hex(32),
+            request_options=read("REQUEST_OPTIONS") != "0",
+            manifest_sha256=read("MANIFEST_SHA256"),
+        )

@@ -23,6 +23,7 @@ from replaylake.datastore.storage.locations import check_shareable
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.feedback_join_process import FeedbackJoinProcess
+from replaylake.serve.safety.access_log import AccessLog
 from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.alias_follower import AliasFollower, FollowedAlias, parse_alias
 from replaylake.serve.versions.router import Router, ServedPolicy, parse_canaries
@@ -126,7 +127,9 @@ def _load_served(
     if beside is not None:
         check_same_spaces(policy.spec, beside, what)
     smoke_test(policy, exploration, what)
-    return ServedPolicy(name, version, policy, reference, about, time.time_ns() // 1_000_000)
+    since_ms = time.time_ns() // 1_000_000
+    sha256 = policy.manifest.sha256
+    return ServedPolicy(name, version, policy, reference, about, since_ms, sha256=sha256)
 
 
 def _check_identity(about: Mapping[str, Any], name: str, version: int, what: str) -> None:
@@ -191,6 +194,8 @@ def _follower(
 
 def check_servable(config: ServeConfig) -> None:
     """Find out before any worker starts what would stop it. Raises: as load_serving."""
+    if (target := config.safety.access_log) is not None:
+        AccessLog(target).close()
     spec = check_package(config.package, config.manifest_sha256).spec
     exploration = parse_exploration(config.explore)
     check_exploration(exploration, spec)

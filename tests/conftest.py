@@ -1,7 +1,9 @@
 """For all tests: an S3 server on loopback, this machine's folders for remote lakes, real logs."""
 
+import atexit
 import os
 import signal
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -33,6 +35,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes tells what else runs on the machine.
 hypothesis.settings.register_profile("replaylake", deadline=None)
 hypothesis.settings.load_profile("replaylake")
+
+
+@atexit.register
+def _silence_exit_output() -> None:
+    """Hide what DuckDB's binding prints, some 40 lines, where Ray was used with torch."""
+    if "ray" in sys.modules:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
 
 # A shell's background jobs ignore Ctrl-C, and so would whatever the tests start there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""Every SQL column and option is documented; test_sql_cookbook.py runs the documented queries."""
+"""Every SQL column and option is documented; test_documented_blocks.py runs the queries."""
 
 import ast
 import re
@@ -28,6 +28,9 @@ def lake(tmp_path_factory):
         timestamps=np.array([0, 1]),
     )
     lake.dataset("cartpole").append([episode])
+    tokens = {"observation_tokens": [[1]], "action_tokens": [[2]], "group_id": ["g"]}
+    texts = {"observations": ["question"], "actions": ["answer"], "rewards": [1]}
+    lake.dataset("talks").append([Episode("talk", **texts, extras=tokens)])
     return lake
 
 
@@ -54,6 +57,8 @@ def _documented(view):
         "cartpole.games",
         "cartpole.transitions",
         "cartpole.quarantine",
+        "talks.sequences",
+        "talks.groups",
         "datasets",
         "commits",
         "shards",

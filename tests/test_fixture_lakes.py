@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import replaylake as rl
+from replaylake.cli.main import main
 from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.copy.copy import copy
@@ -121,3 +123,49 @@ def test_another_engine_reads_it(folder: Path, lake: rl.Lake) -> None:
     for name in ("robots", "served"):
         table = deltalake.DeltaTable(str(folder / name))
         assert table.to_pyarrow_table().num_rows == lake.snapshot(name).num_steps
+
+
+def _add_commit_of_the_future(log: Path) -> None:
+    """Commit what a later version would: a table of a format that is not known yet."""
+    texts = [path.read_text() for path in sorted(log.glob("*.json"))]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
+    metadata = next(line["metaData"] for line in reversed(lines) if "metaData" in line)
+    metadata["configuration"] |= {
+        "replaylake.format_version": "99",
+        "replaylake.written_by": "9.9.0",
+    }
+    version = int(max(path.stem for path in log.glob("[0-9]*.json"))) + 1
+    (log / f"{version:020d}.json").write_text(json.dumps({"metaData": metadata}) + "\n")
+
+
+@pytest.mark.parametrize("whose", ["_lake", "served"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "show served",
+        "sql 'select count(*) from served.steps'",
+        "ingest {log} --dataset served",
+        "datasets delete served --where 'num_steps > 0' --yes",
+        "maintain compact served",
+        "feedback join served",
+        "train offline served --algorithm bc --policy p",
+        "serve bc@champion --log-to served --check",
+    ],
+)
+def test_a_lake_from_the_future_is_refused_and_untouched(
+    folder: Path,
+    tmp_path: Path,
+    whose: str,
+    command: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("episode_id,observation,action,reward,terminated\na,1,0,1,true\n")
+    _add_commit_of_the_future(folder / whose / "_delta_log")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setenv("REPLAYLAKE_LAKE", str(folder))
+    assert main(shlex.split(command.format(log=log))) == 1
+    said = capsys.readouterr()
+    assert "ReplayLake 9.9.0 or later" in said.err + said.out
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -45,6 +45,7 @@ def work(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("REPLAYLAKE_LAKE", str(tmp_path / "lake"))
     (tmp_path / "decisions.csv").write_text(_sample("user,age,"))
     (tmp_path / "clicks.csv").write_text(_sample("user,session,"))
+    (tmp_path / "visits.jsonl").write_text(_sample('{"user": "u1"'))
     links = {
         "pendulum-v1_enormous": shared_data / "rllib_pendulum" / "pendulum-v1_enormous",
         "cartpole-hdf5-v0": shared_data / "minari" / "lab" / "cartpole-hdf5-v0",
@@ -93,10 +94,25 @@ def work(tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "version": "2.1",
         }.items():
             file[key] = value
+    sample = {
+        "content": ["What is it? It is 4."],
+        "rewards": [1.0],
+        "input_lengths": [4],
+        "token_ids": [[11, 12, 21, 22]],
+        "token_loss_mask": [[0.0, 0.0, 1.0, 1.0]],
+        "sample_loss_mask": [1.0],
+        "advantages": [[0.5] * 4],
+        "generation_logprobs": [[0.0, 0.0, -0.1, -0.2]],
+        "prev_logprobs": [[0.0, 0.0, -0.2, -0.3]],
+        "idx": 0,
+    }
+    (tmp_path / "logs" / "exp_001").mkdir(parents=True)
+    (tmp_path / "logs" / "exp_001" / "train_data_step1.jsonl").write_text(json.dumps(sample) + "\n")
     (tmp_path / "exported").mkdir()
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_command_runs_as_written(
     work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

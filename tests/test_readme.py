@@ -30,13 +30,6 @@ def _run(blocks: list[str], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_runs(tmp_path):
-    blocks = _blocks(_README)
-    assert blocks
-    _run(blocks, tmp_path)
-    assert (tmp_path / "lake" / "cartpole" / "_delta_log").is_dir()
-
-
 def test_the_tutorial_runs_and_is_light_until_it_trains(tmp_path):
     blocks = _blocks(_TUTORIAL)
     assert len(blocks) >= 4

@@ -70,6 +70,7 @@ def test_rllib_batches_are_their_rows(ingest: Ingest, lake: Lake) -> None:
     assert differ.to_pylist() == [{"num": 0}]
 
 
+@pytest.mark.slow
 def test_rllib_pendulum_has_no_ends_and_half_the_torque(ingest: Ingest, lake: Lake) -> None:
     receipt = ingest("rllib_pendulum/pendulum-v1_enormous", "--env", "Pendulum-v1")
     found = _episodes(lake, _COUNTS)

@@ -120,7 +120,7 @@ def _option_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for i, row in enumerate(rows):
         if i:
             yield ""
-        needed = ", ".join(row["needs"]).replace("_", " ") or "no more than that"
+        needed = ", ".join(row["needs"]).replace("_", " ") or "nothing else"
         yield f"{row['name']}: {row['actions']} actions, {row['kind']}, {row['provider']}'s"
         yield f"  needs observations and actions, {needed}; head {row['head']}; {row['paper']}"
         options = [
@@ -129,13 +129,13 @@ def _option_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ]
         yield from (f"  {line}" for line in table_lines(options, ("option", "default", "type")))
     yield ""
-    yield "Set one with --set NAME=VALUE. What each is for:"
+    yield "Set an option with --set NAME=VALUE. The options are described:"
     if any(row["provider"] == "replaylake" for row in rows):
-        yield "  docs/CONFIG.md has replaylake's"
+        yield "  for replaylake's algorithms, in docs/CONFIG.md"
     if any(row["provider"] == "d3rlpy" for row in rows):
-        yield "  d3rlpy's documentation has d3rlpy's, under the name of the algorithm's config"
+        yield "  for d3rlpy's algorithms, in d3rlpy's documentation of the algorithm's config class"
     if any(row["provider"] == "module" for row in rows):
-        yield "  its own module has those of one of yours"
+        yield "  for your own algorithm, in its module"
 
 
 def _toml(value: Any) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -32,7 +33,13 @@ class RewardTarget(StrEnum):
 
 def annotate(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            autocompletion=complete_datasets,
+            show_default=False,
+            help="Name of the dataset.",
+        ),
     ],
     labels: Annotated[
         str,
@@ -132,7 +139,7 @@ def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
 
 def _summary(receipt: AnnotationReceipt) -> Iterator[str]:
     if receipt.refused:
-        yield f"{receipt.dataset}: nothing written: --strict, and not every label has its step"
+        yield f"{receipt.dataset}: nothing written: some labels match no step or several (--strict)"
     elif receipt.version is None:
         yield f"{receipt.dataset}: nothing to change"
     elif receipt.already_present:
@@ -145,10 +152,10 @@ def _summary(receipt: AnnotationReceipt) -> Iterator[str]:
     yield (
         f"  {count(receipt.labels, 'label')}: {receipt.matched:,} matched, "
         f"{receipt.unmatched:,} unmatched, {receipt.ambiguous:,} ambiguous, "
-        f"{receipt.repeated:,} repeated; {count(receipt.unchanged, 'step')} had the value"
+        f"{receipt.repeated:,} repeated; {count(receipt.unchanged, 'step')} had the value already"
     )
     if receipt.open_episodes:
-        yield f"  {count(receipt.open_episodes, 'episode')} not ended: the last step so far got it"
+        yield f"  {count(receipt.open_episodes, 'episode')} still open: set on the last step so far"
     for what, keys in (
         ("unmatched", receipt.unmatched_keys),
         ("ambiguous", receipt.ambiguous_keys),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -22,7 +23,13 @@ if TYPE_CHECKING:
 
 def compact(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            autocompletion=complete_datasets,
+            show_default=False,
+            help="Name of the dataset.",
+        ),
     ],
     target: Annotated[
         str | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, count, size
 
@@ -19,6 +20,7 @@ def copy(
         str,
         typer.Argument(
             metavar="NAME[@VERSION]",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Dataset to copy, at a version, a tag, or its newest version.",
         ),
@@ -35,6 +37,13 @@ def copy(
             "--as", metavar="NAME", help="Name of the copy; by default that of the dataset."
         ),
     ] = None,
+    readmit: Annotated[
+        bool,
+        typer.Option(
+            "--readmit",
+            help="Also copy what was deleted from either dataset; it counts as deleted no more.",
+        ),
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -61,6 +70,7 @@ def copy(
             open_lake(target, create=True),
             as_name=as_name,
             on_progress=progress,
+            readmit=readmit,
         )
     report.print_result(receipt.to_json(), _lines(receipt))
 
@@ -75,5 +85,7 @@ def _lines(receipt: CopyReceipt) -> Iterator[str]:
         yield f"{receipt.source} -> {where}@{receipt.version}: {added} in {shards}"
     if receipt.num_already_present_steps:
         yield f"  already present: {count(receipt.num_already_present_steps, 'step')}"
+    if receipt.num_deleted_before_steps:
+        yield f"  deleted before: {count(receipt.num_deleted_before_steps, 'step')}"
     for note in receipt.notes:
         yield f"  note: {note}"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replaylake.cli.commands.set_reference import reference_text
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
     from replaylake.datastore.lake.profile.profile import Profile
 
+# Letters of a text in the range of a column.
+_MAX_TEXT = 24
 _COLUMNS = ("dataset", "version", "num_steps", "num_shards", "num_bytes")
 
 
@@ -56,6 +60,7 @@ def show(
         str,
         typer.Argument(
             metavar="NAME[@VERSION]",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Dataset, at a version, a tag, or its newest version.",
         ),
@@ -75,7 +80,8 @@ def show(
 ) -> None:
     """Show the contents of a dataset.
 
-    Prints the numbers of episodes and steps, returns, ends of episodes, spaces and columns.
+    Prints the numbers of episodes and steps, returns, ends of episodes, spaces, and the columns
+    with their ranges.
 
     Example:
       replaylake show cartpole
@@ -117,6 +123,11 @@ def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
     )
     if body["num_episodes"]:
         yield f"  return       {_returns(body)}; mean length {number_text(body['mean_num_steps'])}"
+        if body["normalized_return"] is not None:
+            yield (
+                f"  normalized   mean {number_text(body['normalized_return'])} "
+                f"({reference_text(body['score_reference'])})"
+            )
         yield (
             f"  ends         {body['num_terminated']:,} terminated, {body['num_truncated']:,} "
             f"truncated, {body['num_incomplete']:,} open"
@@ -129,6 +140,39 @@ def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
     yield "  columns"
     for column, kind in body["columns"].items():
         yield f"    {column.ljust(width)}  {_short_type(kind)}"
+    if body["num_steps"]:
+        yield "  ranges"
+        yield from _range_lines(body["ranges"])
+
+
+def _range_lines(ranges: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the least and greatest value of each column and the share of rows that lack it."""
+    rows = [("column", "min", "max", "missing")]
+    for name, one in ranges.items():
+        rows.append(
+            (name, _value_text(one["min"]), _value_text(one["max"]), _share_text(one["missing"]))
+        )
+    widths = [max(len(row[place]) for row in rows) for place in range(4)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield f"    {'  '.join(cells)}".rstrip()
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        text = " ".join(value.split())
+        return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+    return number_text(value)
+
+
+def _share_text(share: float | None) -> str:
+    if share is None:
+        return ""
+    # Some of very many are not none, and nearly all are not all.
+    percent = 100 * share if share in (0, 1) else min(99.9, max(0.1, 100 * share))
+    return f"{percent:.3g}%"
 
 
 def _returns(body: Mapping[str, Any]) -> str:

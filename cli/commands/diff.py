@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, count
 
@@ -22,6 +23,7 @@ def diff(
         str,
         typer.Argument(
             metavar="NAME@A",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Version or tag of a dataset to compare from.",
         ),
@@ -30,6 +32,7 @@ def diff(
         str,
         typer.Argument(
             metavar="NAME@B",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Version or tag of the same dataset to compare to; NAME alone is its newest "
             "version.",

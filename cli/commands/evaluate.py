@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replaylake.cli.commands.set_reference import reference_text
+from replaylake.cli.name_completion import complete_policies
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -42,6 +44,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="POLICY",
+            autocompletion=complete_policies,
             show_default=False,
             help="Policy, as name:version, name@alias, or name (its champion if set, else its "
             "newest version), or random for uniformly random actions.",
@@ -125,6 +128,10 @@ def evaluate(
         compared = _compare(report, entries, env, env_args, episodes, seed, not sample)
         returns = {one.policy: one.evaluation.returns for one in compared}
         body, lines = _body(compared, entries), list(_table(compared, seed))
+        for one in compared:
+            lines += _list_normalized_returns(
+                entries[one.policy][1], one.evaluation, f"{one.policy}: "
+            )
     else:
         ((label, (policy, about)),) = entries.items()
         film = None if video is None else _film(video, env, env_args)
@@ -134,7 +141,8 @@ def evaluate(
             report, policy, env, env_args, episodes, seed, mode, film, video_episodes
         )
         returns = {label: result.returns}
-        body, lines = {**about, **result.to_json()}, [_sentence(label, result)]
+        body = {**about, **result.to_json(), **_normalize_return(about, result)}
+        lines = [_sentence(label, result), *_list_normalized_returns(about, result)]
     if plot is not None:
         from replaylake.cli.output.curves import draw_returns
 
@@ -170,7 +178,7 @@ def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake:
     from replaylake.datastore.lake.policies.package import load_policy
     from replaylake.datastore.lake.policies.uniform import UniformPolicy
     from replaylake.offline.environments.ids import spaces_of
-    from replaylake.offline.evaluation.ope.training_set import training_set
+    from replaylake.offline.evaluation.ope.training_set import find_score_reference, training_set
 
     entries: dict[str, tuple[Policy, dict[str, Any]]] = {}
     versions: list[tuple[Any, Any]] = []
@@ -178,14 +186,16 @@ def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake:
     for text in texts:
         if text == RANDOM:
             identity = {"policy": RANDOM, "version": None, "selected_by": "reserved name"}
-            identity["training_reward"] = None
+            identity["training_reward"] = identity["score_reference"] = None
             policy: Policy = UniformPolicy(*spaces_of(env, env_args))
         else:
             store = open_lake(lake)
             ref = store.registry.resolve(text)
             identity = {"policy": ref.name, "version": ref.version, "selected_by": ref.selected_by}
-            rewards = training_set(store, ref).rewards()
-            identity["training_reward"] = " and ".join(rewards) or None
+            training = training_set(store, ref)
+            identity["training_reward"] = " and ".join(training.rewards()) or None
+            reference = find_score_reference(store, training)
+            identity["score_reference"] = None if reference is None else reference.to_json()
             policy = load_policy(ref.path, ref.manifest_sha256)
         label = policy_text(identity)
         if any((identity["policy"], identity["version"]) == known for known in versions):
@@ -277,6 +287,27 @@ def _compare(
         )
 
 
+def _normalize_return(about: Mapping[str, Any], result: Evaluation) -> dict[str, float | None]:
+    """Return the mean return by the reference of the policy's training data, if there is one."""
+    from replaylake.datastore.episodes.score_reference import ScoreReference
+
+    reference = about["score_reference"]
+    if reference is None:
+        return {"normalized_return": None}
+    return {"normalized_return": ScoreReference.from_json(reference).normalize(result.mean_return)}
+
+
+def _list_normalized_returns(
+    about: Mapping[str, Any], result: Evaluation, label: str = ""
+) -> Iterator[str]:
+    value = _normalize_return(about, result)["normalized_return"]
+    if value is not None:
+        yield (
+            f"{label}normalized return {number_text(value)} "
+            f"({reference_text(about['score_reference'])})"
+        )
+
+
 def _sentence(label: str, result: Evaluation) -> str:
     return (
         f"{label} in {result.env_id}: mean return {number_text(result.mean_return)} over "
@@ -289,6 +320,7 @@ def _body(compared: Sequence[PolicyComparison], entries: _Acting) -> dict[str, A
         {
             **entries[one.policy][1],
             **one.evaluation.to_json(),
+            **_normalize_return(entries[one.policy][1], one.evaluation),
             "difference": one.difference,
             "difference_ci_low": one.ci_low,
             "difference_ci_high": one.ci_high,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -25,6 +26,7 @@ def export(
         str,
         typer.Argument(
             metavar="NAME[@VERSION]",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Dataset to export, at a version, a tag, or its newest version.",
         ),
@@ -49,7 +51,7 @@ def export(
         typer.Option(
             "--where",
             metavar="SQL",
-            help="Condition over the columns of episodes that selects whole episodes.",
+            help="Condition over episodes and their steps that selects whole episodes.",
         ),
     ] = None,
     where_steps: Annotated[

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -21,6 +22,7 @@ from replaylake.cli.stop_signals import stop_on_signals
 if TYPE_CHECKING:
     from replaylake.datastore.feedback.join import JoinReceipt
     from replaylake.datastore.feedback.status import FeedbackCounts, FeedbackStatus
+    from replaylake.datastore.feedback.waits import Wait
 
 _COLUMNS = (
     "policy",
@@ -43,7 +45,10 @@ def join_feedback(
     dataset: Annotated[
         str,
         typer.Argument(
-            metavar="DATASET", show_default=False, help="Dataset that `serve --log-to` logs to."
+            metavar="DATASET",
+            autocompletion=complete_datasets,
+            show_default=False,
+            help="Dataset that `serve --log-to` logs to.",
         ),
     ],
     every: Annotated[
@@ -91,7 +96,10 @@ def status(
     dataset: Annotated[
         str,
         typer.Argument(
-            metavar="DATASET", show_default=False, help="Dataset that `serve --log-to` logs to."
+            metavar="DATASET",
+            autocompletion=complete_datasets,
+            show_default=False,
+            help="Dataset that `serve --log-to` logs to.",
         ),
     ],
     window: Annotated[
@@ -156,6 +164,7 @@ def _join_lines(receipt: JoinReceipt) -> Iterator[str]:
         f"  {count(receipt.decisions, 'decision')}, {count(receipt.rewards, 'reward')}; "
         f"{receipt.joined:,} joined, {receipt.waiting:,} waiting"
     )
+    yield from (f"  {_wait_text(wait)}" for wait in (*receipt.waits, *receipt.received.waits))
     if any(asdict(received := receipt.received).values()):
         yield (
             f"  received: {count(received.episodes, 'episode')}, {count(received.steps, 'step')} "
@@ -174,6 +183,25 @@ def _join_lines(receipt: JoinReceipt) -> Iterator[str]:
     parts = [f"{number:,} {what}" for what, number in rest.items() if number]
     if parts:
         yield f"  {', '.join(parts)}"
+
+
+# What each reason of a wait is.
+_WAITS_FOR: Final = {
+    "end": ("decision", "the report that ends the episode"),
+    "gap": ("received step", "the steps before"),
+    "journal": ("decision", "the journal of a running server"),
+    "reward": ("decision", "a reward of the episode"),
+}
+
+
+def _wait_text(wait: Wait) -> str:
+    noun, what = _WAITS_FOR[wait.reason]
+    until = "the next join"
+    if wait.last_until is not None:
+        is_one = wait.first_until == wait.last_until
+        until = wait.last_until if is_one else f"{wait.first_until} to {wait.last_until}"
+    verb = "waits" if wait.num == 1 else "wait"
+    return f"{count(wait.num, noun)} {verb} for {what}, until {until}"
 
 
 def _status_lines(status: FeedbackStatus) -> Iterator[str]:

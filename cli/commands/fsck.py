@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, count, size
 
@@ -21,6 +22,7 @@ def fsck(
         list[str] | None,
         typer.Argument(
             metavar="DATASET",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Datasets to check; by default all, and the log and policies of the lake.",
         ),

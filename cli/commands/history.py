@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, table_lines
 
@@ -25,7 +26,13 @@ _COLUMNS = (
 
 def history(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            autocompletion=complete_datasets,
+            show_default=False,
+            help="Name of the dataset.",
+        ),
     ],
     limit: Annotated[
         int, typer.Option("--limit", metavar="N", min=1, help="Maximum number of versions to list.")

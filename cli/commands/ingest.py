@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from replaylake.cli.commands.quarantine import (
+    EpisodeOption,
+    FileOption,
+    ReasonOption,
+    selection,
+)
 from replaylake.cli.mapping import iter_misspellings, resolve
 from replaylake.cli.options import (
     DEFAULT_LAKE,
@@ -23,13 +29,20 @@ from replaylake.cli.options import (
 )
 from replaylake.cli.output.command_output import CommandOutput, count
 from replaylake.cli.output.follow import follow_lines
-from replaylake.cli.output.receipt import check_lines, receipt_lines
+from replaylake.cli.output.receipt import (
+    check_lines,
+    preview_lines,
+    receipt_lines,
+    repair_lines,
+)
 
 if TYPE_CHECKING:
     from replaylake.cli.output.progress import ProgressReport
     from replaylake.datastore.episodes.spaces import Space
+    from replaylake.datastore.interchange.formats.format import ReadOptions
     from replaylake.datastore.interchange.ingest.alignment import Align
     from replaylake.datastore.interchange.ingest.inspection import IngestProgress
+    from replaylake.datastore.interchange.ingest.quarantine_rows import QuarantineSelection
     from replaylake.datastore.lake.lake import Lake
 
 
@@ -38,6 +51,8 @@ _COLUMNS: Final = "Column options"
 _EPISODES: Final = "Episode options"
 _ACTIONS: Final = "Action options"
 _STREAM: Final = "Stream options"
+_QUARANTINE: Final = "Quarantine options"
+_KEYS: Final = "Key options"
 
 # What a stage is called while it lasts, and what it counts.
 _STAGES: Final = {
@@ -60,6 +75,7 @@ class OpenEnds(StrEnum):
 
     open = "open"
     truncated = "truncated"
+    time_limit = "time-limit"
 
 
 class OnInvalid(StrEnum):
@@ -69,16 +85,14 @@ class OnInvalid(StrEnum):
     abort = "abort"
 
 
+class OnConflict(StrEnum):
+    """How rows that differ from the stored rows with the same keys are treated."""
+
+    SET_ASIDE = "set_aside"
+    REPLACE = "replace"  # in capitals, as `replace` is a method of texts
+
+
 def ingest(
-    source: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="SOURCE",
-            show_default=False,
-            help="Files, directories, quoted glob patterns, zip archives, or - for JSON lines on "
-            "standard input.",
-        ),
-    ],
     dataset: Annotated[
         str,
         typer.Option(
@@ -88,6 +102,15 @@ def ingest(
             show_default=False,
         ),
     ],
+    source: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="SOURCE",
+            show_default=False,
+            help="Files, directories, quoted glob patterns, zip archives, or - for JSON lines on "
+            "standard input. One or more, unless --from-quarantine is given.",
+        ),
+    ] = None,
     form: Annotated[
         str | None,
         typer.Option(
@@ -219,6 +242,15 @@ def ingest(
             help="Store rewards that the log lacks as unknown, instead of refusing the log.",
         ),
     ] = False,
+    reward_scale: Annotated[
+        float | None,
+        typer.Option(
+            "--reward-scale",
+            rich_help_panel=_COLUMNS,
+            metavar="F",
+            help="Factor to multiply logged rewards by, for example -1 for costs.",
+        ),
+    ] = None,
     gaps: Annotated[
         Gaps | None,
         typer.Option(
@@ -232,7 +264,8 @@ def ingest(
         typer.Option(
             "--open-ends",
             rich_help_panel=_EPISODES,
-            help="Record an episode without an end as open (default), or as truncated.",
+            help="Record an episode without an end as open (default), as truncated, or by "
+            "--time-limit: truncated at it, terminated before it.",
         ),
     ] = None,
     on_invalid: Annotated[
@@ -242,6 +275,42 @@ def ingest(
             help="Put invalid episodes into quarantine, or refuse the whole source.",
         ),
     ] = OnInvalid.reject,
+    readmit: Annotated[
+        bool,
+        typer.Option(
+            "--readmit",
+            help="Also commit what was deleted from the dataset; it counts as deleted no more.",
+        ),
+    ] = False,
+    unique: Annotated[
+        str | None,
+        typer.Option(
+            "--unique",
+            rich_help_panel=_KEYS,
+            metavar="COLUMNS",
+            help="Columns whose values no two rows share, for example event_id. The dataset "
+            "remembers them; a row whose key is there is left out as a duplicate.",
+        ),
+    ] = None,
+    late: Annotated[
+        str | None,
+        typer.Option(
+            "--late",
+            rich_help_panel=_KEYS,
+            metavar="COLUMNS",
+            help="Columns that, like the reward, a stored row without a value takes from a later "
+            "row of its key.",
+        ),
+    ] = None,
+    on_conflict: Annotated[
+        OnConflict,
+        typer.Option(
+            "--on-conflict",
+            rich_help_panel=_KEYS,
+            help="Put rows that differ from the stored ones of their keys into quarantine, or in "
+            "the place of those.",
+        ),
+    ] = OnConflict.SET_ASIDE,
     follow: Annotated[
         bool,
         typer.Option(
@@ -269,6 +338,36 @@ def ingest(
             "name. Requires --follow.",
         ),
     ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Read the first rows only, and print how they would be stored and what would be "
+            "refused; change nothing.",
+        ),
+    ] = False,
+    from_quarantine: Annotated[
+        bool,
+        typer.Option(
+            "--from-quarantine",
+            rich_help_panel=_QUARANTINE,
+            help="Read the dataset's quarantined rows again, instead of files; those that pass "
+            "leave the quarantine.",
+        ),
+    ] = False,
+    fix: Annotated[
+        str | None,
+        typer.Option(
+            "--fix",
+            rich_help_panel=_QUARANTINE,
+            metavar="SQL",
+            help="SELECT over the table quarantine that returns the corrected rows, for example "
+            "SELECT * REPLACE (0 AS click) FROM quarantine. Requires --from-quarantine.",
+        ),
+    ] = None,
+    reason: ReasonOption = None,
+    file: FileOption = None,
+    episode: EpisodeOption = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -283,6 +382,7 @@ def ingest(
       replaylake ingest logs/ --dataset cartpole --env CartPole-v1
       replaylake ingest log.csv --dataset ads --map observation=age,hour --map reward=click
       tail -F app.jsonl | replaylake ingest - --dataset app --follow --flush-every 10s
+      replaylake ingest --from-quarantine --dataset ads --map reward=payoff
     """
     from replaylake.datastore.interchange.ingest.ingest import NothingValidError
     from replaylake.datastore.interchange.ingest.ingest import ingest as run
@@ -300,14 +400,58 @@ def ingest(
         "action_scale": action_scale,
         "action_low": action_low,
         "action_high": action_high,
+        "reward_scale": reward_scale,
         "timezone": timezone,
         "no_reward": no_reward,
         "max_categories": max_categories,
         "format": form,
     }
     options, form = resolve(flags, mapping_file)
+    keys: dict[str, Any] = {
+        "unique": _split(unique),
+        "late": _split(late),
+        "on_conflict": on_conflict.value,
+    }
     for hint in iter_misspellings(options.mapping):
         report.print_message(hint)
+    if from_quarantine:
+        for flag, is_given in (
+            ("SOURCE", bool(source)),
+            ("--format", form != "auto"),
+            ("--follow", follow),
+            ("--flush-every", flush_every is not None),
+            ("--stream", stream is not None),
+        ):
+            if is_given:
+                raise typer.BadParameter("found it with --from-quarantine.", param_hint=flag)
+        chosen = selection(reason, file, episode)
+        spaces = None if env is None else _spaces(env, env_args)
+        _repair(report, lake, dataset, chosen, fix, options, spaces, dry_run=check)
+        return
+    for flag, is_given in (
+        ("--fix", fix is not None),
+        ("--reason", bool(reason)),
+        ("--file", bool(file)),
+        ("--episode", bool(episode)),
+    ):
+        if is_given:
+            raise typer.BadParameter("found it without --from-quarantine.", param_hint=flag)
+    if not source:
+        raise typer.BadParameter(
+            "expected at least one file, or --from-quarantine.", param_hint="SOURCE"
+        )
+    if check:
+        if follow:
+            raise typer.BadParameter("found it with --follow.", param_hint="--check")
+        from replaylake.datastore.interchange.ingest.preview import preview
+
+        spaces = None if env is None else _spaces(env, env_args)
+        with report.waiting(f"reading the first rows of {source[0]}"):
+            seen = preview(
+                _lake(lake), source, dataset, format=form, options=options, spaces=spaces
+            )
+        report.print_result(seen.to_json(), preview_lines(seen))
+        return
     if follow:
         follow_lines(
             report,
@@ -319,6 +463,8 @@ def ingest(
             spaces=None if env is None else _spaces(env, env_args),
             flush_every_s=parse_duration(flush_every or "10s", "--flush-every"),
             stream=stream,
+            readmit=readmit,
+            **keys,
         )
         return
     for flag, value in (("--flush-every", flush_every), ("--stream", stream)):
@@ -338,12 +484,40 @@ def ingest(
                 on_invalid=on_invalid.value,
                 on_progress=partial(_print_progress, progress),
                 align=None if env is None else _alignment(env, env_args),
+                readmit=readmit,
+                **keys,
             )
         except NothingValidError as error:
             if not as_json:  # main() prints the checks with the error
                 report.print_result({}, check_lines(error.checks))
             raise
     report.print_result(receipt.to_json(), receipt_lines(receipt))
+
+
+def _repair(
+    report: CommandOutput,
+    lake: str,
+    dataset: str,
+    chosen: QuarantineSelection,
+    fix: str | None,
+    options: ReadOptions,
+    spaces: tuple[Space, Space] | None,
+    *,
+    dry_run: bool,
+) -> None:
+    from replaylake.datastore.interchange.ingest.repair import repair
+    from replaylake.datastore.lake.lake import open_lake
+
+    handle = open_lake(lake).dataset(dataset)
+    with report.waiting(f"reading the quarantine of {dataset}"):
+        done = repair(
+            handle, selection=chosen, fix=fix, options=options, spaces=spaces, dry_run=dry_run
+        )
+    report.print_result(done.to_json(), repair_lines(done))
+
+
+def _split(columns: str | None) -> tuple[str, ...]:
+    return () if columns is None else tuple(name.strip() for name in columns.split(","))
 
 
 def _print_progress(progress: ProgressReport, now: IngestProgress) -> None:

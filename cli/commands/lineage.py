@@ -131,7 +131,9 @@ def _episode_lines(body: Mapping[str, Any]) -> Iterator[str]:
     for span in body["versions"]:
         first, last = span["first"], span["last"]
         which = f"version {first}" if first == last else f"versions {first}-{last}"
-        yield f"  in {which}" + ("" if span["holds"] == "yes" else ": unknown, shards are gone")
+        yield f"  in {which}" + (
+            "" if span["holds"] == "yes" else ": unknown, its shards were deleted"
+        )
     for tag in body["tags"]:
         yield f"  tag {tag['tag']}, version {tag['version']}"
     for ingest in body["ingests"]:

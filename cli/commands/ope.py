@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replaylake.cli.commands.set_reference import reference_text
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -36,6 +38,7 @@ def ope(
         str,
         typer.Argument(
             metavar="NAME[@VERSION]",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Dataset with the logged episodes, at a version, a tag, or its newest version.",
         ),
@@ -86,7 +89,7 @@ def ope(
         typer.Option(
             "--where",
             metavar="SQL",
-            help="Condition over the columns of episodes that selects whole episodes.",
+            help="Condition over episodes and their steps that selects whole episodes.",
         ),
     ] = None,
     reward: Annotated[
@@ -127,6 +130,13 @@ def ope(
     incomplete: Annotated[
         bool, typer.Option("--incomplete", help="Include episodes whose end was not recorded.")
     ] = False,
+    ignore_masks: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-masks",
+            help="Let the policy also take actions that the log's action masks forbid.",
+        ),
+    ] = False,
     unseen: Annotated[
         bool,
         typer.Option(
@@ -137,7 +147,13 @@ def ope(
     ] = False,
     clip: Annotated[
         float | None,
-        typer.Option("--clip", metavar="W", help="Maximum weight of the clipped estimators."),
+        typer.Option(
+            "--clip",
+            metavar="W",
+            help="Weight at which clipped_ips and clipped_is cut weights off, above which "
+            "switch_dr uses its model alone, and that dr_os halves: its lambda is W squared. By "
+            "default the square root of the number of episodes.",
+        ),
     ] = None,
     updates: Annotated[
         int | None,
@@ -193,6 +209,7 @@ def ope(
         estimators=None if not estimator else tuple(estimator),
         clip=clip,
         with_incomplete=incomplete,
+        ignore_masks=ignore_masks,
         unseen=unseen,
         seed=seed,
         fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
@@ -251,11 +268,20 @@ def _lines(report: PolicyReport) -> Iterator[str]:
     )
     yield ""
     yield from _table(report)
+    yield from _list_normalized_returns(report)
     refusals = report.estimates.refused
     for why in dict.fromkeys(refusals.values()):
         yield f"no {', '.join(name for name in refusals if refusals[name] == why)}: {why}"
     yield from _diagnostics(report)
     yield f"{report.verdict}: {report.assessment.reason}"
+
+
+def _list_normalized_returns(report: PolicyReport) -> Iterator[str]:
+    values = report.normalized()
+    if values is not None and report.score_reference is not None:
+        texts = (f"{name} {_round_digits(value):,}" for name, value in values.items())
+        yield f"normalized: {', '.join(texts)}"
+        yield f"  {reference_text(report.score_reference.to_json())}"
 
 
 def reward_text(report: PolicyReport) -> str:
@@ -343,7 +369,7 @@ def _diagnostics(report: PolicyReport) -> Iterator[str]:
             f"policy could have taken the logged action in {weights.matching:.1%} of steps"
         )
     if values.overlap is not None:
-        yield f"overlap of the two policies: {values.overlap:.3g} (1 where they are one)"
+        yield f"overlap of the two policies: {values.overlap:.3g} (1 if they are equal)"
     if values.unsupported_mass:
         yield f"probability of actions that were never logged: {values.unsupported_mass:.2%}"
 

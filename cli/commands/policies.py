@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replaylake.cli.commands.promote import ByOption, NoteOption, user_name
+from replaylake.cli.name_completion import complete_policies
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     NOTHING_CHANGED,
@@ -77,6 +78,7 @@ def diff_policies(
         str,
         typer.Argument(
             metavar="POLICY_A",
+            autocompletion=complete_policies,
             show_default=False,
             help="Policy, as name:version, name@alias or name.",
         ),
@@ -85,6 +87,7 @@ def diff_policies(
         str,
         typer.Argument(
             metavar="POLICY_B",
+            autocompletion=complete_policies,
             show_default=False,
             help="Policy to compare it with, as name:version, name@alias or name.",
         ),
@@ -127,7 +130,13 @@ def diff_policies(
 
 def policy_history(
     policy: Annotated[
-        str, typer.Argument(metavar="NAME", show_default=False, help="Name of the policy.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=complete_policies,
+            show_default=False,
+            help="Name of the policy.",
+        ),
     ],
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -178,7 +187,7 @@ def note_policy(
     ref = registry.resolve(policy)
     note = registry.marks.add_note(ref.name, ref.version, text, by=by or user_name())
     body = {"policy": ref.name, "version": ref.version, "text": note.text, "by": note.by}
-    report.print_result({**body, "at_ms": note.at_ms}, [f"noted of {ref}: {note.text}"])
+    report.print_result({**body, "at_ms": note.at_ms}, [f"added a note to {ref}: {note.text}"])
 
 
 def protect_policy(
@@ -214,7 +223,12 @@ def unprotect_policy(
 def delete_policy(
     policy: Annotated[
         str,
-        typer.Argument(metavar="NAME:VERSION", show_default=False, help="Version to delete."),
+        typer.Argument(
+            metavar="NAME:VERSION",
+            autocompletion=complete_policies,
+            show_default=False,
+            help="Version to delete.",
+        ),
     ],
     yes: Annotated[
         bool, typer.Option("--yes", help="Delete; without it, only print what would be deleted.")
@@ -252,7 +266,8 @@ def delete_policy(
         report.print_message(NOTHING_CHANGED)
     body = {"policy": ref.name, "version": ref.version, "deleted": yes, "path": ref.folder}
     verb = "deleted" if yes else "would delete"
-    report.print_result(body, [f"{verb} {ref}; its files in {ref.folder} go with the next vacuum"])
+    fate = f"`maintain vacuum` removes its files in {ref.folder} once they are old enough"
+    report.print_result(body, [f"{verb} {ref}; {fate}"])
 
 
 def _describe(registry: Registry, ref: PolicyRef) -> dict[str, Any]:

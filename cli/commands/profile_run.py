@@ -1,28 +1,38 @@
-"""`replaylake runs profile`: where the time and the bytes of an online run go."""
+"""`replaylake runs profile`: the time and the bytes of each link of a run, or of two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from replaylake.cli.name_completion import complete_runs
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
 from replaylake.cli.output.progress import time_left
 
 if TYPE_CHECKING:
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.runs.run_profile import LinkUse, RunProfile
     from replaylake.datastore.lake.runs.summary import RunSummary
-    from replaylake.online.monitoring.profile import LinkUse, RunProfile
 
 _COLUMNS: Final = ("link", "of", "seconds", "share %", "items", "items/s", "MB", "MB/s")
+_COMPARED_COLUMNS: Final = (
+    *("link", "of", "A seconds", "B seconds", "A share %", "B share %"),
+    *("A ms/item", "B ms/item", "B/A"),
+)
 
 
 def profile(
-    run: Annotated[
-        str,
+    runs: Annotated[
+        list[str],
         typer.Argument(
-            metavar="RUN", show_default=False, help="Run, by its id or a unique prefix."
+            metavar="RUN [RUN]",
+            autocompletion=complete_runs,
+            show_default=False,
+            help="Run, by its id, a unique prefix of it, or the policy that it trained; two are "
+            "compared link by link.",
         ),
     ],
     last: Annotated[
@@ -35,46 +45,96 @@ def profile(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show the time and bytes of each link of an online run.
+    """Show the time and bytes of each link of a run.
 
-    Prints the seconds, rate and bytes of each link, and the bottleneck. Works during the run.
+    Prints the seconds, rate and bytes of each link, and the bottleneck; of two runs, both beside
+    each other. Works during the run.
 
     Example:
       replaylake runs profile 01m7xx
       replaylake runs profile 01m7xx --last
+      replaylake runs profile dqn:1 dqn:2
     """
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.datastore.lake.runs.metrics import read_logged_metrics
-    from replaylake.datastore.lake.runs.summary import find_run, summarize
-    from replaylake.online.monitoring.profile import build_run_profile
-    from replaylake.online.monitoring.timings import PROFILE
 
+    if len(runs) > 2:
+        raise typer.BadParameter(f"found {len(runs)} runs, expected one, or two to compare")
     report = CommandOutput(as_json)
     store = open_lake(lake)
-    record = find_run(store.registry.runs(), run)
+    found = [_load(store, run, only_last=last) for run in runs]
+    bodies = [
+        {"run_id": one.run_id, "status": one.status, "only_last": last, **profile.to_json()}
+        for one, profile in found
+    ]
+    if len(found) == 1:
+        report.print_result(bodies[0], _lines(*found[0], only_last=last))
+    else:
+        report.print_result({"runs": bodies}, _list_comparison(found, only_last=last))
+
+
+def _load(store: Lake, text: str, *, only_last: bool) -> tuple[RunSummary, RunProfile]:
+    from replaylake.datastore.lake.runs.metrics import read_logged_metrics
+    from replaylake.datastore.lake.runs.run_profile import build_run_profile
+    from replaylake.datastore.lake.runs.summary import find_run, summarize
+    from replaylake.datastore.lake.runs.timings import PROFILE
+
+    record = find_run(store.registry, text)
     logged = read_logged_metrics(store.storage, record["run_id"], f"{PROFILE}/")
-    run_profile = build_run_profile(record, logged, only_last=last)
-    summary = summarize(store.storage, record)
-    body = {
-        "run_id": summary.run_id,
-        "status": summary.status,
-        "only_last": last,
-        **run_profile.to_json(),
-    }
-    report.print_result(body, _lines(summary, run_profile, only_last=last))
+    run_profile = build_run_profile(record, logged, only_last=only_last)
+    return summarize(store.storage, record), run_profile
 
 
 def _lines(summary: RunSummary, profile: RunProfile, *, only_last: bool) -> Iterator[str]:
+    yield _heading(summary, profile, only_last=only_last)
+    yield from table_lines([_row(one) for one in profile.links], _COLUMNS)
+    yield _bottleneck(profile)
+
+
+def _list_comparison(
+    found: Sequence[tuple[RunSummary, RunProfile]], *, only_last: bool
+) -> Iterator[str]:
+    """Yield both headings, a row for each link of either, and both bottlenecks."""
+    from replaylake.datastore.lake.runs.run_profile import pair_links
+
+    for name, (summary, profile) in zip("AB", found, strict=True):
+        yield f"{name}: {_heading(summary, profile, only_last=only_last)}"
+    rows = [_make_comparison_row(*pair) for pair in pair_links(*(profile for _, profile in found))]
+    yield from table_lines(rows, _COMPARED_COLUMNS)
+    for name, (_, profile) in zip("AB", found, strict=True):
+        yield f"{name}: {_bottleneck(profile)}"
+
+
+def _make_comparison_row(first: LinkUse | None, second: LinkUse | None) -> dict[str, Any]:
+    of = first or second
+    row: dict[str, Any] = {} if of is None else {"link": of.link, "of": of.place}
+    for name, one in (("A", first), ("B", second)):
+        if one is not None:
+            row[f"{name} seconds"] = round(one.seconds, 2)
+            row[f"{name} share %"] = round(100 * one.share, 1)
+            row[f"{name} ms/item"] = _ms_per_item(one)
+    if row.get("A ms/item") and row.get("B ms/item"):
+        row["B/A"] = float(f"{row['B ms/item'] / row['A ms/item']:.3g}")
+    return row
+
+
+def _ms_per_item(one: LinkUse | None) -> float | None:
+    rate = None if one is None else one.items_per_s
+    return None if not rate else float(f"{1000 / rate:.3g}")
+
+
+def _heading(summary: RunSummary, profile: RunProfile, *, only_last: bool) -> str:
     of = "the last " if only_last else ""
     who = "one process"
     if profile.num_workers:
         who = f"the trainer and {count(profile.num_workers, 'worker')}"
-    yield (
+    return (
         f"run {summary.run_id}  {summary.status}  {of}{time_left(profile.wall_s)} of {who}, until "
         f"update {profile.until_update:,}"
     )
-    yield from table_lines([_row(one) for one in profile.links], _COLUMNS)
-    yield f"bottleneck: {profile.bottleneck.cause}: {profile.bottleneck.reason}"
+
+
+def _bottleneck(profile: RunProfile) -> str:
+    return f"bottleneck: {profile.bottleneck.cause}: {profile.bottleneck.reason}"
 
 
 def _row(one: LinkUse) -> dict[str, Any]:

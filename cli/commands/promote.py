@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from replaylake.cli.commands.ope import reward_text
+from replaylake.cli.name_completion import complete_policies
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -48,6 +49,7 @@ def promote(
         str,
         typer.Argument(
             metavar="POLICY",
+            autocompletion=complete_policies,
             show_default=False,
             help="Policy, as name:version, name@alias, or name (its newest version).",
         ),
@@ -90,7 +92,7 @@ def promote(
             "--where",
             metavar="SQL",
             rich_help_panel=_GATE,
-            help="Condition over the columns of episodes that selects whole episodes.",
+            help="Condition over episodes and their steps that selects whole episodes.",
         ),
     ] = None,
     reward: Annotated[
@@ -153,6 +155,14 @@ def promote(
             help="Share of the episodes to evaluate on, as in ope.",
         ),
     ] = None,
+    ignore_masks: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-masks",
+            rich_help_panel=_GATE,
+            help="Let both policies also take actions that the log's action masks forbid.",
+        ),
+    ] = False,
     unseen: Annotated[
         bool,
         typer.Option(
@@ -229,6 +239,7 @@ def promote(
             holdout=split,
             exploration=exploration,
             estimators=tuple(estimator) if estimator else None,
+            ignore_masks=ignore_masks,
             unseen=unseen,
             seed=seed,
             fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
@@ -265,7 +276,13 @@ def promote(
 
 def rollback(
     policy: Annotated[
-        str, typer.Argument(metavar="NAME", show_default=False, help="Name of the policy.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=complete_policies,
+            show_default=False,
+            help="Name of the policy.",
+        ),
     ],
     alias: Annotated[
         str, typer.Option("--alias", metavar="ALIAS", help="Alias to roll back.")
@@ -373,7 +390,7 @@ def _promotion_lines(
     if gate is not None:
         yield from gate_lines(gate)
     if move is None:
-        yield f"{ref} is not promoted to {alias}: --force does it all the same, on record"
+        yield f"{ref} is not promoted to {alias}: use --force to promote it anyway"
     else:
         yield _format_move(move)
 

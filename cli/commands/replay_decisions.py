@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -29,6 +30,7 @@ def replay_decisions(
         str,
         typer.Argument(
             metavar="DATASET",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Dataset with the logged decisions; its steps are used if it has none.",
         ),
@@ -130,12 +132,15 @@ def _numbers(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if body["mean_prob"] is not None:
         yield "mean probability of the logged action", f"{body['mean_prob']:.4g}"
     if not body["num_known"]:
-        yield "logged probabilities", "none, so nothing is said of ratios"
+        yield "logged probabilities", "none, so there are no ratios"
     else:
         yield "logged probabilities", f"of {body['num_known']:,} of {total:,}"
         ratio, never = body["mean_log_ratio"], body["num_impossible"]
         text = "none" if ratio is None else f"{ratio:.4g}"
-        yield "mean log ratio", text + (f", without {never:,} it never takes" if never else "")
+        yield (
+            "mean log ratio",
+            text + (f", without {never:,} actions that it never takes" if never else ""),
+        )
         yield (
             "effective sample size",
             (
@@ -163,7 +168,8 @@ def _groups(groups: list[dict[str, Any]], by: str) -> Iterator[str]:
     ]
     yield from table_lines(rows, list(rows[0]))
     if len(groups) > _NUM_GROUPS:
-        yield f"and {count(len(groups) - _NUM_GROUPS, 'group')} more, which agree no less: --json"
+        more = count(len(groups) - _NUM_GROUPS, "group")
+        yield f"and {more} more, with equal or better agreement: use --json"
 
 
 def _round_digits(value: float | None) -> float | None:

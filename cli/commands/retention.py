@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
 def retention(
     dataset: Annotated[
-        str, typer.Argument(metavar="DATASET", show_default=False, help="Name of the dataset.")
+        str,
+        typer.Argument(
+            metavar="DATASET",
+            autocompletion=complete_datasets,
+            show_default=False,
+            help="Name of the dataset.",
+        ),
     ],
     max_steps: Annotated[
         str | None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replaylake.cli.name_completion import complete_runs
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, table_lines
 from replaylake.cli.output.run_lines import (
@@ -79,7 +80,7 @@ def list_runs(
     rows = [summarize(store.storage, record) for record in records]
     rows = [row for row in rows if status in (None, row.status)]
     if not rows:
-        report.print_message(f"no such runs in {lake}: `replaylake train` makes them")
+        report.print_message(f"no matching runs in {lake}: `replaylake train` makes them")
     texts = [run_row(row) for row in rows]
     report.print_result(
         {"runs": [_json(row) for row in rows]},
@@ -91,7 +92,10 @@ def show_run(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", show_default=False, help="Run, by its id or a unique prefix."
+            metavar="RUN",
+            autocompletion=complete_runs,
+            show_default=False,
+            help="Run, by its id, a unique prefix of it, or the policy that it trained.",
         ),
     ],
     metrics: MetricOption = None,
@@ -117,7 +121,7 @@ def show_run(
     report = CommandOutput(as_json)
     _check_plot(plot)
     store = open_lake(lake)
-    record = find_run(store.registry.runs(), run)
+    record = find_run(store.registry, run)
     summary = summarize(store.storage, record)
     curves = read_curves(store.storage, summary.run_id)
     names = _select_metrics([curves], metrics)
@@ -142,8 +146,10 @@ def diff_runs(
         list[str],
         typer.Argument(
             metavar="RUN",
+            autocompletion=complete_runs,
             show_default=False,
-            help="Runs to compare, by their ids or unique prefixes.",
+            help="Runs to compare, by their ids, unique prefixes of them, or the policies that "
+            "they trained; these label the curves.",
         ),
     ],
     metrics: MetricOption = None,
@@ -158,7 +164,7 @@ def diff_runs(
 
     Example:
       replaylake runs diff 01m7xx 01m8ab
-      replaylake runs diff 01m7xx 01m8ab --metric selection/environment --plot both.png
+      replaylake runs diff pong:3 pong@champion --metric selection/environment --plot both.png
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.metrics import read_curves
@@ -167,16 +173,22 @@ def diff_runs(
     report = CommandOutput(as_json)
     _check_plot(plot)
     store = open_lake(lake)
-    known = store.registry.runs()
-    records = {record["run_id"]: record for record in (find_run(known, text) for text in runs)}
+    # By label: a policy as it was given, or a run's whole id.
+    records: dict[str, Mapping[str, Any]] = {}
+    for text in runs:
+        record = find_run(store.registry, text)
+        if record not in records.values():
+            records[record["run_id"] if record["run_id"].startswith(text) else text] = record
     if len(records) < 2:
         raise typer.BadParameter(
             f"found {len(records)} run, expected two or more.", param_hint="RUN"
         )
     summaries = [summarize(store.storage, record) for record in records.values()]
-    curves = {run_id: read_curves(store.storage, run_id) for run_id in records}
+    curves = {
+        label: read_curves(store.storage, record["run_id"]) for label, record in records.items()
+    }
     names = _select_metrics(list(curves.values()), metrics)
-    updates = {run_id: find_selected_update(record) for run_id, record in records.items()}
+    updates = {label: find_selected_update(record) for label, record in records.items()}
     _draw(report, plot, curves, names, updates)
     options = find_differences(list(records.values()))
     best = {name: [about(one.get(name), name) for one in curves.values()] for name in names}

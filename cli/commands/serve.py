@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets, complete_policies
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
     JsonOption,
     LakeOption,
-    PolicyArgument,
     name_options,
     parse_duration,
 )
@@ -27,7 +29,16 @@ _LIMITS: Final = "Limit options"
 
 
 def serve(
-    policy: PolicyArgument,
+    policy: Annotated[
+        str,
+        typer.Argument(
+            metavar="POLICY",
+            autocompletion=complete_policies,
+            show_default=False,
+            help="Policy, as name:version, name@alias, or name (its champion if set, else its "
+            "newest version); or the path of a package or Bento, with a slash (./clone).",
+        ),
+    ],
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
     ] = "127.0.0.1",
@@ -46,6 +57,7 @@ def serve(
         typer.Option(
             "--log-to",
             metavar="DATASET",
+            autocompletion=complete_datasets,
             help="Dataset to log decisions and rewards to; created if it does not exist.",
         ),
     ] = None,
@@ -74,6 +86,15 @@ def serve(
             help="Interval between checks for moved aliases; 0 disables them.",
         ),
     ] = 0.5,
+    sha256: Annotated[
+        str | None,
+        typer.Option(
+            "--sha256",
+            metavar="HEX",
+            show_default=False,
+            help="Required sha256 of the package's manifest.json; any other package is refused.",
+        ),
+    ] = None,
     on_log_failure: Annotated[
         str,
         typer.Option(
@@ -128,6 +149,15 @@ def serve(
             rich_help_panel=_ACCESS,
             metavar="FILE",
             help="File with bearer tokens for all other endpoints, one per line.",
+        ),
+    ] = None,
+    roles_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--roles-file",
+            rich_help_panel=_ACCESS,
+            metavar="FILE",
+            help="TOML file with the role table: hashes of tokens, and their roles by dataset.",
         ),
     ] = None,
     insecure: Annotated[
@@ -218,7 +248,6 @@ def serve(
       replaylake serve clone@champion --canary clone@challenger=0.1
       curl localhost:3000/act -H 'content-type: application/json' -d '{"observation": [0, 0]}'
     """
-    from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.policies.exploration import parse_exploration
     from replaylake.serve.config import SERVERS
     from replaylake.serve.processes.server import ServeConfig
@@ -228,6 +257,10 @@ def serve(
     from replaylake.serve.versions.router import parse_canaries
 
     report = CommandOutput(as_json)
+    if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        raise typer.BadParameter(
+            f"found {sha256!r}, expected 64 hexadecimal digits", param_hint="--sha256"
+        )
     if on_log_failure not in ON_LOG_FAILURE:
         raise typer.BadParameter(
             f"found {on_log_failure!r}, expected refuse or serve", param_hint="--on-log-failure"
@@ -245,6 +278,7 @@ def serve(
         act_token_file=act_token_file,
         feedback_token_file=feedback_token_file,
         admin_token_file=admin_token_file,
+        roles_file=roles_file,
         insecure=insecure,
         access_log=access_log,
         allowed_hosts=tuple(allowed_host or ()),
@@ -254,17 +288,19 @@ def serve(
         queue=queue,
         connections=connections,
     )
-    ref = open_lake(lake).registry.resolve(policy)
+    served = _find_package(policy, lake, sha256)
+    # A package from elsewhere needs a lake only for what it is logged to, or beside.
+    is_in_lake = served.reference is not None
     config = ServeConfig(
-        package=ref.path,
-        policy=ref.name,
-        version=ref.version,
-        lake=lake,
+        package=served.directory,
+        policy=served.name,
+        version=served.version,
+        lake=lake if is_in_lake or log_to is not None or canary else None,
         log_to=log_to,
         explore=explore,
         host=host,
         port=port,
-        reference=policy,
+        reference=served.reference,
         follow_s=follow,
         canary=tuple(canary or ()),
         workers=workers,
@@ -272,9 +308,11 @@ def serve(
         join_every_s=every_s,
         server=server,
         safety=safety,
-        manifest_sha256=ref.manifest_sha256,
+        manifest_sha256=served.sha256,
     )
-    report.print_message(f"policy {ref} ({ref.selected_by})")
+    report.print_message(f"policy {served.name}:{served.version} ({served.selected_by})")
+    if served.warning:
+        report.print_message(f"warning: {served.warning}")
     if check:
         _check(config, report)
         return
@@ -286,9 +324,10 @@ def serve(
 
     def answer(ready: ServeConfig) -> None:
         body = {
-            "policy": ref.name,
-            "version": ref.version,
-            "selected_by": ref.selected_by,
+            "policy": served.name,
+            "version": served.version,
+            "selected_by": served.selected_by,
+            "package_sha256": served.sha256,
             "host": ready.host,
             "port": ready.port,
             "url": ready.url,
@@ -299,6 +338,70 @@ def serve(
         result_stream().flush()
 
     raise typer.Exit(run(config, answer))
+
+
+@dataclass(frozen=True)
+class _ServedPackage:
+    """The package to serve; `reference` is None for one outside a lake."""
+
+    directory: Path
+    name: str
+    version: int
+    selected_by: str
+    reference: str | None
+    sha256: str
+    warning: str
+
+
+def _find_package(policy: str, lake: str, sha256: str | None) -> _ServedPackage:
+    """Resolve POLICY in the lake, or as a path. Raises: ReplayLakeError."""
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.policies.package import find_package
+
+    if "/" not in policy:
+        ref = open_lake(lake).registry.resolve(policy)
+        directory, expected, warning = ref.path, ref.manifest_sha256, ""
+        if sha256 is not None or expected is None:
+            expected = find_package(directory, sha256)[1].sha256
+            warning = (
+                f"{ref} was registered before the sha256 of packages was recorded; its package has "
+                f"sha256 {expected}. `replaylake fsck --repair` records it."
+            )
+        return _ServedPackage(
+            directory,
+            ref.name,
+            ref.version,
+            ref.selected_by,
+            policy,
+            expected,
+            "" if sha256 else warning,
+        )
+    directory, manifest = find_package(Path(policy), sha256)
+    name, version = _name_package(Path(policy), manifest.body)
+    warning = (
+        f"{policy} is outside a lake, and nothing says what it has to contain; its sha256 is "
+        f"{manifest.sha256}. Give --sha256 {manifest.sha256} to refuse any other."
+    )
+    return _ServedPackage(
+        directory, name, version, "path", None, manifest.sha256, "" if sha256 else warning
+    )
+
+
+def _name_package(path: Path, body: Mapping[str, object]) -> tuple[str, int]:
+    """Return the policy and version that a manifest names, else the directory's name and 0.
+
+    No registered version has the number 0.
+    """
+    from replaylake.datastore.errors import InvalidNameError
+    from replaylake.datastore.names import check_policy_name
+
+    name, version = body.get("name"), body.get("version")
+    if isinstance(name, str) and type(version) is int:
+        return name, version
+    try:
+        return check_policy_name(path.resolve().name), 0
+    except InvalidNameError:
+        return "package", 0
 
 
 def _check(config: ServeConfig, report: CommandOutput) -> None:

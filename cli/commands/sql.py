@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -30,6 +31,13 @@ from replaylake.datastore.errors import NotFoundError
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.roles import Grant
+
+
+# Rows of a table on a terminal, without --limit.
+_MAX_SHOWN: Final = 100
+_TOKEN_VARIABLE: Final = "REPLAYLAKE_SQL_TOKEN"
+_MAX_TOKEN_BYTES: Final = 1 << 16
 
 
 class OutputFormat(StrEnum):
@@ -83,6 +91,17 @@ def sql(
             "--output", metavar="FILE", help="File to write the rows to, whole or not at all."
         ),
     ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            metavar="N",
+            min=0,
+            show_default=False,
+            help="Maximum number of rows to print or write; by default all, in a table on a "
+            f"terminal {_MAX_SHOWN}. A LIMIT in the query also saves the work for the others.",
+        ),
+    ] = None,
     untrusted: Annotated[
         bool,
         typer.Option(
@@ -90,6 +109,24 @@ def sql(
             help="Run a query of an untrusted author in a sandboxed process, with limits.",
         ),
     ] = False,
+    access: Annotated[
+        Path | None,
+        typer.Option(
+            "--access",
+            metavar="FILE",
+            help="TOML file with a role table, for --untrusted: the query sees the datasets and "
+            "columns that its author's token may read, and no others.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="File with the author's token, for --access; by default the variable "
+            f"{_TOKEN_VARIABLE}.",
+        ),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -97,8 +134,9 @@ def sql(
     """Run one SELECT over the lake.
 
     Each dataset has the views NAME.steps, NAME.episodes, NAME.games, NAME.transitions,
-    NAME.decisions, NAME.rewards, NAME.received and NAME.quarantine; the lake has commits, datasets,
-    metrics, policies, promotions, runs and shards. docs/SQL.md describes their columns.
+    NAME.sequences, NAME.groups, NAME.decisions, NAME.rewards, NAME.received and NAME.quarantine;
+    the lake has commits, datasets, metrics, policies, promotions, runs and shards. docs/SQL.md
+    describes their columns.
 
     Example:
       replaylake sql "select count(*) as n, avg(num_steps) as steps from cartpole.episodes"
@@ -115,12 +153,22 @@ def sql(
     }
     versions = parse_pairs(at or [], "--at", "DATASET=VERSION, such as cartpole=12")
     output_format = _format(form, as_json, output)
+    reader = _find_reader(access, token_file, untrusted)
     with report.waiting("running the query"):
-        rows, also = _rows(open_lake(lake), text, parameters, versions, untrusted)
+        rows, also = _rows(open_lake(lake), text, parameters, versions, untrusted, reader)
+    is_table = output is None and output_format == "table"
+    if limit is None and is_table and result_stream().isatty():
+        limit = _MAX_SHOWN
+    shown = rows if limit is None else rows.slice(0, limit)
     if output is not None:
-        _save(report, rows, output_format, output, also)
+        _save(report, shown, output_format, output, also)
     else:
-        _print(report, rows, output_format, also)
+        _print(report, shown, output_format, also)
+    if is_table:
+        num, total = shown.num_rows, count(rows.num_rows, "row")
+        report.print_message(total if num == rows.num_rows else f"{num:,} of {total}")
+    elif shown.num_rows < rows.num_rows:
+        report.print_message(f"{shown.num_rows:,} of {count(rows.num_rows, 'row')}")
     if cut_by := also.get("truncated"):
         report.print_message(
             f"cut short: the whole result has more {cut_by} than --untrusted allows"
@@ -133,12 +181,48 @@ def _rows(
     parameters: Mapping[str, object],
     versions: Mapping[str, str],
     untrusted: bool,
+    reader: Grant | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the rows, and what else there is to say of them."""
     if not untrusted:
         return lake.sql(text, parameters, at=versions), {}
-    result = lake.sql_untrusted(text, parameters, at=versions)
+    result = lake.sql_untrusted(text, parameters, at=versions, reader=reader)
     return result.rows, {"truncated": result.truncated}
+
+
+def _find_reader(access: Path | None, token_file: Path | None, untrusted: bool) -> Grant | None:
+    """Return the grant of the query's author; None without --access. Raises: ReplayLakeError.
+
+    Raises: typer.BadParameter for options that need one another, and without a token.
+    """
+    from replaylake.datastore.lake.roles import read_role_table
+
+    if access is None:
+        if token_file is not None:
+            raise typer.BadParameter("found it without --access.", param_hint="--token-file")
+        return None
+    if not untrusted:
+        # In this process SQL also reads files, and DuckDB's own catalog.
+        raise typer.BadParameter("found it without --untrusted.", param_hint="--access")
+    table = read_role_table(access)
+    if token_file is None:
+        token = os.environb.get(_TOKEN_VARIABLE.encode(), b"")
+    else:
+        try:
+            with token_file.open("rb") as file:
+                token = file.read(_MAX_TOKEN_BYTES)
+        except OSError as error:
+            raise typer.BadParameter(
+                f"{token_file}: {error.strerror}, expected a readable file with one token.",
+                param_hint="--token-file",
+            ) from error
+    if not token.strip():
+        raise typer.BadParameter(
+            f"found no token in {token_file or _TOKEN_VARIABLE}, expected the one of the query's "
+            f"author, in --token-file or {_TOKEN_VARIABLE}.",
+            param_hint="--access",
+        )
+    return table.find_reader(token.strip())
 
 
 def _query_text(query: str | None, file: Path | None) -> str:
@@ -216,7 +300,6 @@ def _print_table(report: CommandOutput, rows: Any) -> None:
         width = shutil.get_terminal_size().columns
         columns = fit_columns(values, columns, width)
     report.print_result({}, table_lines(values, columns))
-    report.print_message(count(rows.num_rows, "row"))
     omitted = [name for name in rows.column_names if name not in columns]
     if omitted:
         report.print_message(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, table_lines
 
@@ -18,6 +19,7 @@ def tag(
         str | None,
         typer.Argument(
             metavar="NAME[@VERSION]",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Dataset to tag, at a version, another tag, or its newest version. With --list: "
             "the dataset whose tags are listed. With --remove: NAME@TAG.",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from replaylake.cli.config import read_options
+from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -28,6 +29,7 @@ from replaylake.cli.run_options import (
     check_project,
     print_resume_hint,
 )
+from replaylake.datastore.errors import ReplayLakeError
 
 if TYPE_CHECKING:
     from replaylake.cli.output.watch import Watchers
@@ -50,6 +52,7 @@ def offline(
         list[str] | None,
         typer.Argument(
             metavar="NAME[@VERSION]...",
+            autocompletion=complete_datasets,
             show_default=False,
             help="Datasets to learn from, with equal spaces; required unless --resume is given.",
         ),
@@ -78,7 +81,7 @@ def offline(
         typer.Option(
             "--where",
             metavar="SQL",
-            help="Condition over the columns of episodes that selects whole episodes.",
+            help="Condition over episodes and their steps that selects whole episodes.",
         ),
     ] = None,
     where_steps: Annotated[
@@ -199,27 +202,56 @@ def offline(
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.summary import find_run
     from replaylake.offline.running import train as training
-    from replaylake.offline.running.local_ray import silence_exit_output
 
     report = CommandOutput(as_json)
     store = open_lake(lake)
 
     def run(callbacks: Callbacks) -> TrainResult:
         if resume is not None:
-            run_id = find_run(store.registry.runs(), resume)["run_id"]
+            run_id = find_run(store.registry, resume)["run_id"]
             return training.resume(store, run_id, callbacks=callbacks)
         settings = _settings(options)
         pinned = [_pin_snapshot(report, store, text) for text in datasets or []]
         return training.train(store, pinned, settings, callbacks=callbacks)
 
-    with watchers(report, store, wandb_project=wandb) as watch:
-        try:
-            with print_resume_hint(report, "train offline", without="from the beginning"):
-                result = _run_with_progress(report, watch, run)
-        finally:
-            if "ray" in sys.modules:
-                silence_exit_output()
-    report.print_result(_body(result), _summary(result))
+    with (
+        watchers(report, store, wandb_project=wandb) as watch,
+        print_resume_hint(report, "train offline", without="from the beginning"),
+    ):
+        result = _run_with_progress(report, watch, run)
+    logged = None if result.evaluation is None else _logged_returns(store, result)
+    report.print_result({**_body(result), "logged": logged}, _summary(result, logged))
+    if logged is not None and _is_worse(result, logged["mean_return"]):
+        report.print_message(
+            "note: the policy's mean return is below that of the episodes that it learned from. "
+            "More updates, another algorithm (bc imitates the log), or another reward may help: "
+            "docs/TRAINING.md"
+        )
+
+
+def _logged_returns(lake: Lake, result: TrainResult) -> dict[str, Any] | None:
+    """Return the mean return of the complete episodes of the datasets, of whoever acted in them.
+
+    None if there is none, or if a version is gone meanwhile.
+    """
+    total, num = 0.0, 0
+    with suppress(ReplayLakeError):
+        for one in result.datasets:
+            snapshot = lake.snapshot(f"{one['dataset']}@{one['version']}")
+            row = snapshot.sql(
+                'SELECT coalesce(sum("return"), 0.0) AS total, count("return") AS num '
+                "FROM games WHERE complete"
+            ).to_pylist()[0]
+            total, num = total + row["total"], num + row["num"]
+    return {"mean_return": total / num, "num_episodes": num} if num else None
+
+
+def _is_worse(result: TrainResult, logged: float) -> bool:
+    """Whether the policy's mean return is below the log's, beyond its interval."""
+    score = result.evaluation
+    if score is None or _of_reward(result):
+        return False
+    return (score.mean_return if score.ci_high is None else score.ci_high) < logged
 
 
 def _check_required(datasets: Sequence[str] | None, policy: str | None) -> None:
@@ -284,12 +316,16 @@ def _pin_snapshot(report: CommandOutput, lake: Lake, text: str) -> str:
     """
     snapshot = lake.snapshot(text)
     row = snapshot.sql(
-        "SELECT count(*) AS n FROM (SELECT DISTINCT policy, policy_version FROM steps "
-        "WHERE policy IS NOT NULL)"
+        "SELECT count(DISTINCT (policy, policy_version)) FILTER (policy IS NOT NULL) AS n, "
+        "count(behavior_log_prob) AS with_propensity FROM steps"
     ).to_pylist()[0]
     policies = "behavior policy unknown"
     if row["n"]:
         policies = f"{row['n']:,} behavior " + ("policy" if row["n"] == 1 else "policies")
+    elif row["with_propensity"]:
+        share = row["with_propensity"] / snapshot.num_steps
+        of = "" if share == 1 else f" of {share:.1%} of the steps"
+        policies = f"behavior policy not named, propensities{of} logged"
     report.print_message(
         f"snapshot {snapshot.dataset}@{snapshot.version}  {count(len(snapshot.files), 'shard')}  "
         f"{count(snapshot.num_steps, 'step')}  {policies}"
@@ -324,7 +360,7 @@ def _body(result: TrainResult) -> dict[str, Any]:
     }
 
 
-def _summary(result: TrainResult) -> Iterator[str]:
+def _summary(result: TrainResult, logged: Mapping[str, Any] | None) -> Iterator[str]:
     if result.already_finished:
         yield f"run {result.run_id} is done already: nothing was changed"
     yield f"trained on {count(result.num_episodes, 'episode')}, {count(result.num_steps, 'step')}"
@@ -348,6 +384,11 @@ def _summary(result: TrainResult) -> Iterator[str]:
             f"evaluated in {score.env_id}, on other seeds: mean return "
             f"{number_text(score.mean_return)} over {count(len(score.returns), 'episode')}"
             f"{interval_text(score.ci_low, score.ci_high)}{_of_reward(result)}"
+        )
+    if logged is not None:
+        yield (
+            f"the log: mean return {number_text(logged['mean_return'])} over "
+            f"{count(logged['num_episodes'], 'complete episode')}"
         )
     yield f"saved policy {result.policy}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
@@ -300,7 +299,6 @@ def online(
     from replaylake.cli.output.watch import watchers
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.runs.summary import find_run
-    from replaylake.offline.running.local_ray import silence_exit_output
     from replaylake.online import train as training
     from replaylake.online.training.config import OnlineConfig, online_config
 
@@ -315,19 +313,15 @@ def online(
 
     def run(callbacks: Callbacks) -> OnlineResult:
         if settings is None:
-            run_id = find_run(store.registry.runs(), resume or "")["run_id"]
+            run_id = find_run(store.registry, resume or "")["run_id"]
             return training.resume_online(store, run_id, callbacks=callbacks)
         return training.train_online(store, dataset or "", settings, callbacks=callbacks)
 
     with ExitStack() as stack:
         watch = stack.enter_context(watchers(report, store, wandb_project=wandb))
         server = _metrics_server(report, stack, metrics_port)
-        try:
-            with print_resume_hint(report, "train online", without="from what was collected"):
-                result = _run_with_progress(report, store, watch, server, run)
-        finally:
-            if "ray" in sys.modules:
-                silence_exit_output()
+        with print_resume_hint(report, "train online", without="from what was collected"):
+            result = _run_with_progress(report, store, watch, server, run)
     report.print_result(result_body(result), iter_summary(result))
 
 

@@ -68,7 +68,6 @@ def tune(
     # After the options are parsed: torch takes a second to import.
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.offline.callbacks import Callbacks
-    from replaylake.offline.running.local_ray import silence_exit_output
     from replaylake.offline.running.training.interruption import RunInterrupted
     from replaylake.offline.running.tune import resume_sweep
     from replaylake.offline.running.tune import tune as run_sweep
@@ -76,7 +75,6 @@ def tune(
 
     report = CommandOutput(as_json)
     store = open_lake(lake)
-    silence_exit_output()
 
     def tell_start(start: SweepStart) -> None:
         report.print_message("\n".join(_start_lines(start)))

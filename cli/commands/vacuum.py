@@ -54,8 +54,8 @@ def vacuum(
 ) -> None:
     """List or delete files that no retained version needs.
 
-    Kept are the newest version, tagged versions, versions that policies were trained on, and
-    versions replaced more recently than the age.
+    The newest version, tagged versions, versions that policies were trained on, and versions
+    replaced more recently than the age are retained.
 
     Example:
       replaylake maintain vacuum

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from replaylake.cli.output.command_output import CommandOutput, count
-from replaylake.cli.output.receipt import rename_lines, shorten_line
+from replaylake.cli.output.receipt import key_lines, rename_lines, shorten_line
 
 if TYPE_CHECKING:
     from replaylake.datastore.episodes.spaces import Space
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from replaylake.datastore.interchange.ingest.stream.lines import LineReader
     from replaylake.datastore.interchange.ingest.stream.receipt import StreamProgress, StreamReceipt
     from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.unique_keys import OnConflict
 
 _STDIN: Final = "-"
 _FORMATS: Final = ("auto", "jsonl")
@@ -40,6 +41,10 @@ def follow_lines(
     spaces: tuple[Space, Space] | None,
     flush_every_s: float,
     stream: str | None,
+    readmit: bool,
+    unique: Sequence[str],
+    late: Sequence[str],
+    on_conflict: OnConflict,
 ) -> None:
     """Follow one source, and print the receipt. SIGINT and SIGTERM end it as its end would."""
     from replaylake.datastore.interchange.ingest.stream.stream import follow
@@ -81,6 +86,10 @@ def follow_lines(
                 stop=stop,
                 on_progress=tell,
                 on_rejected=say,
+                readmit=readmit,
+                unique=unique,
+                late=late,
+                on_conflict=on_conflict,
             )
     report.print_result(receipt.to_json(), _summary(receipt))
 
@@ -124,7 +133,9 @@ def _summary(receipt: StreamReceipt) -> Iterator[str]:
     yield (
         f"  read {count(lines.read, 'line')} of stream {receipt.stream}: rejected "
         f"{lines.rejected:,}; already present {lines.already_present:,}"
+        + (f"; deleted before {lines.deleted_before:,}" if lines.deleted_before else "")
     )
+    yield from key_lines(receipt.keys)
     for reason in receipt.reasons:
         text = count(reason.num_lines, "line")
         yield f"  rejected {text} for {reason.check}, such as {shorten_line(reason.example)}"

@@ -22,7 +22,8 @@ try:
     from matplotlib.figure import Figure
 except ModuleNotFoundError as _error:
     raise ExtraMissingError(
-        "pictures: found no matplotlib, expected it to draw them. Install replaylake[plot]."
+        "pictures: found no matplotlib, expected it to draw them. "
+        "Run: pip install 'replaylake[plot]'."
     ) from _error
 
 _INK: Final = "#1f3a5f"

@@ -76,7 +76,8 @@ class ProgressReport:
     def _text(self, done: int, total: int | None, share: float | None, note: str) -> str:
         elapsed_s = self._updated_at - self._stage_start
         of = amount(done, self._unit) if total is None else amount(done, self._unit, total)
-        parts = [f"{self._verb} {of}"]
+        # Work that is not counted has no unit and no total.
+        parts = [f"{self._verb} {of}" if self._unit or total or done else self._verb]
         if elapsed_s >= _RATE_AFTER_S and self._unit:
             parts.append(f"{amount(round(done / elapsed_s), self._unit)}/s")
         # Where there is no unit, a note may tell the time that is left better than the share.

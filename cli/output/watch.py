@@ -164,7 +164,8 @@ def _wandb() -> Any:
         import wandb
     except ModuleNotFoundError as error:
         raise ExtraMissingError(
-            "--wandb: found no wandb, expected it to report the run. Install replaylake[wandb]; "
+            "--wandb: found no wandb, expected it to report the run. "
+            "Run: pip install 'replaylake[wandb]'; "
             "TensorBoard's event files are written without it."
         ) from error
     return wandb

@@ -23,25 +23,31 @@ else:
 class Batch(Generic[ArrayT]):
     """B transitions, or B sequences of T steps: arrays from samplers, tensors from `to_torch`.
 
-    Shapes are those of transitions [B, ...]; of sequences and episodes they are [B, T, ...], but
-    for `weights` and `indices`. Arrays may be strided views of packed records.
+    The shapes below are those of transitions, [B, ...]. For sequences and episodes they are [B, T,
+    ...], except `weights` and `indices`. Arrays may be strided views of packed records.
 
-    observations and next_observations [B, *obs] (a mapping of arrays for Dict and Tuple spaces),
-    float64 decoded to float32 unless the view keeps it; actions [B, *act]; rewards float32 [B] in
-    the environment's units, of n steps their discounted sum; discounts float32 [B]: gamma to the
-    number of steps, or 0 where the last of them terminated (truncation keeps gamma);
-    behavior_log_probs float32 [B], NaN where unknown; weights float32 [B], the sampler's importance
-    weights (1 when uniform); keys uint64 [B, 2], the stable 128-bit row keys, always numpy;
-    action_masks and next_action_masks bool [B, A], or None where the dataset has none;
-    bootstrappable bool [B], or None where all are: false for a step whose successor the log lacks.
-    Its next observation is its own, to be finite, and stands for nothing: no loss may bootstrap
-    there. Samplers draw such steps only for cloning.
-    indices int64 [B], always numpy: the sampler's own numbers of the rows, for update_priorities.
-    mask bool [B, T], of sequences only: the steps to learn from, neither padding nor burn-in.
-    returns: float32 [B], the discounted sum of the rewards from the step to the end of what is
-    logged of its episode; next_actions [B, *act]: the action of the step that follows, its own
-    where there is none. Both None unless the item asked for them.
-    columns: further columns [B, ...] that the view was asked for, by name; None without any.
+    - observations and next_observations: [B, *obs], a mapping of arrays for Dict and Tuple spaces.
+      float64 is decoded to float32 unless the view was opened with `float64=True`.
+    - actions: [B, *act].
+    - rewards: float32 [B], in the environment's units; for n steps, their discounted sum.
+    - discounts: float32 [B], gamma to the power of the number of steps, or 0 if the last of them
+      terminated. A truncated step keeps gamma.
+    - behavior_log_probs: float32 [B], NaN where unknown.
+    - weights: float32 [B], the importance weights of the sampler; 1 for uniform samplers.
+    - keys: uint64 [B, 2], the stable 128-bit row keys; always numpy.
+    - action_masks and next_action_masks: bool [B, A], or None if the dataset has no masks.
+    - bootstrappable: bool [B], or None if it is true for all rows. It is false for a step whose
+      successor the log lacks. The next observation of such a row is only a placeholder, a copy of
+      its own observation, and no loss may bootstrap from it. Samplers draw such steps only for
+      cloning.
+    - indices: int64 [B], the sampler's numbers of the rows, for `update_priorities`; always numpy.
+    - mask: bool [B, T], only for sequences and episodes: the steps to learn from, without padding
+      and burn-in.
+    - returns: float32 [B], the discounted sum of the rewards from the step to the end of the logged
+      part of its episode. None unless the item requests it.
+    - next_actions: [B, *act], the action of the following step, or the step's own action if none
+      follows. None unless the item requests it.
+    - columns: the further columns of the view by name, [B, ...]; None if the view has none.
     """
 
     observations: ArrayT | Mapping[str, Any]
@@ -63,3 +69,16 @@ class Batch(Generic[ArrayT]):
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays or tensors."""
+        return sum(map(_num_bytes, vars(self).values()))
+
+
+def _num_bytes(value: Any) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, Mapping):
+        return sum(map(_num_bytes, value.values()))
+    return int(value.nbytes)

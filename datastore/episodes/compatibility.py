@@ -4,7 +4,8 @@ One rule for joining datasets, for logging a policy's decisions into a dataset, 
 in an environment: kind, shape and dtype have to agree, and the number and start of discrete
 actions. The bounds of a Box do not: a log seldom states them. float32 and float64 are one, because
 the writer rounds between them and replay decodes both to float32. Where columns were encoded, the
-rules have to be the same ones: the same vocabularies, in the same places.
+rules have to be the same ones: the same vocabularies, in the same places. Token ids have to be
+those of one tokenizer.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from replaylake.datastore.episodes.encoding import Encoding
-from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.schema import DatasetSpec, UniqueKeys
 from replaylake.datastore.episodes.spaces import Box, Dict, Space, Tuple, bounds, children, describe
+from replaylake.datastore.episodes.tokenizer import find_tokenizer_mismatch
+from replaylake.datastore.episodes.tokens import has_tokens
 
 
 def is_compatible(first: Space, second: Space, *, any_width: bool = False) -> bool:
@@ -38,14 +41,27 @@ def find_spec_mismatch(first: DatasetSpec, second: DatasetSpec) -> str | None:
     sizes = first.mask_size, second.mask_size
     if None not in sizes and sizes[0] != sizes[1]:
         return f"the action mask has {sizes[0]} and {sizes[1]} actions"
-    return find_encoding_mismatch(first.encoding, second.encoding)
+    mismatch = find_encoding_mismatch(first.encoding, second.encoding)
+    return mismatch or _find_tokenizer_mismatch(first, second)
+
+
+def _find_tokenizer_mismatch(first: DatasetSpec, second: DatasetSpec) -> str | None:
+    """Say what keeps the token ids of two datasets from meaning the same; None if nothing."""
+    if first.tokenizer is not None and second.tokenizer is not None:
+        return find_tokenizer_mismatch(first.tokenizer, second.tokenizer)
+    for stated, other in ((first, second), (second, first)):
+        if stated.tokenizer is not None and has_tokens(other.extras):
+            name = stated.tokenizer.describe()
+            return f"the tokenizer is {name} for one, and not stated for the tokens of the other"
+    return None
 
 
 def join_specs(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
     """Return the spec that two datasets without a `difference` have together.
 
     Bounds are those that hold for both; a mask is there, and a reward may be unknown, if either
-    says so. Of encodings that only name numbers, different names are given up.
+    says so. Of encodings that only name numbers, different names are given up, and so are
+    different references of scores and environments.
     """
     encodings = [spec.encoding for spec in (first, second) if spec.encoding is not None]
     named_alike = len({tuple(one.name for one in e.fields) for e in encodings}) == 1
@@ -56,7 +72,28 @@ def join_specs(first: DatasetSpec, second: DatasetSpec) -> DatasetSpec:
         mask_size=second.mask_size if first.mask_size is None else first.mask_size,
         rewards_optional=first.rewards_optional or second.rewards_optional,
         encoding=encodings[0] if named_alike else None,
+        score_reference=first.score_reference
+        if first.score_reference == second.score_reference
+        else None,
+        unique=_join_unique(first.unique, second.unique),
+        env_spec=first.env_spec if first.env_spec == second.env_spec else None,
+        tokenizer=first.tokenizer or second.tokenizer,
     )
+
+
+def find_unique_mismatch(first: DatasetSpec, second: DatasetSpec) -> str | None:
+    """Say that two datasets have different unique keys; None if they have the same, or none."""
+    one, other = (None if s.unique is None else s.unique.columns for s in (first, second))
+    if one == other:
+        return None
+    names = ["no columns" if key is None else ", ".join(key) for key in (one, other)]
+    return f"the unique key is of {names[0]} and {names[1]}"
+
+
+def _join_unique(first: UniqueKeys | None, second: UniqueKeys | None) -> UniqueKeys | None:
+    if first is None or second is None:
+        return None
+    return UniqueKeys(first.columns, tuple(dict.fromkeys((*first.late, *second.late))))
 
 
 def find_encoding_mismatch(first: Encoding | None, second: Encoding | None) -> str | None:

@@ -145,6 +145,11 @@ class Encoding:
         """The D of the vector."""
         return sum(one.width for one in self.fields)
 
+    @cached_property
+    def has_categories(self) -> bool:
+        """Whether a field has a vocabulary."""
+        return any(one.kind == CATEGORY for one in self.fields)
+
     @property
     def is_plain(self) -> bool:
         """Whether it only names numbers, which are as the log has them."""
@@ -194,6 +199,19 @@ class Encoding:
             elif self.dtype != "float32" and value != np.asarray(value).astype(self.dtype):
                 return one.name, value, f"a number that {self.dtype} holds"
         return None
+
+    def find_unknown_categories(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the fields of a JSON object whose text is not in the vocabulary, but is encoded.
+
+        The object has no mismatch. Cost: 0.2 us a field with a vocabulary.
+        """
+        return [
+            one.name
+            for one in self.fields
+            if one.kind == CATEGORY
+            and (value := _get_value(values, one)) is not None
+            and not one.read(value)
+        ]
 
     def encode_one(self, values: Mapping[str, Any]) -> Array:
         """Return the vector [D] of a JSON object. Raises: EpisodeInvalidError naming the field."""

@@ -27,6 +27,8 @@ from replaylake.datastore.episodes.spaces import (
     leaves,
     take,
 )
+from replaylake.datastore.episodes.tokenizer import Tokenizer
+from replaylake.datastore.episodes.tokens import has_tokens, to_arrow_columns, validate_tokens
 from replaylake.datastore.errors import EpisodeInvalidError
 
 MAX_STEP: Final = 2**31 - 1
@@ -45,22 +47,24 @@ LOG_PROB_TOLERANCE: Final = 1e-6
 
 @dataclass(frozen=True)
 class Episode:
-    """One agent's steps from reset to end, or a contiguous piece of them.
+    """The steps of one agent from reset to end, or a contiguous piece of them.
 
-    Row t holds the observation before action t, the action as executed, and the reward, termination
-    and truncation that it caused. T is the number of steps.
+    Row t has the observation before action t, the action as executed, and the reward, termination
+    and truncation that the action caused. T is the number of steps.
 
-    Shapes: observations [T, *obs] (a mapping of arrays for Dict and Tuple spaces); actions
-    [T, *act]; rewards float64 [T], undiscounted and unscaled (NaN where unknown, in datasets whose
-    rewards are optional); final_observation [*obs], the one after the last step, or None if the log
-    lacks it. Per-step arrays that may be None where unknown: behavior_log_probs float32 [T] (ln of
-    the probability or density that the acting policy gave the action; NaN where one step lacks it),
-    policies object [T] of str, policy_versions int64 [T], action_masks bool [T, A], timestamps
-    int64 [T] (us since 1970, UTC), env_steps int32 [T] (the global tick; equals the step with one
-    agent).
+    Shapes: observations [T, *obs] (a mapping of arrays for Dict and Tuple spaces); actions [T,
+    *act]; rewards float64 [T], undiscounted and unscaled (NaN where unknown, in datasets with
+    optional rewards); final_observation [*obs], the observation after the last step, or None if the
+    log lacks it.
 
-    `terminated` and `truncated` describe the last step; neither means that the episode is still
-    open. `extras` holds further columns, arrays of length T that pyarrow can type.
+    The following arrays have one value per step, or are None if unknown: behavior_log_probs float32
+    [T] (ln of the probability or density that the acting policy gave the action; NaN for a step
+    without it), policies object [T] of str, policy_versions int64 [T], action_masks bool [T, A],
+    timestamps int64 [T] (us since 1970, UTC), env_steps int32 [T] (the number of the environment
+    step; equal to the step if there is one agent).
+
+    `terminated` and `truncated` describe the last step; if both are false, the episode is still
+    open. `extras` has further columns: arrays of length T with a type that pyarrow supports.
     """
 
     episode_id: str
@@ -91,6 +95,7 @@ def validate(
     action_space: Space,
     *,
     rewards_optional: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> Episode:
     """Return the episode with every array in its stored dtype, or refuse it whole.
 
@@ -98,15 +103,33 @@ def validate(
     where `rewards_optional` says so), the steps' range and, for countable actions, the space's
     bounds (one outside would index past a network's head), the action's own mask, and that no
     log-probability is above 0. Observation bounds are for `check_in_spaces`, because real logs
-    overshoot nominal ones.
+    overshoot nominal ones. Token columns are checked by `validate_tokens`, with the dataset's
+    tokenizer where it states one.
 
-    Raises: EpisodeInvalidError with the episode, the field, what was found and what was expected.
+    Raises: EpisodeInvalidError with the episode, the field, what was found and what was expected;
+    SchemaMismatchError for token columns of other types.
     """
     try:
-        return _validate(episode, observation_space, action_space, rewards_optional)
+        ready = _validate(episode, observation_space, action_space, rewards_optional)
+        return with_valid_tokens(ready, tokenizer) if has_tokens(episode.extras) else ready
     except EpisodeInvalidError as error:
         name = episode.source_episode_id or episode.episode_id
         raise EpisodeInvalidError(f"episode {name}: {error}") from error
+
+
+def with_valid_tokens(episode: Episode, tokenizer: Tokenizer | None) -> Episode:
+    """Return an episode with its token columns as they are stored, and its behavior log-probs.
+
+    Raises: as validate_tokens, without the episode's name.
+    """
+    columns = validate_tokens(
+        to_arrow_columns(episode.extras), episode.behavior_log_probs, tokenizer
+    )
+    return replace(
+        episode,
+        extras={**episode.extras, **columns.arrays},
+        behavior_log_probs=columns.behavior_log_probs,
+    )
 
 
 def check_in_spaces(episode: Episode, observation_space: Space, action_space: Space) -> None:
@@ -231,7 +254,7 @@ def _validate_log_probs(raw: Any, num: int) -> Array | None:
             log_probs = np.asarray(raw, dtype=np.float64).astype(np.float32)
     except (TypeError, ValueError) as error:
         raise EpisodeInvalidError(
-            f"behavior_log_prob: {error}, expected one number a step."
+            f"behavior_log_prob: {error}, expected one number per step."
         ) from error
     if log_probs.shape != (num,):
         raise EpisodeInvalidError(
@@ -277,5 +300,5 @@ def _validate_extra(name: str, array: Any, num: int) -> Any:
     except TypeError:
         length = 0
     if length != num:
-        raise EpisodeInvalidError(f"{name}: found {length} rows, expected {num}, one a step.")
+        raise EpisodeInvalidError(f"{name}: found {length} rows, expected {num}, one per step.")
     return array

@@ -95,7 +95,7 @@ def _infer_space(values: Any, what: str, *, is_action: bool = False) -> Space:
         ) from error
     if array.ndim == 0 or not array.size:
         raise EpisodeInvalidError(
-            f"{what}: found {array.shape}, expected one value or more a step."
+            f"{what}: found {array.shape}, expected at least one value per step."
         )
     kind = array.dtype.kind
     if kind in "OU":

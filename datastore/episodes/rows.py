@@ -9,10 +9,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.episode_columns import EpisodeColumns
+from replaylake.datastore.episodes.episode_columns import (
+    EpisodeColumns,
+    TextColumn,
+    as_text_array,
+)
 from replaylake.datastore.episodes.schema import (
     NAMES_TYPE,
     TIMESTAMP_TYPE,
@@ -27,6 +32,7 @@ from replaylake.datastore.episodes.schema import (
     widen_type,
 )
 from replaylake.datastore.episodes.spaces import Array, Space, as_batch, concatenate
+from replaylake.datastore.episodes.tokens import ACTION_LOG_PROBS, clip_log_probs, has_tokens
 from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 from replaylake.datastore.storage.arrow_values import is_list
 from replaylake.datastore.storage.table.delta_schema import plain_type
@@ -53,11 +59,12 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
     steps = np.arange(num, dtype=np.int64)
     steps += np.repeat(outline.first_steps - (ends - lengths + 1), lengths)
     steps = steps.astype(np.int32)
+    env_steps = _or_default([p.env_steps for p in parts], steps, nums)
     columns: dict[str, Any] = {
-        schema.EPISODE_ID: _per_episode(outline.episode_ids, lengths).cast(pa.string()),
+        schema.EPISODE_ID: _per_episode(outline.episode_ids, lengths, "").cast(pa.string()),
         schema.STEP: steps,
-        schema.ENV_STEP: _or_default([p.env_steps for p in parts], steps, nums),
-        schema.AGENT_ID: _per_episode(outline.agent_ids, lengths),
+        schema.ENV_STEP: _without_absent(episodes, "env_steps", env_steps, steps),
+        schema.AGENT_ID: _per_episode(outline.agent_ids, lengths, ""),
         schema.OBSERVATION: to_arrow(
             spec.observation_space, concatenate([p.observations for p in parts])
         ),
@@ -68,12 +75,20 @@ def encode(episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
         schema.TRUNCATED: last & np.repeat(outline.truncated, lengths),
         schema.BEHAVIOR_LOG_PROB: _log_probs([p.behavior_log_probs for p in parts], nums),
         schema.POLICY: _optional([p.policies for p in parts], nums, NAMES_TYPE),
-        schema.POLICY_VERSION: _optional([p.policy_versions for p in parts], nums, pa.int64()),
-        schema.TIMESTAMP: _optional([p.timestamps for p in parts], nums, TIMESTAMP_TYPE),
-        schema.SOURCE_EPISODE_ID: _per_episode(outline.source_ids, lengths).cast(pa.string()),
+        schema.POLICY_VERSION: _without_absent(
+            episodes,
+            "policy_versions",
+            _optional([p.policy_versions for p in parts], nums, pa.int64()),
+        ),
+        schema.TIMESTAMP: _without_absent(
+            episodes, "timestamps", _optional([p.timestamps for p in parts], nums, TIMESTAMP_TYPE)
+        ),
+        schema.SOURCE_EPISODE_ID: _per_episode(outline.source_ids, lengths, None).cast(pa.string()),
     }
     if spec.mask_size is not None or any(p.action_masks is not None for p in parts):
-        columns[schema.ACTION_MASK] = _masks(parts, spec, nums)
+        columns[schema.ACTION_MASK] = _without_absent(
+            episodes, "action_masks", _masks(parts, spec, nums)
+        )
     extras = _encode_extras(parts, spec, nums) if _has_extras(parts) else {}
     fields = arrow_schema(spec)
     arrays = {name: pa.array(column) for name, column in columns.items()}
@@ -90,8 +105,10 @@ class _EpisodeFields:
     """What there is one of an episode, [E] each."""
 
     episode_ids: Sequence[str]
-    agent_ids: Sequence[str]
-    source_ids: Sequence[str | None]
+    agent_ids: Sequence[str] | None
+    """None if all are ""."""
+    source_ids: Sequence[str | None] | None
+    """None if none has one."""
     lengths: Array
     first_steps: Array
     terminated: Array
@@ -100,11 +117,10 @@ class _EpisodeFields:
 
 def _collect_episode_fields(episodes: Sequence[Episode]) -> _EpisodeFields:
     if isinstance(episodes, EpisodeColumns):
-        num, agents = len(episodes), episodes.agent_ids
         return _EpisodeFields(
             episodes.episode_ids,
-            [""] * num if agents is None else agents,
-            [None] * num,
+            episodes.agent_ids,
+            episodes.source_ids,
             episodes.lengths,
             episodes.first_steps,
             episodes.terminated,
@@ -127,7 +143,13 @@ def check_ids(episodes: Sequence[Episode]) -> None:
 
 
 def _check_episode_fields(outline: _EpisodeFields) -> None:
-    for episode_id, agent_id in zip(outline.episode_ids, outline.agent_ids, strict=True):
+    ids = outline.episode_ids
+    if isinstance(ids, TextColumn) and isinstance(outline.agent_ids, TextColumn | None):
+        known = [ids.array, *([] if outline.agent_ids is None else [outline.agent_ids.array])]
+        has_nul = [pc.any(pc.match_substring(texts, "\0")).as_py() for texts in known]
+        if not any(has_nul) and not pc.any(pc.equal(ids.array, "")).as_py():
+            return
+    for episode_id, agent_id in zip(ids, outline.agent_ids or [""] * len(ids), strict=True):
         for what, value in (("episode_id", episode_id), ("agent_id", agent_id)):
             if not isinstance(value, str) or "\0" in value:
                 raise EpisodeInvalidError(
@@ -158,7 +180,16 @@ def _has_extras(episodes: Sequence[Episode]) -> bool:
 def _check_distinct(outline: _EpisodeFields) -> None:
     """Refuse one step of an episode and agent twice: which of the two happened is not known."""
     numbers: dict[tuple[str, str], int] = {}
-    keys = zip(outline.episode_ids, outline.agent_ids, strict=True)
+    agents: Sequence[str] = outline.agent_ids or [""] * len(outline.episode_ids)
+    if isinstance(outline.episode_ids, TextColumn) and isinstance(
+        outline.agent_ids, TextColumn | None
+    ):
+        names = outline.episode_ids.array
+        if outline.agent_ids is not None:
+            names = pc.binary_join_element_wise(names, outline.agent_ids.array, "\0")
+        if pc.count_distinct(names).as_py() == len(names):
+            return
+    keys = zip(outline.episode_ids, agents, strict=True)
     codes = np.asarray([numbers.setdefault(key, len(numbers)) for key in keys])
     if len(numbers) == len(codes):
         return
@@ -169,31 +200,57 @@ def _check_distinct(outline: _EpisodeFields) -> None:
     overlap = (codes[before] == codes[after]) & (first[after] < ends[before])
     if overlap.any():
         row = int(after[np.argmax(overlap)])
-        agent_id = outline.agent_ids[row]
-        agent = f" of agent {agent_id!r}" if agent_id else ""
+        agent = f" of agent {agents[row]!r}" if agents[row] else ""
+        source_id = None if outline.source_ids is None else outline.source_ids[row]
         raise EpisodeInvalidError(
-            f"episode {outline.source_ids[row] or outline.episode_ids[row]}: found step "
+            f"episode {source_id or outline.episode_ids[row]}: found step "
             f"{first[row]}{agent} twice, expected each step once. Give every episode an id "
             "of its own, and the pieces of one episode their first_step."
         )
 
 
-def _per_episode(values: Sequence[str | None], lengths: Array) -> pa.DictionaryArray:
-    codes = pa.array(values, pa.string()).dictionary_encode()
+def _per_episode(
+    values: Sequence[str | None] | None, lengths: Array, default: str | None
+) -> pa.Array:
+    """Return each episode's text for each of its steps, or the default for all."""
+    if values is None:
+        indices = pa.array(np.zeros(int(lengths.sum()), np.int32))
+        return pa.DictionaryArray.from_arrays(indices, pa.array([default], pa.string()))
+    if isinstance(values, TextColumn):
+        is_single = len(lengths) == int(lengths.sum())
+        rows = None if is_single else pa.array(np.repeat(np.arange(len(values)), lengths))
+        return values.array if rows is None else values.array.take(rows)
+    codes = as_text_array(values).dictionary_encode()
     indices = codes.indices.take(pa.array(np.repeat(np.arange(len(values)), lengths)))
     return pa.DictionaryArray.from_arrays(indices, codes.dictionary)
+
+
+def _without_absent(
+    episodes: Sequence[Episode], name: str, column: Any, default: Array | None = None
+) -> Any:
+    """Return a column with the default, or nothing, in the rows of episodes that lack the field."""
+    absent = episodes.lacks(name) if isinstance(episodes, EpisodeColumns) else None
+    if absent is None:
+        return column
+    if default is not None:
+        return np.where(absent, default, column)
+    rows = pa.array(np.arange(len(absent)), mask=absent)
+    return column.take(rows)
 
 
 def _final_observations(
     episodes: Sequence[Episode], space: Space, ends: Array, num: int
 ) -> pa.Array:
+    finals: Any
     if isinstance(episodes, EpisodeColumns):
-        having, finals = list(range(len(episodes))), episodes.final_observations
+        having, finals = episodes.having_final, episodes.final_observations
     else:
-        having = [i for i, episode in enumerate(episodes) if episode.final_observation is not None]
-        if not having:
-            return pa.nulls(num, arrow_type(space))
-        finals = concatenate([as_batch(episodes[i].final_observation) for i in having])
+        having = np.flatnonzero([episode.final_observation is not None for episode in episodes])
+        finals = [as_batch(episodes[i].final_observation) for i in having.tolist()]
+        finals = concatenate(finals) if finals else None
+    # A selection of columns may have lost every episode that had one, and keeps an empty array.
+    if finals is None or not len(having):
+        return pa.nulls(num, arrow_type(space))
     kind = arrow_type(space)
     if pa.types.is_fixed_size_list(kind) and isinstance(finals, np.ndarray):
         return _sparse_vectors(finals, kind, ends[having], num)
@@ -310,6 +367,8 @@ def _encode_extras(
             raise SchemaMismatchError(
                 f"column {name!r}: expected {kind} {whose}; {error}. Convert or rename it."
             ) from error
+    if has_tokens(columns) and ACTION_LOG_PROBS in columns:
+        columns[ACTION_LOG_PROBS] = clip_log_probs(columns[ACTION_LOG_PROBS])
     return columns
 
 

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.encoding import from_json as encoding_from_json
+from replaylake.datastore.episodes.score_reference import ScoreReference
 from replaylake.datastore.episodes.spaces import (
     Array,
     Box,
@@ -26,10 +27,12 @@ from replaylake.datastore.episodes.spaces import (
     Tuple,
     Values,
     children,
-    from_json,
+    parse,
     to_json,
     value_shape,
 )
+from replaylake.datastore.episodes.tokenizer import Tokenizer
+from replaylake.datastore.episodes.tokens import token_type
 from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.names import is_column_name
 from replaylake.datastore.storage.arrow_values import numbers
@@ -78,13 +81,60 @@ _ACTION_SPACE_KEY: Final = "replaylake.action_space"
 _MASK_SIZE_KEY: Final = "replaylake.mask_size"
 # Only where it is true: tables that were made before it have no such key.
 _REWARDS_OPTIONAL_KEY: Final = "replaylake.rewards_optional"
+# Likewise, only where a key is unique.
+_UNIQUE_KEY: Final = "replaylake.unique_keys"
 # Likewise, only where observations or actions were encoded.
 _ENCODING_KEY: Final = "replaylake.encoding"
+# Likewise, only where returns can be normalized.
+SCORE_REFERENCE_KEY: Final = "replaylake.score_reference"
+# Likewise, only where the log states its environment.
+_ENV_SPEC_KEY: Final = "replaylake.env_spec"
+# Likewise, only where the tokenizer is known.
+_TOKENIZER_KEY: Final = "replaylake.tokenizer"
 
 # Names that the SQL views add.
 _VIEW_COLUMNS: Final = ("next_observation",)
 # Delta has no unsigned integers and no float16: they are widened at the door.
 _WIDER_TYPES: Final = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
+
+
+# Columns that every step has and that may be of a key: one value a row that says what it is.
+KEY_COLUMNS: Final = (
+    EPISODE_ID,
+    SOURCE_EPISODE_ID,
+    AGENT_ID,
+    STEP,
+    ENV_STEP,
+    TIMESTAMP,
+    POLICY,
+    POLICY_VERSION,
+)
+
+
+@dataclass(frozen=True)
+class UniqueKeys:
+    """The columns whose values no two rows of a dataset share, in this order.
+
+    late: further columns that, like the reward, a row may get later, where they are NULL.
+    """
+
+    columns: tuple[str, ...]
+    late: tuple[str, ...] = ()
+
+    @property
+    def late_columns(self) -> tuple[str, ...]:
+        """The reward and `late`."""
+        return tuple(dict.fromkeys((REWARD, *self.late)))
+
+    def rename(self, column: str, to: str) -> UniqueKeys:
+        """Return the key with another name for a column."""
+        return UniqueKeys(
+            tuple(to if name == column else name for name in self.columns),
+            tuple(to if name == column else name for name in self.late),
+        )
+
+    def to_json(self) -> dict[str, list[str]]:
+        return {"columns": list(self.columns), "late": list(self.late)}
 
 
 @dataclass(frozen=True)
@@ -93,7 +143,11 @@ class DatasetSpec:
 
     rewards_optional: whether a step's reward may be unknown: NaN in an Episode, NULL in a row.
     encoding: what the elements of observations are and what actions are called, where the log had
-    named columns; None if nothing was encoded.
+    named columns; None if nothing was encoded. score_reference: what returns are normalized by; it
+    is no property of the episodes, and may change. unique: the columns that no two rows have the
+    same values in; None if there are none. env_spec: Gymnasium's JSON of the environment's
+    specification (EnvSpec.to_json), as a log states it; None if none does. tokenizer: what the ids
+    of token columns mean; None if that is not known.
     """
 
     observation_space: Space
@@ -102,6 +156,10 @@ class DatasetSpec:
     extras: Mapping[str, pa.DataType] = field(default_factory=dict)
     rewards_optional: bool = False
     encoding: Encoding | None = None
+    score_reference: ScoreReference | None = None
+    unique: UniqueKeys | None = None
+    env_spec: str | None = None
+    tokenizer: Tokenizer | None = None
 
     def configuration(self) -> dict[str, str]:
         """Return what the table keeps of it beside the Arrow schema."""
@@ -111,6 +169,14 @@ class DatasetSpec:
             _MASK_SIZE_KEY: json.dumps(self.mask_size),
             **({_REWARDS_OPTIONAL_KEY: "true"} if self.rewards_optional else {}),
             **({_ENCODING_KEY: json.dumps(self.encoding.to_json())} if self.encoding else {}),
+            **(
+                {SCORE_REFERENCE_KEY: json.dumps(self.score_reference.to_json())}
+                if self.score_reference
+                else {}
+            ),
+            **(unique_setting(self.unique) if self.unique else {}),
+            **({_ENV_SPEC_KEY: self.env_spec} if self.env_spec else {}),
+            **(tokenizer_setting(self.tokenizer) if self.tokenizer else {}),
         }
 
     @classmethod
@@ -123,17 +189,58 @@ class DatasetSpec:
             extras={f.name: f.type for f in schema if f.name not in STANDARD_COLUMNS},
             rewards_optional=configuration.get(_REWARDS_OPTIONAL_KEY) == "true",
             encoding=_encoding(configuration.get(_ENCODING_KEY)),
+            score_reference=_score_reference(configuration.get(SCORE_REFERENCE_KEY)),
+            unique=read_unique_keys(configuration),
+            env_spec=configuration.get(_ENV_SPEC_KEY),
+            tokenizer=read_tokenizer(configuration),
         )
+
+
+def read_unique_keys(configuration: Mapping[str, str]) -> UniqueKeys | None:
+    """Return the unique key that a table's configuration names."""
+    return _unique(configuration.get(_UNIQUE_KEY))
+
+
+def unique_setting(unique: UniqueKeys) -> dict[str, str]:
+    """Return the entry of a table's configuration that names a unique key."""
+    return {_UNIQUE_KEY: json.dumps(unique.to_json())}
+
+
+def read_tokenizer(configuration: Mapping[str, str]) -> Tokenizer | None:
+    """Return the tokenizer that a table's configuration states."""
+    return _tokenizer(configuration.get(_TOKENIZER_KEY))
+
+
+def tokenizer_setting(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the entry of a table's configuration that states a tokenizer."""
+    return {_TOKENIZER_KEY: json.dumps(tokenizer.to_json())}
+
+
+@lru_cache(maxsize=256)
+def _tokenizer(text: str | None) -> Tokenizer | None:
+    return None if text is None else Tokenizer.from_json(json.loads(text))
 
 
 @lru_cache(maxsize=256)
 def _space(text: str) -> Space:
-    return from_json(json.loads(text))
+    return parse(text)
 
 
 @lru_cache(maxsize=256)
 def _encoding(text: str | None) -> Encoding | None:
     return None if text is None else encoding_from_json(json.loads(text))
+
+
+def _score_reference(text: str | None) -> ScoreReference | None:
+    return None if text is None else ScoreReference.from_json(json.loads(text))
+
+
+@lru_cache(maxsize=256)
+def _unique(text: str | None) -> UniqueKeys | None:
+    if text is None:
+        return None
+    body = json.loads(text)
+    return UniqueKeys(tuple(body["columns"]), tuple(body["late"]))
 
 
 def arrow_schema(spec: DatasetSpec) -> pa.Schema:
@@ -282,15 +389,17 @@ def as_column(array: Any, name: str) -> pa.Array:
         return pa.array(array)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
         raise SchemaMismatchError(
-            f"column {name!r}: {error}, expected one value of one type a step. Convert it first."
+            f"column {name!r}: {error}, expected one value of one type per step. Convert it first."
         ) from error
 
 
 def widen_type(kind: pa.DataType, name: str) -> pa.DataType:
-    """Return the type that a further column is kept in.
+    """Return the type that a further column is kept in; a token column has one of its own.
 
     Raises: SchemaMismatchError if there is none.
     """
+    if (own := token_type(name, kind)) is not None:
+        return own
     types = pa.types
     if types.is_null(kind):
         raise SchemaMismatchError(

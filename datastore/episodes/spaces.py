@@ -7,6 +7,7 @@ leaf. Nothing here imports pyarrow, torch or gymnasium, because a served policy 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ Array = NDArray[Any]
 Values = Array | Mapping[str, Any]
 """An array with a leading dim, or for Dict and Tuple spaces a mapping from key to Values."""
 
+# Spaces that are read may be nested so deep; those of environments have two or three levels.
+MAX_DEPTH: Final = 64
+
 
 @dataclass(frozen=True)
 class Box:
-    """Numbers in `shape`; `low` and `high` are scalars or nested lists of that shape."""
+    """Arrays of numbers of a shape; `low` and `high` are scalars or nested lists of that shape."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -36,7 +40,11 @@ class Box:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         object.__setattr__(self, "low", _compact_bound(self.low))
         object.__setattr__(self, "high", _compact_bound(self.high))
-        if np.dtype(self.dtype).kind not in "fiub":
+        try:
+            kind = np.dtype(self.dtype).kind
+        except (SyntaxError, TypeError, ValueError):  # numpy parses some texts as Python
+            kind = "V"
+        if kind not in "fiub":
             raise SchemaMismatchError(
                 f"Box space: found dtype {self.dtype}, expected a float, integer or bool dtype. "
                 "Use a Text or Dict space for anything else."
@@ -44,13 +52,13 @@ class Box:
 
     @property
     def is_image(self) -> bool:
-        """Whether values are kept as raw frames (uint8, two or more dims)."""
+        """Whether values are stored as raw frames (uint8, two or more dimensions)."""
         return self.dtype == "uint8" and len(self.shape) >= 2
 
 
 @dataclass(frozen=True)
 class Discrete:
-    """Integers start .. start + n - 1, int64."""
+    """The integers from start to start + n - 1, int64."""
 
     n: int
     start: int = 0
@@ -58,7 +66,7 @@ class Discrete:
 
 @dataclass(frozen=True)
 class MultiDiscrete:
-    """A vector of integers, element i in 0 .. nvec[i] - 1, int64."""
+    """Vectors of integers, int64; element i is in 0 .. nvec[i] - 1."""
 
     nvec: tuple[int, ...]
 
@@ -68,7 +76,7 @@ class MultiDiscrete:
 
 @dataclass(frozen=True)
 class MultiBinary:
-    """A vector of n zeros and ones, int64."""
+    """Vectors of n zeros and ones, int64."""
 
     n: int
 
@@ -80,7 +88,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Dict:
-    """Named sub-spaces; keys match `[A-Za-z_][A-Za-z0-9_]*`."""
+    """A mapping of named spaces; names match `[A-Za-z_][A-Za-z0-9_]*`."""
 
     spaces: Mapping[str, Space]
 
@@ -99,7 +107,7 @@ class Dict:
 
 @dataclass(frozen=True)
 class Tuple:
-    """Positional sub-spaces; at rest element i is named `_i`."""
+    """A sequence of spaces; element i is stored under the name `_i`."""
 
     spaces: tuple[Space, ...]
 
@@ -248,7 +256,7 @@ def as_values(space: Space, raw: Any, what: str, num: int | None = None) -> Valu
         texts = np.asarray(raw, dtype=object)
         if texts.ndim != 1 or not all(isinstance(text, str) for text in texts):
             raise EpisodeInvalidError(
-                f"{what}: expected one string a step, found {_describe(texts)}."
+                f"{what}: expected one string per step, found {_describe(texts)}."
             )
         _check_num(texts, what, num)
         return texts
@@ -325,11 +333,29 @@ def to_json(space: Space) -> dict[str, Any]:
     return {"type": kind, **fields}
 
 
-def from_json(data: Mapping[str, Any]) -> Space:
-    """Read what to_json wrote.
+def parse(text: str) -> Space:
+    """Read the JSON text of what to_json wrote. Raises: SchemaMismatchError."""
+    try:
+        return from_json(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise SchemaMismatchError(
+            f"space: found {text[:60]!r}, expected JSON, nested {MAX_DEPTH} levels deep at most "
+            f"({type(error).__name__})."
+        ) from error
 
-    Raises: SchemaMismatchError on an unknown type or an absent field.
+
+def from_json(data: Mapping[str, Any], depth: int = 0) -> Space:
+    """Read what to_json wrote; `depth` is in how many spaces it lies.
+
+    Raises: SchemaMismatchError on an unknown type, an absent field or spaces nested too deep.
     """
+    if not isinstance(data, Mapping):
+        raise SchemaMismatchError(f"space: found {type(data).__name__}, expected a JSON object.")
+    if depth > MAX_DEPTH:
+        raise SchemaMismatchError(
+            f"space: found spaces nested more than {MAX_DEPTH} levels deep, expected fewer. Write "
+            "the inner ones as one Dict."
+        )
     fields = dict(data)
     kind = _KINDS.get(fields.pop("type", ""))
     if kind is None:
@@ -340,9 +366,9 @@ def from_json(data: Mapping[str, Any]) -> Space:
         fields["low"] = _bound_from_json(fields.get("low", "-inf"))
         fields["high"] = _bound_from_json(fields.get("high", "inf"))
     elif kind is Dict:
-        fields["spaces"] = {key: from_json(sub) for key, sub in fields["spaces"].items()}
+        fields["spaces"] = {key: from_json(sub, depth + 1) for key, sub in fields["spaces"].items()}
     elif kind is Tuple:
-        fields["spaces"] = tuple(from_json(sub) for sub in fields["spaces"])
+        fields["spaces"] = tuple(from_json(sub, depth + 1) for sub in fields["spaces"])
     try:
         return kind(**fields)  # type: ignore[no-any-return]
     except TypeError as error:
@@ -398,12 +424,12 @@ def _cast_exactly(array: Array, dtype: np.dtype[Any], what: str) -> Array:
 def _check_num(array: Array, what: str, num: int | None) -> None:
     if array.ndim == 0:
         raise EpisodeInvalidError(
-            f"{what}: found one value, expected an array with one row a step."
+            f"{what}: found one value, expected an array with one row per step."
         )
     if num is not None and len(array) != num:
         one_more = what == "observation" and len(array) == num + 1
         raise EpisodeInvalidError(
-            f"{what}: found {len(array)} rows, expected {num}, one a step. "
+            f"{what}: found {len(array)} rows, expected {num}, one per step. "
             + (
                 "What was seen after the last step is the final_observation."
                 if one_more

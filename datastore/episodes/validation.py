@@ -9,7 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.episodes.episode import MAX_STEP, PER_STEP, Episode, validate
+from replaylake.datastore.episodes.episode import (
+    MAX_STEP,
+    PER_STEP,
+    Episode,
+    validate,
+    with_valid_tokens,
+)
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns
 from replaylake.datastore.episodes.spaces import (
     Space,
@@ -19,7 +25,9 @@ from replaylake.datastore.episodes.spaces import (
     concatenate,
     take,
 )
-from replaylake.datastore.errors import EpisodeInvalidError
+from replaylake.datastore.episodes.tokenizer import Tokenizer
+from replaylake.datastore.episodes.tokens import has_tokens
+from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
 
 # Mean steps above which a check of each costs little beside its steps, and a join would copy much.
 _SHORT_STEPS: Final = 64
@@ -31,6 +39,7 @@ def validate_all(
     action_space: Space,
     *,
     rewards_optional: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> Sequence[Episode]:
     """Return the episodes as `checked` returns each; EpisodeColumns stay such.
 
@@ -41,20 +50,38 @@ def validate_all(
     """
     if isinstance(episodes, EpisodeColumns):
         # Joined arrays do not tell which is at fault: one by one, below, it is named.
-        with suppress(EpisodeInvalidError):
+        with suppress(EpisodeInvalidError, SchemaMismatchError):
             return episodes.validate(
-                observation_space, action_space, rewards_optional=rewards_optional
+                observation_space,
+                action_space,
+                rewards_optional=rewards_optional,
+                tokenizer=tokenizer,
             )
         episodes = episodes[:]
     num_steps = sum(map(len, episodes))
     if len(episodes) > 1 and num_steps <= _SHORT_STEPS * len(episodes):
         try:
-            return _validate_together(episodes, observation_space, action_space, rewards_optional)
-        except (EpisodeInvalidError, ValueError, KeyError, TypeError, AttributeError):
+            return _validate_together(
+                episodes, observation_space, action_space, rewards_optional, tokenizer
+            )
+        except (
+            EpisodeInvalidError,
+            SchemaMismatchError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):
             # Joined arrays do not tell which is at fault, or these cannot be joined.
             pass
     return [
-        validate(episode, observation_space, action_space, rewards_optional=rewards_optional)
+        validate(
+            episode,
+            observation_space,
+            action_space,
+            rewards_optional=rewards_optional,
+            tokenizer=tokenizer,
+        )
         for episode in episodes
     ]
 
@@ -106,6 +133,7 @@ def _validate_together(
     observation_space: Space,
     action_space: Space,
     rewards_optional: bool,
+    tokenizer: Tokenizer | None,
 ) -> list[Episode]:
     whole, finals = validate_as_one(episodes, observation_space, action_space, rewards_optional)
     names = [name for name in PER_STEP if getattr(whole, name) is not None]
@@ -121,16 +149,15 @@ def _validate_together(
         if episode.final_observation is not None and finals is not None:
             final = take(finals, num_finals)
             num_finals += 1
-        ready.append(
-            replace(
-                episode,
-                observations=take(whole.observations, rows),
-                actions=take(whole.actions, rows),
-                rewards=whole.rewards[rows],
-                final_observation=final,
-                **{name: getattr(whole, name)[rows] for name in names},
-            )
+        one = replace(
+            episode,
+            observations=take(whole.observations, rows),
+            actions=take(whole.actions, rows),
+            rewards=whole.rewards[rows],
+            final_observation=final,
+            **{name: getattr(whole, name)[rows] for name in names},
         )
+        ready.append(with_valid_tokens(one, tokenizer) if has_tokens(one.extras) else one)
     return ready
 
 

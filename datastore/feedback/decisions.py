@@ -49,6 +49,8 @@ DECISION_ID: Final = "decision_id"
 REQUEST_ID: Final = "request_id"
 LOG_PROB: Final = "log_prob"
 DETERMINISTIC: Final = "deterministic"
+# The sha256 of the manifest of the package that decided; NULL in rows of earlier releases.
+PACKAGE_SHA256: Final = "package_sha256"
 # Of served steps: when the outcome that a step has was reported, and whether the step was written
 # before that.
 REWARDED_AT: Final = "rewarded_at"
@@ -84,6 +86,7 @@ def decisions_schema(observation_space: Space, action_space: Space) -> pa.Schema
             pa.field(ACTION, arrow_type(action_space), nullable=False),
             pa.field(LOG_PROB, pa.float32()),
             pa.field(DETERMINISTIC, pa.bool_(), nullable=False),
+            pa.field(PACKAGE_SHA256, pa.string()),
             *mask,
         ]
     )

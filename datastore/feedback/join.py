@@ -61,7 +61,11 @@ from replaylake.datastore.feedback.decisions import (
     recover_feedback,
 )
 from replaylake.datastore.feedback.late_rewards import LateResult, apply_late
-from replaylake.datastore.feedback.logged_feedback import LoggedFeedback, read_logged_feedback
+from replaylake.datastore.feedback.logged_feedback import (
+    OTHER_SERVER_LAG_US,
+    LoggedFeedback,
+    read_logged_feedback,
+)
 from replaylake.datastore.feedback.received_steps import ReceivedResult, move_received
 from replaylake.datastore.feedback.reports import Reward
 from replaylake.datastore.feedback.segments import NOTHING_RECOVERED, Recovered
@@ -75,6 +79,7 @@ from replaylake.datastore.feedback.set_aside import (
     record_set_aside,
 )
 from replaylake.datastore.feedback.timeline import TimelineEpisode, cut_episodes, number_steps
+from replaylake.datastore.feedback.waits import END, JOURNAL, REWARD, Wait, Waits
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 
@@ -85,16 +90,16 @@ class JoinReceipt:
 
     decisions and rewards: rows of the two tables. joined: decisions that have a reward. episodes
     (pieces count singly) and steps: what this run added as `version`. waiting: decisions that may
-    still be completed. unrewarded: decisions whose window passed without a reward. repeated:
-    unrewarded decisions whose request was sent again and then rewarded. late: steps that got
-    another reward, or an end, after they were written. ends_refused: those of them of which the
-    reward says that the episode ends there, though steps follow, or does not, though it did.
-    orphaned: rewarded decisions that are not there, and reports by a request or a step for which
-    none came within the window; they count as soon as it does. recovered: rows of killed servers
-    committed first. damaged: their records that cannot be; the files are kept in the journals'
-    folders. set_aside: decisions that cannot be a step, or, of steps, have the reward reported;
-    quarantined: rows that are new in the dataset's quarantine, where they can be looked at.
-    received: what became of steps that clients sent as episodes.
+    still be completed; waits: for what, and until when. unrewarded: decisions whose window passed
+    without a reward. repeated: unrewarded decisions whose request was sent again and then rewarded.
+    late: steps that got another reward, or an end, after they were written. ends_refused: those of
+    them of which the reward says that the episode ends there, though steps follow, or does not,
+    though it did. orphaned: rewarded decisions that are not there, and reports by a request or a
+    step for which none came within the window; they count as soon as it does. recovered: rows of
+    killed servers committed first. damaged: their records that cannot be; the files are kept in the
+    journals' folders. set_aside: decisions that cannot be a step, or, of steps, have the reward
+    reported; quarantined: rows that are new in the dataset's quarantine, where they can be looked
+    at. received: what became of steps that clients sent as episodes.
     """
 
     dataset: str
@@ -112,6 +117,7 @@ class JoinReceipt:
     orphaned: int
     recovered: int
     damaged: int
+    waits: Sequence[Wait] = ()
     set_aside: int = 0
     quarantined: int = 0
     received: ReceivedResult = field(default_factory=ReceivedResult)
@@ -137,7 +143,7 @@ class JoinReceipt:
 
 @dataclass
 class _JoinCounts:
-    waiting: int = 0
+    waits: Waits
     unrewarded: int = 0
     repeated: int = 0
     due: int | None = None
@@ -164,19 +170,21 @@ def join_feedback(
     now_s: float | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> JoinReceipt:
-    """Join what was served into `dataset` with its rewards and append the episodes, in one commit.
+    """Join served decisions with their rewards, and append the episodes to the dataset.
+
+    All episodes are appended in one commit.
 
     Args:
         lake: the lake.
-        dataset: its name.
-        window_s: how long a decision waits for its reward.
-        now_s: the time (s since 1970, UTC) to judge the window by; the clock's by default. What was
-            decided later waits.
+        dataset: the dataset into which the decisions were served.
+        window_s: the time that a decision waits for its reward.
+        now_s: the time for evaluating the window (s since 1970, UTC); the clock's by default. Later
+            decisions wait.
         on_progress: called with (episodes built, episodes).
 
     Raises: NotFoundError if nothing was ever served into the dataset. Cost: one scan of the two
-    tables' ids and of the dataset's decision_id column; Python objects are made of what may change
-    alone.
+    tables' ids and of the dataset's decision_id column; Python objects are created only for rows
+    that may change.
     """
     return join_once(lake, dataset, window_s=window_s, now_s=now_s, on_progress=on_progress).receipt
 
@@ -209,7 +217,7 @@ def join_once(
         snapshot = handle.snapshot()
         logged = read_logged_feedback(handle, snapshot, now, window)
         logged.set_aside = unwritable | logged.set_aside
-        counts = _JoinCounts(logged.waiting, logged.unrewarded, logged.repeated)
+        counts = _JoinCounts(logged.waits, logged.unrewarded, logged.repeated)
         pieces = list(_plan(logged, now, window, counts))
         version = snapshot.version
         if pieces:
@@ -231,10 +239,14 @@ def join_once(
             counts.wait_until(now)
         quarantined = record_set_aside(handle, counts.aside, producer=producer)
         receipt = _receipt(dataset, version, logged, pieces, counts, recovered, late)
-        return JoinRound(
-            replace(receipt, received=moved, quarantined=quarantined + moved.quarantined),
-            counts.due,
+        journal_lag = None if handle.table.storage.shares_state else OTHER_SERVER_LAG_US
+        receipt = replace(
+            receipt,
+            waits=counts.waits.to_list(window, journal_lag),
+            received=moved,
+            quarantined=quarantined + moved.quarantined,
         )
+        return JoinRound(receipt, counts.due)
 
 
 def _find_unwritable(
@@ -297,7 +309,11 @@ def _pieces(
     )
     newest = max(decision.timestamp for decision in episode.decisions)
     if newest >= logged.horizon or not (is_whole or newest < now - window):
-        counts.waiting += len(open_ids)
+        if newest >= logged.horizon:
+            reason = JOURNAL
+        else:
+            reason = END if all(logged.has_reward(key) for key in ids) else REWARD
+        counts.waits.add(reason, len(open_ids), newest, newest)
         counts.wait_until(now if newest >= logged.horizon else newest + window + 1)
         return
     counts.unrewarded += sum(key not in rewards for key in ids)
@@ -369,7 +385,7 @@ def _receipt(
         joined=logged.num_written + fresh - stale,
         episodes=len(pieces),
         steps=sum(len(piece.decision_ids) for piece in pieces),
-        waiting=counts.waiting,
+        waiting=counts.waits.num,
         unrewarded=counts.unrewarded,
         repeated=counts.repeated,
         late=late.num_steps,

@@ -3,7 +3,9 @@
 Each worker appends its records to a file of its own, written with write(2) before the request is
 answered and fsynced in groups; once a second the file becomes one commit of a table and goes. The
 commit's producer is the journal and its sequence the segment, so a crash at any moment leaves a
-segment that the next `recover` commits, or one that was committed already and only has to go.
+segment that the next `recover` commits, or one that was committed already and only has to go. Every
+live journal of the table on this machine recovers once a second, so that the records of a killed
+worker are as soon in the table as others.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from replaylake.datastore.errors import ReplayLakeError, StorageError
@@ -21,10 +23,12 @@ from replaylake.datastore.feedback.row_encoder import Encode
 from replaylake.datastore.feedback.segments import (
     SUFFIX,
     Segment,
+    commit_failed_error,
     commit_segment,
     frame_records,
     journal_folder,
     producer_name,
+    recover,
     take_lock,
 )
 from replaylake.datastore.storage.storage import fsync_folder, make_folder
@@ -67,6 +71,9 @@ class Journal:
         self._commit_lock = threading.Lock()
         self._pending: deque[Segment] = deque()
         self._failure: str | None = None
+        self._write_failure: str | None = None
+        self._commit_failure: str | None = None
+        self._num_commit_failures = 0
         self._closed = False
         self._current = self._open_segment(0)
         self._written, self._full = threading.Event(), threading.Event()
@@ -91,6 +98,21 @@ class Journal:
         """Why nothing more can be written, or None."""
         return self._failure
 
+    @property
+    def write_failure(self) -> str | None:
+        """Why the last records were refused, or None; the next may be written."""
+        return self._failure or self._write_failure
+
+    @property
+    def commit_failure(self) -> str | None:
+        """Why the last attempt to commit failed, or None; the records wait on disk."""
+        return self._commit_failure
+
+    @property
+    def num_commit_failures(self) -> int:
+        """Attempts to commit in the background that failed."""
+        return self._num_commit_failures
+
     def append(self, records: Iterable[bytes]) -> None:
         """Write records, each one JSON object without newlines, with one write(2), all or none.
 
@@ -103,6 +125,7 @@ class Journal:
             if self._closed or self._failure:
                 raise StorageError(f"{self._folder}: {self._failure or 'the journal is closed'}.")
             segment = self._current
+            self._check_linked(segment)
             self._write(segment, data)
             if segment.num_rows == 0:
                 segment.opened_s = time.monotonic()
@@ -110,6 +133,7 @@ class Journal:
             segment.num_rows += len(records)
             if segment.records is not None:
                 segment.records += records
+            self._write_failure = None
             if self.config.sync_every:
                 self._sync(segment)
                 if self._failure:
@@ -121,6 +145,7 @@ class Journal:
     def flush(self) -> None:
         """Commit every record written so far. Raises: ReplayLakeError; the records stay on disk."""
         with self._commit_lock:
+            self._check_linked(self._current)
             # The old ones first: while they cannot be committed, a segment for each try would use
             # up the file descriptors and leave thousands of small files.
             try:
@@ -146,9 +171,20 @@ class Journal:
             self.flush()
             self._current.path.unlink()
             self._lock_path.unlink()
+        except OSError as error:
+            raise commit_failed_error(self._current.path, error) from error
         finally:
             os.close(self._current.fd)
             os.close(self._lock_fd)
+
+    def _check_linked(self, segment: Segment) -> None:
+        """Refuse to go on with a file that somebody removed: its records go when it is closed.
+
+        Raises: StorageError. Cost: 0.5 us.
+        """
+        if os.fstat(segment.fd).st_nlink == 0:
+            self._failure = f"{segment.path} was removed while in use, with the records in it"
+            raise StorageError(f"{self._failure}. Restore the dataset, then restart.")
 
     def _write(self, segment: Segment, data: bytes) -> None:
         """Write all of data or leave the file as it was: half a line would spoil the next one."""
@@ -157,13 +193,14 @@ class Journal:
             while view:
                 view = view[os.write(segment.fd, view) :]
         except OSError as error:
+            self._write_failure = error.strerror or str(error)
             try:
                 os.ftruncate(segment.fd, segment.num_bytes)
             except OSError as again:
                 self._failure = f"could not undo a torn write: {again}"
             raise StorageError(
                 f"{segment.path}: {error.strerror or error}, expected to write {len(data)} bytes. "
-                "Free some space; the server goes on by itself."
+                "Free some space; the server then continues without a restart."
             ) from error
 
     def _sync(self, segment: Segment) -> None:
@@ -183,24 +220,40 @@ class Journal:
             time.sleep(self.config.sync_interval_s)
 
     def _flush_loop(self) -> None:
-        interval_s = self.config.flush_interval_s
         while not self._closed:
-            self._full.wait(interval_s)
+            self._full.wait(self.config.flush_interval_s)
             self._full.clear()
-            segment = self._current
-            is_due = segment.num_rows and time.monotonic() - segment.opened_s >= interval_s / 2
-            if self._closed or not (
-                is_due or self._pending or segment.num_bytes >= self.config.segment_bytes
-            ):
-                continue
-            try:
-                self.flush()
-            except ReplayLakeError as error:
-                _logger.error("journal not committed, will retry: %s", error)
-            except (
-                Exception
-            ):  # a bug must not end the thread: the records are safe, the next try may work
-                _logger.exception("journal not committed, will retry")
+            if not self._closed:
+                errors = [self._attempt(self._flush_if_due), self._attempt(self._recover_others)]
+                self._commit_failure = next((error for error in errors if error), None)
+
+    def _attempt(self, commit: Callable[[], None]) -> str | None:
+        """Commit, and return why it could not be done."""
+        try:
+            commit()
+        except ReplayLakeError as error:
+            _logger.error("journal not committed, will retry: %s", error)
+            failure = str(error)
+        except (
+            Exception
+        ) as error:  # a bug must not end the thread: the records are safe, the next try may work
+            _logger.exception("journal not committed, will retry")
+            failure = f"{type(error).__name__}: {error}"
+        else:
+            return None
+        self._num_commit_failures += 1
+        return failure
+
+    def _flush_if_due(self) -> None:
+        segment, interval_s = self._current, self.config.flush_interval_s
+        with self._commit_lock:
+            self._check_linked(self._current)
+        is_due = segment.num_rows and time.monotonic() - segment.opened_s >= interval_s / 2
+        if is_due or self._pending or segment.num_bytes >= self.config.segment_bytes:
+            self.flush()
+
+    def _recover_others(self) -> None:
+        recover(self._table, self._encode)  # our own lock keeps it from our segments
 
     def _rotate(self) -> None:
         """Begin a new segment if the current one holds anything."""

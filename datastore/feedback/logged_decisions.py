@@ -144,7 +144,7 @@ def _filter_rows(rows: pa.Table, condition: str) -> pa.Table:
     if len(flags) != rows.num_rows:
         raise QueryRefusedError(
             f"where {condition}: found {len(flags)} values for {rows.num_rows} rows, expected one "
-            "a row. Leave out aggregates and unnest."
+            "per row. Leave out aggregates and unnest."
         )
     return rows.filter(flags)
 

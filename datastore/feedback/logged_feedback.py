@@ -35,6 +35,8 @@ from replaylake.datastore.feedback.decisions import (
 from replaylake.datastore.feedback.reports import FeedbackReport, Outcome, Reward, fold_reports
 from replaylake.datastore.feedback.segments import first_pending, has_live_worker
 from replaylake.datastore.feedback.timeline import Decision, Timeline, has_steps
+from replaylake.datastore.feedback.waits import JOURNAL, Waits
+from replaylake.datastore.feedback.waits import REWARD as MISSING_REWARD
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.table_files import query_arrow, query_rows, scan_connection
@@ -137,10 +139,13 @@ WITH left_over AS (
     WHERE o.open GROUP BY o.client
 ), counted AS (
     SELECT i.num - coalesce(a.num, 0) AS num, coalesce(a.num, 0) AS again,
-        i.ts >= {closing} OR i.ts >= {horizon} AS waits
+        i.ts >= {closing} OR i.ts >= {horizon} AS waits, i.ts >= {horizon} AS is_recent, i.ts
     FROM idle i LEFT JOIN again a USING (client)
 )
-SELECT coalesce(sum(num) FILTER (waits), 0)::BIGINT,
+SELECT [coalesce(sum(num) FILTER (is_recent), 0)::BIGINT, min(ts) FILTER (is_recent),
+        max(ts) FILTER (is_recent)],
+    [coalesce(sum(num) FILTER (waits AND NOT is_recent), 0)::BIGINT,
+        min(ts) FILTER (waits AND NOT is_recent), max(ts) FILTER (waits AND NOT is_recent)],
     coalesce(sum(num) FILTER (NOT waits), 0)::BIGINT, coalesce(sum(again), 0)::BIGINT,
     (SELECT count(*) FROM decision WHERE NOT open),
     (SELECT count(*) FROM report WHERE key IS NULL AND client IS NULL AND ts < {closing}),
@@ -200,7 +205,7 @@ class LoggedFeedback:
 
     clients are those episodes that have a report which may count. rewards and written are of their
     decisions. file_of says in which file of the decisions table a decision is. All decisions before
-    horizon (us) are here. waiting, unrewarded and repeated are decisions of the other episodes.
+    horizon (us) are here. waits, unrewarded and repeated are decisions of the other episodes.
     num_early are reports too new to be looked at, unknown the ids that no decision has, unmatched
     the reports by other names that came before the window and have no decision. set_aside: by
     decision, why it cannot be a step as it is, or, of one that is a step, have the reward reported.
@@ -217,7 +222,7 @@ class LoggedFeedback:
     num_decisions: int = 0
     num_rewards: int = 0
     num_written: int = 0
-    waiting: int = 0
+    waits: Waits = field(default_factory=Waits)
     unrewarded: int = 0
     repeated: int = 0
     num_early: int = 0
@@ -335,8 +340,10 @@ def read_logged_feedback(
         for statement in JOIN_SQL.format(horizon=horizon, elsewhere=OTHER_SERVER_LAG_US).split(";"):
             query_rows(connection, statement)
         counts = REMAINDER_SQL.format(horizon=horizon, closing=now - window)
-        ((logged.waiting, logged.unrewarded, logged.repeated, logged.num_written,
+        ((recent, unreported, logged.unrewarded, logged.repeated, logged.num_written,
           logged.unmatched, logged.num_early),) = query_rows(connection, counts)  # fmt: skip
+        logged.waits.add(JOURNAL, *recent)
+        logged.waits.add(MISSING_REWARD, *unreported)
         unknown = "SELECT DISTINCT key FROM report WHERE key IS NOT NULL AND client IS NULL"
         logged.unknown = [key for (key,) in query_rows(connection, unknown)]
         active = query_arrow(connection, ACTIVE_SQL)

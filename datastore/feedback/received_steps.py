@@ -57,6 +57,7 @@ from replaylake.datastore.feedback.set_aside import (
     find_unwritable,
     record_set_aside,
 )
+from replaylake.datastore.feedback.waits import GAP, Wait, Waits
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.query.table_files import (
     fetch_files,
@@ -72,17 +73,18 @@ class ReceivedResult:
     """What one run made of the steps that were received.
 
     episodes (pieces count singly) and steps: what it added as `version`, None if nothing. waiting:
-    steps whose predecessors may still come. conflicting: steps, of all that were ever received,
-    that were sent with different contents, or that contradict an episode's end. recovered and
-    damaged: pieces in killed servers' journals, committed first and not readable. set_aside: steps
-    that the dataset cannot hold, each of them a gap; quarantined: those that are new in its
-    quarantine.
+    steps whose predecessors may still come; waits: until when. conflicting: steps, of all that were
+    ever received, that were sent with different contents, or that contradict an episode's end.
+    recovered and damaged: pieces in killed servers' journals, committed first and not readable.
+    set_aside: steps that the dataset cannot hold, each of them a gap; quarantined: those that are
+    new in its quarantine.
     """
 
     version: int | None = None
     episodes: int = 0
     steps: int = 0
     waiting: int = 0
+    waits: Sequence[Wait] = ()
     conflicting: int = 0
     recovered: int = 0
     damaged: int = 0
@@ -112,7 +114,7 @@ class _Step(NamedTuple):
 @dataclass
 class _MovePlan:
     runs: list[list[_Step]] = field(default_factory=list)
-    waiting: int = 0
+    waits: Waits = field(default_factory=Waits)
     conflicting: int = 0
 
 
@@ -139,7 +141,8 @@ def move_received(dataset: Dataset, *, now_s: float, window_s: float) -> Receive
         plan = _make_plan(received, stored.table, int((now_s - window_s) * 1e6))
         runs, aside = _without(plan.runs, unwritable)
         done = ReceivedResult(
-            waiting=plan.waiting,
+            waiting=plan.waits.num,
+            waits=plan.waits.to_list(int(window_s * 1e6), None),
             conflicting=plan.conflicting,
             recovered=recovered.num_rows,
             damaged=recovered.num_damaged,
@@ -220,7 +223,8 @@ def _make_plan(received: TableSnapshot, stored: TableSnapshot, closing: int) -> 
             if is_due or any(one.received_at < closing for one in run):
                 plan.runs.append(run)
             else:
-                plan.waiting += len(run)
+                came = [one.received_at for one in run]
+                plan.waits.add(GAP, len(run), min(came), min(came))
     return plan
 
 

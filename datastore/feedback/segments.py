@@ -21,8 +21,10 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError, StorageError
 from replaylake.datastore.feedback.row_encoder import Encode, RowEncoder
+from replaylake.datastore.lake.tombstones import open_tombstones
 from replaylake.datastore.storage.table.table import Table
 
 SUFFIX: Final = ".jsonl"
@@ -145,7 +147,9 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
         tables, errors = _encode_valid(encode, records)
         faults += unread + errors
     if tables:
-        table.append(pa.concat_tables(tables), producer=producer, sequence=segment.sequence)
+        rows = _without_deleted(table, pa.concat_tables(tables))
+        if rows.num_rows:
+            table.append(rows, producer=producer, sequence=segment.sequence)
     try:
         if faults:
             path = segment.path.rename(segment.path.with_suffix(DAMAGED))
@@ -153,8 +157,26 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
         else:
             segment.path.unlink()
     except OSError as error:
-        raise _commit_failed_error(segment.path, error) from error
+        raise commit_failed_error(segment.path, error) from error
     return Recovered(1, sum(part.num_rows for part in tables), num_torn, len(faults))
+
+
+def _without_deleted(table: Table, rows: pa.Table) -> pa.Table:
+    """Return the rows that are of nothing that was deleted from the dataset.
+
+    They are left out here, and not later: what is in this table would be in the lake again.
+    """
+    dataset = table.root.partition("/")[0]
+    # What the dataset calls the source's id is all the id that decisions and rewards have.
+    is_theirs = SOURCE_EPISODE_ID not in rows.column_names
+    names = {SOURCE_EPISODE_ID: EPISODE_ID} if is_theirs else {}
+    deleted = open_tombstones(table.storage, dataset).find(rows, names)
+    if not deleted.any():
+        return rows
+    _logger.warning(
+        "%s: %d records left out, as they are of what was deleted", table.root, deleted.sum()
+    )
+    return rows.filter(pa.array(~deleted))
 
 
 def has_live_worker(table: Table) -> bool:
@@ -174,7 +196,7 @@ def first_pending(table: Table, field: str) -> list[int]:
         except FileNotFoundError:
             continue  # it has been committed
         except OSError as error:
-            raise _commit_failed_error(path, error) from error
+            raise commit_failed_error(path, error) from error
     return firsts
 
 
@@ -191,7 +213,7 @@ def _read(path: Path) -> tuple[list[bytes], int, list[str]]:
                 else:
                     faults.append(f"line {number} is not what was written")
     except OSError as error:
-        raise _commit_failed_error(path, error) from error
+        raise commit_failed_error(path, error) from error
     return records, num_torn, faults
 
 
@@ -265,7 +287,7 @@ def take_lock(folder: Path, worker: str, *, wait: bool) -> tuple[Path, int]:
     return path, fd
 
 
-def _commit_failed_error(path: Path, error: OSError) -> StorageError:
+def commit_failed_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"{path}: {error.strerror or error} while its records were committed. Repair the disk or "
         "correct the permission, then run it again; the records remain in the file."

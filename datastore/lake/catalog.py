@@ -15,6 +15,7 @@ import pyarrow as pa
 from replaylake.datastore.errors import NotFoundError, QueryRefusedError
 from replaylake.datastore.lake.dataset import REJECTED_SCHEMA, Dataset
 from replaylake.datastore.lake.policies.registry import Registry
+from replaylake.datastore.lake.roles import Grant
 from replaylake.datastore.lake.runs.metrics import read_metrics
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.tags import Tags
@@ -98,11 +99,17 @@ _RUNS: Final = pa.schema(
 )
 
 
+# Relations with a column `dataset`: a reader of some datasets sees their rows alone.
+_OF_DATASETS: Final = ("commits", "datasets", "shards")
+
+
 class LakeCatalog:
     """A lake's datasets and relations, by name, for query.run.
 
     A dataset named in `pinned` is read at that snapshot, and others at their newest version. A name
     in `pinned` that is no dataset's own is an additional one, so that a query can compare versions.
+    For a reader with a grant, there are only the datasets and columns that it names, and relations
+    without datasets (`policies` and others) only if it names no limit.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class LakeCatalog:
         handles: Callable[[], Mapping[str, Dataset]],
         dataset: Callable[[str], Dataset],
         pinned: Mapping[str, Snapshot],
+        reader: Grant | None = None,
     ) -> None:
         self._storage = storage
         self._registry = registry
@@ -120,10 +128,11 @@ class LakeCatalog:
         self._handles = handles
         self._dataset = dataset
         self._pinned = pinned
+        self._reader = reader
 
     def datasets(self) -> list[str]:
         """Return the names of all datasets, and the additional ones."""
-        return sorted({*self._handles(), *self._pinned})
+        return sorted({*self._readable(), *self._pinned})
 
     def table(self, dataset: str, view: str) -> TableSnapshot | None:
         """Return the files behind a view.
@@ -133,6 +142,7 @@ class LakeCatalog:
         Decisions, rewards, received steps and the quarantine are tables of their own, so that they
         have none of the versions at which a dataset can be pinned.
         """
+        check_readable(self._reader, self._name(dataset))
         if (pinned := self._pinned.get(dataset)) is not None:
             if view in ("decisions", "rewards", "received", "quarantine"):
                 raise QueryRefusedError(
@@ -160,6 +170,9 @@ class LakeCatalog:
 
     def relation(self, name: str) -> pa.Table | None:
         """Return a lake-wide relation; `datasets` and `shards` show what is pinned."""
+        is_limited = self._reader is not None and not self._reader.can_read_all()
+        if is_limited and name not in _OF_DATASETS:
+            return None
         if name == "policies":
             return policies(self._registry)
         if name == "promotions":
@@ -169,7 +182,7 @@ class LakeCatalog:
         if name == "metrics":
             return read_metrics(self._storage)
         if name == "commits":
-            return commits(self._handles().values())
+            return commits(self._readable().values())
         if name not in ("datasets", "shards"):
             return None
         snapshots = {
@@ -177,6 +190,34 @@ class LakeCatalog:
             for dataset in self.datasets()
         }
         return datasets(snapshots, self._tags) if name == "datasets" else shards(snapshots)
+
+    def columns(self, dataset: str) -> frozenset[str] | None:
+        """Return the only columns of a dataset that the reader may read; None for all."""
+        return None if self._reader is None else self._reader.readable_columns(self._name(dataset))
+
+    def _name(self, dataset: str) -> str:
+        """Return the dataset's own name."""
+        pinned = self._pinned.get(dataset)
+        return dataset if pinned is None else pinned.dataset
+
+    def _readable(self) -> dict[str, Dataset]:
+        return {
+            name: handle
+            for name, handle in self._handles().items()
+            if self._reader is None or self._reader.can_read(name)
+        }
+
+
+def check_readable(reader: Grant | None, dataset: str) -> None:
+    """Refuse a dataset that a reader may not read, as one that is not there.
+
+    Raises: NotFoundError.
+    """
+    if reader is not None and not reader.can_read(dataset):
+        raise NotFoundError(
+            f"dataset {dataset!r}: not in this lake, or not one that token {reader.name!r} may "
+            "read. `select dataset from datasets` lists those that it may read."
+        )
 
 
 def commits(handles: Iterable[Dataset]) -> pa.Table:

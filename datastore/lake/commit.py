@@ -8,7 +8,7 @@ committed as an episode, and its steps are counted apart.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -20,8 +20,51 @@ from replaylake.datastore.storage.table.table import WrittenRows
 
 
 @dataclass(frozen=True)
+class KeyCounts:
+    """What became of the steps of an append whose keys were in the dataset, or came twice.
+
+    duplicates: left out, as they say nothing new. late_values: left out, and their rewards and late
+    columns given to the stored steps. conflicts: in quarantine. replaced: put in the place of the
+    stored steps. committed_episodes, present_episodes, conflicting_episodes: all episodes (or
+    pieces) of the append, by what became of them; one of which a part was new was committed.
+    """
+
+    duplicates: int = 0
+    late_values: int = 0
+    conflicts: int = 0
+    replaced: int = 0
+    committed_episodes: int = 0
+    present_episodes: int = 0
+    conflicting_episodes: int = 0
+
+    def __add__(self, other: KeyCounts) -> KeyCounts:
+        return KeyCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def present(self) -> int:
+        """Steps that were left out, or took the place of stored ones: none was added."""
+        return self.duplicates + self.late_values + self.replaced
+
+    def to_json(self) -> dict[str, int]:
+        """Return the counts of steps."""
+        return {
+            "duplicates": self.duplicates,
+            "late_values": self.late_values,
+            "conflicts": self.conflicts,
+            "replaced": self.replaced,
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self.present or self.conflicts)
+
+
+@dataclass(frozen=True)
 class Commit:
-    """Result of an append; the counts are 0 when (producer, sequence) was already present."""
+    """Result of an append; the counts are 0 when (producer, sequence) was already present.
+
+    num_deleted_before: episodes that were deleted earlier and so were left out. keys: what became
+    of steps whose keys were there. num_quarantined: rows that came into quarantine for it.
+    """
 
     version: int
     already_present: bool
@@ -29,6 +72,10 @@ class Commit:
     num_steps: int
     num_shards: int
     num_bytes: int
+    num_deleted_before: int = 0
+    num_deleted_before_steps: int = 0
+    keys: KeyCounts = KeyCounts()
+    num_quarantined: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,10 +88,14 @@ class EncodedEpisodes:
 
 @dataclass(frozen=True)
 class WrittenEpisodes:
-    """Whole episodes in durable shards, not committed yet; may be sent to another process."""
+    """Whole episodes in durable shards, not committed yet; may be sent to another process.
+
+    mark: of the tombstones that they were compared with.
+    """
 
     num_episodes: int
     rows: WrittenRows
+    mark: str = ""
 
     @property
     def num_steps(self) -> int:
@@ -144,6 +195,20 @@ def commit_counts(num_episodes: int, num_steps: int, drops: DropCounts) -> dict[
         + drops.num_already_present_steps,
         "num_rejected_steps": drops.num_rejected_steps,
         "num_already_present_steps": drops.num_already_present_steps,
+    }
+
+
+def move_to_rejected(
+    counts: Mapping[str, Any], num_episodes: int, num_steps: int
+) -> dict[str, Any]:
+    """Return a commit's info after some of its episodes turned out to have been deleted before."""
+    return {
+        **counts,
+        "num_episodes": counts["num_episodes"] - num_episodes,
+        "num_steps": counts["num_steps"] - num_steps,
+        "num_rejected": counts["num_rejected"] + num_episodes,
+        "num_rejected_steps": counts["num_rejected_steps"] + num_steps,
+        "num_deleted_before": num_episodes,
     }
 
 

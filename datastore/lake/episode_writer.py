@@ -66,22 +66,23 @@ class _UnconfirmedCommit:
 
 
 class EpisodeWriter:
-    """Buffers episodes and commits them by steps, by bytes of observations or by time.
+    """Buffers episodes, and commits them after a number of steps or bytes, or after a time.
 
-    Every flush is a commit with the next sequence of this producer, and a flush that is repeated
-    after an error adds nothing twice. A producer that has committed before (a process that was
-    killed and runs again) may send what it sent then: steps that the dataset has are left out and
-    counted as already present. Leaving the `with` block flushes, also on an exception.
+    Each flush is a commit with the producer's next sequence, so a flush that is repeated after an
+    error adds nothing twice. A producer that has committed before (for example a process that was
+    killed and restarted) may send the same steps again: steps that the dataset has are left out and
+    counted as already present. Leaving the `with` block flushes, also after an exception.
 
-    An episode may come in pieces: each continues at the step after the one before, and none but the
-    last is terminated or truncated. A step that this writer wrote before, and a gap, are refused.
+    An episode may be written in pieces. Each piece begins at the step after the previous one, and
+    only the last piece may be terminated or truncated. A step that this writer wrote before is
+    refused, and so is a gap.
 
-    With `flush_interval_s` nothing waits longer than that for its commit, whether or not `write` is
-    called: a thread commits it. What goes wrong there is tried again and raised by the next `flush`
-    or `close`. Threads may share a writer.
+    With `flush_interval_s`, a thread commits every step within that time, whether or not `write` is
+    called. An error in this thread is raised by the next `flush` or `close`, and the commit is
+    tried again. Threads may share a writer.
 
-    `rejected` holds the episodes that a flush found invalid, each with its error. They are in no
-    later flush, so that the others are never held up by them.
+    `rejected` has the episodes that a flush found invalid, with their errors. They are left out of
+    later flushes, so that they do not block other episodes.
     """
 
     def __init__(
@@ -118,9 +119,9 @@ class EpisodeWriter:
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
-        """What threads hold while they use the writer.
+        """The lock that a thread holds while it uses the writer.
 
-        Raises: ConfigInvalidError in a forked child.
+        Raises: ConfigInvalidError in a forked child process.
         """
         # The child has a copy of the buffer, which the parent commits, and of its lock, perhaps
         # held by a thread that is not there.
@@ -151,19 +152,19 @@ class EpisodeWriter:
     def write(self, episode: Episode) -> None:
         """Check an episode, or the next piece of one, and buffer it.
 
-        Before the dataset exists, the spaces of the episodes written so far are what it has to fit.
-        Raises: EpisodeInvalidError, SchemaMismatchError for this episode, which is not buffered
-        then; as `flush` where the buffer is full.
+        Before the dataset exists, the episode is checked against the spaces of the episodes written
+        so far. Raises: EpisodeInvalidError or SchemaMismatchError for this episode, which is then
+        not buffered; as `flush` if the buffer is full.
         """
         with self.lock:
             self._accept(episode)
             self._flush_if_full()
 
     def begin(self, episode_id: str | None = None, *, agent_id: str = "") -> OpenEpisode:
-        """Begin an episode whose steps are handed over one by one; each flush writes a piece of it.
+        """Begin an episode whose steps are added one by one; each flush writes a piece of it.
 
-        Its id is `<producer>/<ulid>` by default. Raises: NotFoundError if the dataset does not
-        exist, EpisodeInvalidError if this writer has it open already.
+        By default its id is `<producer>/<ulid>`. Raises: NotFoundError if the dataset does not
+        exist; EpisodeInvalidError if this writer already has an open episode with this id.
         """
         with self.lock:
             spec = self._dataset.spec
@@ -178,24 +179,24 @@ class EpisodeWriter:
             return episode
 
     def count_step(self, size: int) -> None:
-        """Count a step, and its bytes, that an open episode holds. Called with the lock held."""
+        """Count a step of an open episode, and its bytes. Called with the lock held."""
         self._num_buffered += 1
         self._num_bytes += size
         self._start_timer()
         self._flush_if_full()
 
     def end(self, episode: OpenEpisode, piece: Episode) -> None:
-        """Take the last piece of an open episode. Called with the lock held."""
+        """Add the last piece of an open episode to the buffer. Called with the lock held."""
         self._open.pop((episode.episode_id, episode.agent_id), None)
         self._num_buffered -= len(piece) - 1  # those that were counted as they came
         self.write(piece)
 
     def flush(self) -> Commit | None:
-        """Commit what is buffered; None if that is nothing. Returns the last of its commits.
+        """Commit the buffered steps. Return the last commit, or None if the buffer was empty.
 
-        Raises: EpisodeInvalidError or SchemaMismatchError naming the first episode that was
-        refused, after the others were committed; another error, such as StorageError, keeps the
-        buffer.
+        Raises: EpisodeInvalidError or SchemaMismatchError that names the first invalid episode,
+        after the others were committed. After another error, for example StorageError, the steps
+        remain in the buffer.
         """
         with self.lock:
             commit = self._commit_all()
@@ -210,9 +211,9 @@ class EpisodeWriter:
             return commit
 
     def close(self) -> None:
-        """Commit what is buffered, and what was left out since: open episodes stay open.
+        """Commit the buffered steps and the counts of dropped ones; open episodes stay open.
 
-        In a forked child nothing happens. Raises: as flush.
+        In a forked child process it does nothing. Raises: as flush.
         """
         if os.getpid() != self._process:
             return

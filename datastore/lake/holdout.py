@@ -14,7 +14,8 @@ from typing import Any, Final
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError, SchemaMismatchError
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.query.expressions import canonical_expression
+from replaylake.datastore.query.conditions import episodes_where
+from replaylake.datastore.query.expressions import canonical_condition
 from replaylake.datastore.query.statements import literal
 from replaylake.datastore.replay.view_query import explain_sql_errors
 
@@ -77,7 +78,7 @@ class Holdout:
             return condition
         # Parsed by itself: `a) OR (b` would reach around the brackets, to the other side.
         with explain_sql_errors("where", where):
-            return f"({canonical_expression(where)}) AND ({condition})"
+            return f"({canonical_condition(where)}) AND ({condition})"
 
     def check(self, snapshot: Snapshot, where: str | None = None) -> None:
         """Refuse a snapshot that cannot be split, before anything is learned from it.
@@ -88,8 +89,8 @@ class Holdout:
         """
         if where is not None:
             with explain_sql_errors("where", where):
-                where = canonical_expression(where)
-        selected = f"SELECT * FROM episodes WHERE ({where or 'true'})"
+                where = canonical_condition(where)
+        selected = episodes_where(where or "true", snapshot.table.schema.names)
         name = f"holdout of {snapshot.dataset}@{snapshot.version}"
         if self.after is not None:
             _check_began(snapshot, selected, self.condition(True), name)

@@ -79,6 +79,11 @@ class LoggedSteps:
         return len(self.offsets) - 1
 
     @property
+    def num_distinct_episodes(self) -> int:
+        """How many episodes these are of, if the agents of one count once."""
+        return len(self.episode_ids.unique())
+
+    @property
     def num_steps(self) -> int:
         return len(self.rewards)
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.query.expressions import canonical_expression, select_episode_keys
+from replaylake.datastore.query.expressions import canonical_condition, select_episode_keys
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.table.table import TableSnapshot
 
@@ -91,7 +91,7 @@ def episode_keys(snapshot: Snapshot, where: str) -> pa.Array:
 
     Raises: QueryRefusedError where it cannot be reproduced, QueryError.
     """
-    return _keys(select_episode_keys(snapshot.table, canonical_expression(where))).combine_chunks()
+    return _keys(select_episode_keys(snapshot.table, canonical_condition(where))).combine_chunks()
 
 
 def _rebuild(url: str, parts: dict[str, Any], columns: tuple[str, ...]) -> ShardRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.replay.view_opener import open_view
 from replaylake.datastore.replay.view_query import ViewQuery, column_names
 from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.column_ranges import column_ranges
 from replaylake.datastore.storage.table.presence import check_shards_present
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Exactly the files of one version. Later appends do not change what it reads."""
+    """The files of one version. Later commits do not change what it reads."""
 
     dataset: str
     spec: DatasetSpec
@@ -34,7 +36,7 @@ class Snapshot:
 
     @property
     def version(self) -> int:
-        """The version that is pinned."""
+        """The version of the snapshot."""
         return self.table.version
 
     @property
@@ -43,7 +45,7 @@ class Snapshot:
 
     @property
     def num_steps(self) -> int:
-        """Rows in all shards."""
+        """The number of rows in all shards."""
         return self.table.num_rows
 
     def replay(
@@ -59,29 +61,29 @@ class Snapshot:
         cache: bool = True,
         on_progress: OnProgress | None = None,
     ) -> ReplayView:
-        """Decode episodes for sampling, or map what an earlier call decoded.
+        """Decode episodes for sampling, or map a decoded view from the cache.
 
         Args:
             where: SQL condition over the columns of `episodes`; selects whole episodes.
-            where_steps: SQL condition over the columns of `steps`; a sample may start at these
-                steps alone. The steps that follow one stay, whatever it says of them.
-            reward: SQL expression over the columns of `steps`, in place of the logged reward.
-            columns: further columns of `steps` to keep with each step: numbers, flags and
+            where_steps: SQL condition over the columns of `steps`; a sample may start only at steps
+                that meet it. The steps that follow remain, even if they do not meet it.
+            reward: SQL expression over the columns of `steps` that replaces the logged reward.
+            columns: further columns of `steps` to include with each step: numbers, flags and
                 fixed-size lists of them.
-            float64: keep what is stored as float64, instead of decoding it to float32.
-            frame_stack: how many consecutive observations a sampled one is stacked of; each is
-                stored once.
+            float64: decode values that are stored as float64 as float64, not as float32.
+            frame_stack: number of consecutive observations in a stacked observation; each
+                observation is stored once.
             memory_budget_bytes: a larger view is decoded to disk and mapped from there; by default
-                half of the memory that is available. 0 always maps.
-            cache: whether the view is kept for the next time (docs/REPLAY.md). False leaves no
-                trace.
-            on_progress: called with (shards decoded, shards) after each; not for a view that was
-                kept.
+                half of the available memory. With 0, every view is mapped.
+            cache: whether to use the cache of decoded views (docs/REPLAY.md). With False, it is
+                neither read nor written.
+            on_progress: called with (shards decoded, shards) after each shard; not for a cached
+                view.
 
         Raises: QueryRefusedError, QueryError, ShardCorruptError, EmptyReplayError,
         SpaceUnsupportedError; NotFoundError for a version whose shards were removed, or an absent
         column; SchemaMismatchError for a reward that is not finite; ConfigInvalidError;
-        StorageError where the view fits neither memory nor disk.
+        StorageError if the view fits neither in memory nor on disk.
         """
         check_shards_present(self.table)
         query = ViewQuery(where, where_steps, reward, column_names(columns), float64, frame_stack)
@@ -96,16 +98,17 @@ class Snapshot:
         )
 
     def arrays(self, columns: Sequence[str] | None = None) -> dict[str, Values]:
-        """Decode columns of all steps into numpy arrays, by default those that no row lacks.
+        """Decode columns of all steps into numpy arrays.
 
-        Those are step, observation, action, reward, terminated and truncated. Arrays are [N, ...],
-        in the order the steps were committed in; an unknown float, such as a reward where those are
-        optional, is NaN, time NaT, text None.
-        Every shard is checked against its sha256. Memory: the arrays and a few row groups.
+        By default, these are the columns that have a value in every row: step, observation, action,
+        reward, terminated and truncated. Arrays are [N, ...], in the order in which the steps were
+        committed. An unknown float (for example an optional reward) is NaN, an unknown time NaT, an
+        unknown text None. Every shard is checked against its sha256. Memory: the arrays and a few
+        row groups.
 
         Raises: NotFoundError for an absent column, or a version whose shards were removed;
-        SchemaMismatchError for a column that arrays cannot hold, by its type or for its nulls;
-        ShardCorruptError.
+        SchemaMismatchError for a column that an array cannot represent because of its type or its
+        nulls; ShardCorruptError.
         """
         check_shards_present(self.table)
         return read_arrays(self.table, self.spec, columns)
@@ -113,16 +116,21 @@ class Snapshot:
     def sql(self, text: str, parameters: dict[str, object] | None = None) -> pa.Table:
         """Run one SELECT over this version's `steps`, `episodes`, `games` and `transitions`.
 
+        Also over its `sequences`, if it has token columns, and its `groups`, if it has group_id.
+
         Raises: QueryRefusedError, QueryError; NotFoundError for a version whose shards were
         removed.
         """
         return query.run_snapshot_query(text, self.table, parameters)
 
     def describe(self) -> dict[str, Any]:
-        """Return the counts, returns and spaces of this version.
+        """Return the counts, returns, spaces and columns of this version, JSON-able.
 
-        Returns are those of the `num_returns` episodes whose rewards are all known; None of none.
-        Cost: one scan of a column; of six where no summary of the episodes is there.
+        `ranges` has `min`, `max` and `missing` of each column, as column_ranges returns them.
+        Returns are computed from the `num_returns` episodes whose rewards are all known; they are
+        None if there is no such episode. `normalized_return` is their mean, normalized by
+        `score_reference` if the dataset has one. Cost: a scan of one column, or of six if there is
+        no summary of the episodes.
         """
         row = self.sql(
             'SELECT count(*) AS num_episodes, count("return") AS num_returns, '
@@ -134,6 +142,7 @@ class Snapshot:
             "count(*) FILTER (NOT complete) AS num_incomplete, "
             "(SELECT count(behavior_log_prob) FROM steps) AS num_log_probs FROM episodes"
         ).to_pylist()[0]
+        reference, mean = self.spec.score_reference, row["mean_return"]
         return {
             "dataset": self.dataset,
             "version": self.version,
@@ -142,6 +151,27 @@ class Snapshot:
             "observation_space": describe(self.spec.observation_space),
             "action_space": describe(self.spec.action_space),
             "columns": {field.name: str(field.type) for field in self.table.schema},
+            "ranges": {
+                name: {
+                    "min": _json_value(one.least),
+                    "max": _json_value(one.greatest),
+                    "missing": one.missing,
+                }
+                for name, one in column_ranges(self.table).items()
+            },
+            "score_reference": None if reference is None else reference.to_json(),
+            "normalized_return": None
+            if reference is None or mean is None
+            else reference.normalize(mean),
             "num_shards": len(self.files),
             "num_bytes": sum(entry.size_bytes for entry in self.files),
         }
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value as JSON has it; times as text in ISO 8601."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

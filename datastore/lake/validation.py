@@ -37,6 +37,7 @@ class EpisodeValidator:
             spec.observation_space,
             spec.action_space,
             rewards_optional=spec.rewards_optional,
+            tokenizer=spec.tokenizer,
         )
         try:
             check_encodable(episode, spec)

@@ -102,20 +102,21 @@ def compact(
     once: bool = False,
     on_progress: OnProgress | None = None,
 ) -> list[CompactReceipt]:
-    """Compact a dataset's steps, and the tables of what was served into it.
+    """Compact a dataset's steps, and the decisions and rewards that were served into it.
 
     Args:
         lake: the lake.
         dataset: its name.
-        target_bytes: how large a shard becomes, 64 to 256 MiB.
-        open_s: an episode without an end is left where it is while its newest row is younger (s).
-        now_ms: the time to judge that by (ms since 1970); the clock's by default.
-        once: plan once, and leave what others append meanwhile, as a run that goes on for hours;
-            by default it goes on until there is nothing to do.
-        on_progress: called with (shards done, shards) as it goes on.
+        target_bytes: target size of a shard, 64 to 256 MiB.
+        open_s: an episode without an end is not moved while its newest row is younger than this
+            (s).
+        now_ms: the time for this comparison (ms since 1970); the clock's by default.
+        once: plan only once, and ignore shards that others append in the meantime, as for a run of
+            several hours; by default, compaction continues until there is nothing to do.
+        on_progress: called with (shards done, shards).
 
-    Raises: NotFoundError, ConfigInvalidError, ShardCorruptError (nothing of that shard is rewritten
-    then), StorageError. Memory: below 1 GiB, whatever the size of the dataset.
+    Raises: NotFoundError, ConfigInvalidError, ShardCorruptError (that shard is then not rewritten),
+    StorageError. Memory: below 1 GiB, whatever the size of the dataset.
     """
     handle = lake.dataset(dataset)
     if not handle.exists():

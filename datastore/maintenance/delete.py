@@ -6,38 +6,48 @@ An episode goes with all its pieces and all its agents. Earlier versions keep it
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.schema import (
+    AGENT_ID,
     EPISODE_ID,
+    POLICY,
     SOURCE_EPISODE_ID,
     TERMINATED,
     TIMESTAMP,
     TRUNCATED,
 )
+from replaylake.datastore.errors import QueryRefusedError, ReplayLakeError
 from replaylake.datastore.feedback.decisions import DECISION_ID, recover_feedback
 from replaylake.datastore.feedback.received_table import recover_received
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.tombstones import merge_subjects
+from replaylake.datastore.maintenance.episode_condition import EpisodeCondition, make_condition
 from replaylake.datastore.maintenance.removal import (
     count_decisions,
+    count_hits,
     count_received,
     count_rejected,
     find_decisions,
+    find_identities,
+    find_returned,
+    find_subjects,
     plan_removal,
     remove_decisions,
     remove_received,
     remove_rejected,
+    select_ids,
     select_rejected,
     select_waiting,
     set_aside_of,
 )
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.expressions import canonical_expression, select_episode_keys
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
@@ -48,6 +58,14 @@ from replaylake.datastore.storage.table.presence import check_shards_present
 from replaylake.datastore.storage.table.rewrite import RewritePlan, rewrite
 from replaylake.datastore.storage.table.table import TableSnapshot
 
+# Episodes that a dry run names.
+_NUM_LISTED: Final = 10
+# What is deleted by its value in one of these stays deleted. An `episode_id` is our own, and often
+# deleted to write the episode again; a policy's name goes on to act.
+_SUBJECT_COLUMNS: Final = (SOURCE_EPISODE_ID, AGENT_ID)
+# A purge means those, too: in transcripts policies are people.
+PURGED_COLUMNS: Final = (EPISODE_ID, SOURCE_EPISODE_ID, AGENT_ID, POLICY)
+
 
 @dataclass(frozen=True)
 class DeleteReceipt:
@@ -57,7 +75,11 @@ class DeleteReceipt:
     and the decisions and rewards that they were made of, or that waited to become one of their
     steps; num_rejected: their rows in quarantine; num_received: those that clients sent as
     episodes. steps_left: what the dataset holds afterwards. num_undecided: episodes in quarantine
-    that stay, as the condition asks what is not known of them.
+    that stay, because the condition depends on values that are not known of them. num_tombstones:
+    values that the dataset refuses from now on. policies: those that were trained on the episodes,
+    each with the number of these episodes, or None if that version can no longer be read; they act
+    as before. In a dry run, num_bytes: the bytes of the shards, in proportion to the deleted steps;
+    first_episodes: the first ids, sorted.
     """
 
     dataset: str
@@ -71,6 +93,10 @@ class DeleteReceipt:
     num_received: int
     steps_left: int
     num_undecided: int
+    num_tombstones: int = 0
+    policies: Mapping[str, int | None] = field(default_factory=dict)
+    num_bytes: int | None = None
+    first_episodes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,43 +114,73 @@ class RemovalCounts:
     num_received: int
 
 
-def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> DeleteReceipt:
+def delete(
+    lake: Lake, dataset: str, where: str | EpisodeCondition | None, *, dry_run: bool = False
+) -> DeleteReceipt:
     """Delete the episodes that a condition selects, from the newest version on.
 
     Args:
         lake: the lake.
         dataset: its name.
-        where: an SQL condition over the columns of `episodes`, as for Snapshot.replay. It selects
-            from the quarantine too, of whose episodes the ids, num_steps, policy and its versions
-            are known, and from what was received of episodes that have no step in the dataset yet.
-        dry_run: only count. What waits in the journals of killed servers is then not counted.
+        where: an SQL condition over episodes, as for Snapshot.replay, which may have subqueries, or
+            a condition of `condition_of_ids`. It also selects episodes in quarantine, for which
+            the ids, num_steps, policy and its versions and the log's own columns are known, and
+            received episodes that have no step in the dataset yet. None selects what was deleted
+            before and is stored again, for example after a backup was restored.
+        dry_run: only count, and name the first episodes. Records in the journals of killed servers
+            are then not counted.
 
-    What another writer appends to such an episode afterwards comes back: close it before, or delete
-    again. Raises: NotFoundError, QueryRefusedError, QueryError, ShardCorruptError.
+    If the condition consists of nothing but comparisons of source_episode_id, agent_id or further
+    columns with values, rows with one of these values, and the deleted episodes, are refused from
+    now on. Otherwise, if another writer appends to such an episode later, the new steps are stored:
+    close the episode first, or delete it again. Raises: NotFoundError, QueryRefusedError,
+    QueryError, ShardCorruptError.
     """
     handle = lake.dataset(dataset)
-    condition = canonical_expression(where)
     snapshot = handle.snapshot().table
+    condition = make_condition(lake, dataset, where) if isinstance(where, str) else where
     if not dry_run and handle.decisions.exists() and handle.rewards.exists():
         recover_feedback(handle)
     if not dry_run:
         recover_received(handle)
-    ids = [select_episode_ids(snapshot, condition)]
-    undecided = pa.array([], pa.string())
-    if handle.rejected.exists():
-        rejected = select_rejected(handle.rejected.snapshot(), condition)
-        ids.append(rejected.selected)
-        undecided = rejected.undecided
-    ids.append(select_waiting(handle, snapshot, condition))
-    episodes = pa.chunked_array(ids, pa.string()).combine_chunks().unique()
-    num_undecided = len(undecided.filter(pc.invert(pc.is_in(undecided, value_set=episodes))))
+    chosen = _choose(handle, snapshot, condition)
+    episodes, num_undecided = chosen.episodes, len(chosen.undecided)
+    policies = find_trained_policies(lake, dataset, episodes)
     if dry_run:
-        num_steps = plan_removal(snapshot, EPISODE_ID, episodes).num_rows
-        decisions, rewards = count_decisions(handle, find_feedback(handle, snapshot, episodes))
+        hits = count_hits(snapshot, EPISODE_ID, episodes)
+        num_steps = sum(num for _, num in hits)
+        keys = find_feedback(handle, snapshot, episodes)
+        keys = pa.chunked_array([keys, chosen.decisions]).combine_chunks().unique()
+        decisions, rewards = count_decisions(handle, keys)
         num_left = snapshot.num_rows - num_steps
         others = (count_rejected(handle, episodes), count_received(handle, episodes))
         counts = (num_steps, decisions, rewards, *others)
-        return DeleteReceipt(dataset, True, None, len(episodes), *counts, num_left, num_undecided)
+        return DeleteReceipt(
+            dataset,
+            True,
+            None,
+            len(episodes),
+            *counts,
+            num_left,
+            num_undecided,
+            policies=policies,
+            # In proportion: what is left of a shard is written again.
+            num_bytes=round(sum(e.size_bytes * num / e.num_rows for e, num in hits)),
+            first_episodes=tuple(sorted(episodes.to_pylist())[:_NUM_LISTED]),
+        )
+    num_tombstones = 0
+    subjects: dict[str, list[str]] = {}
+    if condition is not None:
+        subjects = find_subjects(handle, condition, columns=_SUBJECT_COLUMNS)
+    if subjects:
+        # Before they go: a source that sends them meanwhile is refused.
+        num_tombstones = handle.tombstones.add(
+            merge_subjects(subjects, find_identities(handle, episodes))
+        )
+        # What was appended meanwhile goes, too; whoever commits from here on finds the tombstones.
+        chosen = _choose(handle, handle.snapshot().table, condition)
+        episodes, num_undecided = chosen.episodes, len(chosen.undecided)
+    more = remove_decisions(handle, chosen.decisions, "DELETE")
     receipt = remove_episodes(handle, episodes, operation="DELETE", producer=f"delete/{new_ulid()}")
     return DeleteReceipt(
         dataset,
@@ -132,20 +188,69 @@ def delete(lake: Lake, dataset: str, where: str, *, dry_run: bool = False) -> De
         receipt.version,
         len(episodes),
         receipt.num_steps,
-        receipt.num_decisions,
-        receipt.num_rewards,
+        receipt.num_decisions + more[0],
+        receipt.num_rewards + more[1],
         receipt.num_rejected,
         receipt.num_received,
         handle.table.snapshot().num_rows,
         num_undecided,
+        num_tombstones,
+        policies,
     )
 
 
-def select_episode_ids(snapshot: TableSnapshot, condition: str) -> pa.Array:
-    """Return the ids of the episodes that a condition in DuckDB's spelling selects."""
+def readmit(lake: Lake, dataset: str, where: str) -> int:
+    """Let what was deleted by a condition come again; return how many values of it had been.
+
+    `where` asks for values of columns and for nothing else, such as `source_episode_id = 'x'`.
+    Nothing comes back by itself. Raises: NotFoundError, QueryRefusedError, QueryError.
+    """
+    handle = lake.dataset(dataset)
+    condition = make_condition(lake, dataset, where)
+    values = find_subjects(handle, condition, columns=PURGED_COLUMNS)
+    if not values:
+        raise QueryRefusedError(
+            f"readmit {dataset}: found {where!r}, expected values of columns and nothing else, "
+            "such as source_episode_id = 'a' or agent_id IN ('b', 'c')."
+        )
+    return handle.tombstones.lift(values)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Ids of episodes to delete, of decisions that are in none of them, and of undecided ones."""
+
+    episodes: pa.Array
+    decisions: pa.Array
+    undecided: pa.Array
+
+
+def _choose(
+    handle: Dataset, snapshot: TableSnapshot, condition: EpisodeCondition | None
+) -> _Choice:
+    none = pa.array([], pa.string())
+    if condition is None:
+        returned = find_returned(handle)
+        return _Choice(returned.episodes, returned.decisions, none)
+    ids = [select_episode_ids(snapshot, condition)]
+    undecided = none
+    if handle.rejected.exists():
+        rejected = select_rejected(handle.rejected.snapshot(), condition)
+        ids.append(rejected.selected)
+        undecided = rejected.undecided
+    ids.append(select_waiting(handle, snapshot, condition))
+    episodes = pa.chunked_array(ids, pa.string()).combine_chunks().unique()
+    return _Choice(
+        episodes, none, undecided.filter(pc.invert(pc.is_in(undecided, value_set=episodes)))
+    )
+
+
+def select_episode_ids(snapshot: TableSnapshot, condition: str | EpisodeCondition) -> pa.Array:
+    """Return the ids of the episodes that a condition, as text in DuckDB's spelling, selects."""
     check_shards_present(snapshot)
-    ids = select_episode_keys(snapshot, condition).column(EPISODE_ID)
-    return ids.combine_chunks().unique()
+    if isinstance(condition, str):
+        condition = EpisodeCondition(condition)
+    return select_ids(snapshot, condition)
 
 
 def remove_episodes(
@@ -214,3 +319,36 @@ def _find_continuing(
             "WHERE NOT has_ended AND episode IN (SELECT key FROM chosen)",
         )
     return rows.column("key").combine_chunks()
+
+
+def find_trained_policies(lake: Lake, dataset: str, episodes: pa.Array) -> dict[str, int | None]:
+    """Return the policies whose training selected some of the episodes, and how many of them.
+
+    None stands for a policy whose version of the dataset can be read no more: it may have. Cost: a
+    scan for each version and condition that some policy was trained with.
+    """
+    counts: dict[tuple[int, str | None], int | None] = {}
+    policies: dict[str, int | None] = {}
+    # A deleted version may still be served somewhere, from a package of its own.
+    for (policy, policy_version), lineage in lake.registry.lineages(deleted=True).items():
+        for selection in lineage.get("datasets", ()):
+            if selection["dataset"] != dataset:
+                continue
+            key = (int(selection["version"]), selection.get("where"))
+            if key not in counts:
+                counts[key] = _num_selected(lake, dataset, key, episodes)
+            if counts[key] != 0:
+                policies[f"{policy}:{policy_version}"] = counts[key]
+    return policies
+
+
+def _num_selected(
+    lake: Lake, dataset: str, key: tuple[int, str | None], episodes: pa.Array
+) -> int | None:
+    version, where = key
+    try:
+        snapshot = lake.dataset(dataset).snapshot(version).table
+        selected = select_episode_ids(snapshot, where or f"{EPISODE_ID} IS NOT NULL")
+    except ReplayLakeError:
+        return None
+    return pc.sum(pc.is_in(selected, value_set=episodes)).as_py() or 0

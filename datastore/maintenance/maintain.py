@@ -69,11 +69,12 @@ def maintain(
     stop: threading.Event | None = None,
     on_step: OnStep | None = None,
 ) -> list[MaintainReceipt]:
-    """Apply each dataset's retention once; returns one entry a dataset, and one of the lake.
+    """Apply each dataset's retention once; return one entry per dataset, and one for the lake.
 
-    A dataset that fails is reported and the others go on. Where `stop` is set, the round ends at
-    the next point between two commits, and what was not reached has no entry. Raises: nothing of a
-    dataset's; LogCorruptError and the like where the lake itself cannot be read.
+    If a dataset fails, its entry has the error, and the others are still processed. If `stop` is
+    set, the round ends at the next point between two commits, and the remaining datasets have no
+    entry. Raises: no error of a dataset; LogCorruptError and similar errors if the lake itself
+    cannot be read.
     """
     run = _Round(lake, now_ms, stop or threading.Event(), on_step or (lambda dataset, what: None))
     return list(run.run(list(datasets) or [*lake.datasets(), ""]))

@@ -6,8 +6,8 @@ which are those of some episodes, and how they leave.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,13 +15,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID, STEP, TIMESTAMP
+from replaylake.datastore.episodes.schema import (
+    EPISODE_ID,
+    SOURCE_EPISODE_ID,
+    STEP,
+    TIMESTAMP,
+)
 from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
 from replaylake.datastore.feedback.set_aside import REWARD_CHECK, STEP_CHECK
 from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.tombstones import Tombstones, identify, list_texts, merge_subjects
+from replaylake.datastore.maintenance.episode_condition import EpisodeCondition
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.query.conditions import quantify, split_condition
 from replaylake.datastore.query.episode_views import episodes_sql, group_rows_sql
-from replaylake.datastore.query.expressions import bind_condition, select_episode_keys
+from replaylake.datastore.query.expressions import (
+    bind_condition,
+    read_equalities,
+    select_episode_keys,
+)
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
@@ -30,6 +42,7 @@ from replaylake.datastore.query.table_files import (
     scan_connection,
 )
 from replaylake.datastore.storage.log.state import FileEntry
+from replaylake.datastore.storage.table.delta_schema import FIELD_ID, plain_type, to_duckdb
 from replaylake.datastore.storage.table.rewrite import ChangeRows, RewritePlan, rewrite
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
@@ -57,6 +70,31 @@ _AS_STEPS = f"""
     CAST(NULL AS DOUBLE) AS {schema.REWARD}, CAST(NULL AS BOOLEAN) AS {schema.TERMINATED},
     CAST(NULL AS BOOLEAN) AS {schema.TRUNCATED}, CAST(NULL AS TIMESTAMPTZ) AS {schema.TIMESTAMP}
 """
+# The columns of every dataset's steps that rows of quarantine are given.
+_ALWAYS_THERE: Final = frozenset(
+    (
+        schema.EPISODE_ID,
+        schema.AGENT_ID,
+        schema.SOURCE_EPISODE_ID,
+        schema.STEP,
+        schema.ENV_STEP,
+        schema.REWARD,
+        schema.TERMINATED,
+        schema.TRUNCATED,
+        schema.TIMESTAMP,
+        schema.POLICY,
+        schema.POLICY_VERSION,
+    )
+)
+_ABSENT_FIELD: Final = 1_000_000
+# Where a column of a row is known, as an SQL condition.
+_ROW_KNOWN: Final = {
+    schema.EPISODE_ID: "true",
+    schema.AGENT_ID: "true",
+    schema.SOURCE_EPISODE_ID: "true",
+    schema.POLICY: f'"{schema.POLICY} is known"',
+    schema.POLICY_VERSION: f'"{schema.POLICY_VERSION} is known"',
+}
 _KNOWN: Final = {
     schema.EPISODE_ID: "true",
     schema.AGENT_ID: "true",
@@ -89,7 +127,7 @@ def plan_removal(
     """
     if not len(keys) or not snapshot.files:
         return RemovalPlan(RewritePlan({}), 0)
-    hits = _hits(snapshot, column, keys)
+    hits = count_hits(snapshot, column, keys)
     changes = {}
     dropped: list[FileEntry] = []
     for entry, num_hit in hits:
@@ -227,8 +265,10 @@ def _with_unrewarded(decisions: TableSnapshot, served: pa.Table, others: pa.Tabl
     return rows.column("key").combine_chunks()
 
 
-def _hits(snapshot: TableSnapshot, column: str, keys: pa.Array) -> list[tuple[FileEntry, int]]:
-    """Return the shards that hold such rows, and how many each."""
+def count_hits(snapshot: TableSnapshot, column: str, keys: pa.Array) -> list[tuple[FileEntry, int]]:
+    """Return the shards that hold rows whose `column` is among `keys`, and how many each."""
+    if not len(keys) or not snapshot.files:
+        return []
     with (
         fetch_files(snapshot, snapshot.files) as paths,
         scan_connection({"keys": pa.table({"key": keys})}) as connection,
@@ -243,6 +283,81 @@ def _hits(snapshot: TableSnapshot, column: str, keys: pa.Array) -> list[tuple[Fi
 
 def _without(column: str, keys: pa.Array) -> Any:
     return lambda rows: rows.filter(pc.invert(pc.is_in(rows.column(column), value_set=keys)))
+
+
+def find_subjects(
+    dataset: Dataset, condition: EpisodeCondition, *, columns: Collection[str]
+) -> dict[str, list[str]]:
+    """Return by column the values by which a condition selects, where it selects by nothing else.
+
+    Of further columns, and of those standard ones that are in `columns`. As text of the column's
+    type; of a column whose type `list_texts` does not take, none.
+    """
+    types = dataset.snapshot().table.schema
+    names = {name.lower(): name for name in types.names}
+    found = {name.lower(): list(values) for name, values in condition.values.items()}
+    asked = {
+        names[column]: values
+        for column, values in (found or read_equalities(condition.sql)).items()
+        if column in names and (column in columns or names[column] not in schema.STANDARD_COLUMNS)
+    }
+    return {name: _cast_texts(values, types.field(name).type) for name, values in asked.items()}
+
+
+def _cast_texts(texts: list[str], kind: pa.DataType) -> list[str]:
+    """Return the values that texts mean in a column, in the spelling that its rows are read in."""
+    kind = plain_type(kind)
+    if pa.types.is_string(kind):
+        return texts
+    given = pa.table({"text": pa.array(texts, pa.string())})
+    with scan_connection({"given": given}) as connection:
+        # What is no such number is in no row.
+        cast = f"SELECT try_cast(text AS {to_duckdb(kind)}) AS value FROM given"
+        return list_texts(query_arrow(connection, cast)["value"]) or []
+
+
+def find_identities(dataset: Dataset, episodes: pa.Array) -> dict[str, list[str]]:
+    """Return the ids by which episodes can be told when they are sent again. Cost: scans of ids."""
+    found = []
+    for table in (dataset.table, dataset.received, dataset.rejected):
+        if len(episodes) and table.exists():
+            for batch in table.snapshot().batches([EPISODE_ID, SOURCE_EPISODE_ID]):
+                mine = pc.is_in(batch.column(EPISODE_ID), value_set=episodes)
+                found.append(identify(batch.filter(mine)))
+    return merge_subjects(*found)
+
+
+@dataclass(frozen=True)
+class ReturnedIds:
+    """What was deleted before and is there again: ids of episodes, and of decisions."""
+
+    episodes: pa.Array
+    decisions: pa.Array
+
+
+def find_returned(dataset: Dataset) -> ReturnedIds:
+    """Return what the newest version has of what was deleted, as after a backup was restored."""
+    episodes, decisions = [_NONE], [_NONE]
+    for table in (dataset.table, dataset.received, dataset.rejected):
+        if len(dataset.tombstones) and table.exists():
+            episodes.append(find_deleted_episodes(dataset.tombstones, table.snapshot()))
+    if len(dataset.tombstones) and dataset.decisions.exists():
+        for batch in dataset.decisions.snapshot().batches([DECISION_ID, EPISODE_ID]):
+            gone = pa.array(dataset.tombstones.find(batch, {SOURCE_EPISODE_ID: EPISODE_ID}))
+            decisions.append(batch.column(DECISION_ID).filter(gone).combine_chunks())
+    arrays = (pa.chunked_array(one, pa.string()) for one in (episodes, decisions))
+    return ReturnedIds(*(one.combine_chunks().unique() for one in arrays))
+
+
+def find_deleted_episodes(tombstones: Tombstones, snapshot: TableSnapshot) -> pa.Array:
+    """Return the ids of a snapshot's episodes that were deleted. Cost: a scan of those columns."""
+    found = [_NONE]
+    if len(tombstones):
+        names = {EPISODE_ID, *tombstones.columns} & set(snapshot.schema.names)
+        for batch in snapshot.batches(sorted(names)):
+            gone = pa.array(tombstones.find(batch))
+            found.append(batch.column(EPISODE_ID).filter(gone).combine_chunks())
+    return pa.chunked_array(found, pa.string()).combine_chunks().unique()
 
 
 def count_named_reports(dataset: Dataset, keys: pa.Array) -> int:
@@ -319,10 +434,10 @@ def _drop_rows(rows: list[int]) -> ChangeRows:
     return change
 
 
-def select_waiting(dataset: Dataset, steps: TableSnapshot, condition: str) -> pa.Array:
+def select_waiting(dataset: Dataset, steps: TableSnapshot, condition: EpisodeCondition) -> pa.Array:
     """Return the ids of received episodes of which no step is in the dataset yet.
 
-    Those that a condition over `episodes` selects, in DuckDB's spelling. Raises: QueryError.
+    Those that a condition over `episodes` selects. Raises: QueryError.
     """
     if not dataset.received.exists():
         return pa.array([], pa.string())
@@ -330,9 +445,31 @@ def select_waiting(dataset: Dataset, steps: TableSnapshot, condition: str) -> pa
     return ids.filter(pc.invert(pc.is_in(ids, value_set=_find_written(steps, ids))))
 
 
-def select_received(received: TableSnapshot, condition: str) -> pa.Array:
-    """Return the ids of the episodes among received steps that a condition selects."""
-    return select_episode_keys(received, condition).column(EPISODE_ID).combine_chunks().unique()
+def select_received(received: TableSnapshot, condition: EpisodeCondition) -> pa.Array:
+    """Return the ids of the episodes among received steps that a condition selects.
+
+    A column of the log, which received steps lack, is NULL, as it will be once they are joined.
+    """
+    return select_ids(received, condition)
+
+
+def select_ids(steps: TableSnapshot, condition: EpisodeCondition) -> pa.Array:
+    """Return the ids of the episodes that a condition selects among steps, each once.
+
+    A column that the condition takes from steps and that this version lacks is NULL.
+    """
+    names = {name.lower() for name in steps.schema.names}
+    absent = [name for name in condition.step_types if name.lower() not in names]
+    fields = [
+        # No file has a column of such a number.
+        pa.field(name, pa.string(), metadata={FIELD_ID: str(_ABSENT_FIELD + place)})
+        for place, name in enumerate(absent)
+    ]
+    schema_with_all = pa.schema([*steps.schema, *fields])
+    keys = select_episode_keys(
+        replace(steps, schema=schema_with_all), condition.sql, condition.tables
+    )
+    return keys.column(EPISODE_ID).combine_chunks().unique()
 
 
 def count_received(dataset: Dataset, keys: pa.Array) -> int:
@@ -378,47 +515,83 @@ class RejectedEpisodes:
     undecided: pa.Array
 
 
-def select_rejected(snapshot: TableSnapshot, condition: str) -> RejectedEpisodes:
+def select_rejected(snapshot: TableSnapshot, condition: EpisodeCondition) -> RejectedEpisodes:
     """Return the quarantined episodes that a condition over `episodes` selects.
 
-    Their ids, num_steps, policy and its versions are known, all else is not. The policy is not
-    where the log did not say which column it is, or where the rows of an episode have several.
-    `condition` is in DuckDB's spelling. Raises: QueryError.
+    Their ids, num_steps, policy and its versions are known, and the columns of the log, as far as
+    their rows tell; all else is not. The policy is not where the log did not say which column it
+    is, or where the rows of an episode have several. Raises: QueryError.
     """
     if not (entries := snapshot.files):
         return RejectedEpisodes(_NONE, _NONE)
-    surely, maybe = bind_condition(condition, _KNOWN)
-    names = (schema.POLICY, schema.POLICY_VERSION)
-    logged = ", ".join(
+    part = split_condition(condition.sql, condition.step_types)
+    own = {name: kind for name, kind in condition.step_types.items() if name not in _ALWAYS_THERE}
+    is_known = {name: f'"{name} is known"' for name in own if name in condition.scalars}
+    row_known = {name.lower(): flag for name, flag in is_known.items()}
+    known = {**_KNOWN, **row_known}
+    known |= {name: f'("{name} surely" = "{name} possibly")' for name in part.quantified}
+    bounds = {name: (f'"{name} surely"', f'"{name} possibly"') for name in part.quantified}
+    surely, maybe = bind_condition(part.where, known, bounds)
+    policy_kinds = {schema.POLICY: "VARCHAR", schema.POLICY_VERSION: "BIGINT"}
+    asked = f"{maybe} {part.quantified}"
+    logged = [
         f"{_extract_field(snapshot, name, kind)} AS {name}, "
         f'{_is_field_known(snapshot, name, kind)} AS "{name} is known"'
         # A row of frames takes long to parse: only where the condition asks.
-        if f'"{name} is known"' in maybe
+        if name in asked
         else f'CAST(NULL AS {kind}) AS {name}, false AS "{name} is known"'
-        for name, kind in zip(names, ("VARCHAR", "BIGINT"), strict=True)
-    )
-    with fetch_files(snapshot, entries) as paths, scan_connection() as connection:
-        rows = f"SELECT {_AS_STEPS}, {logged} FROM {from_clause(snapshot, paths)}"
+        for name, kind in policy_kinds.items()
+    ]
+    logged += [
+        f'{_extract_field(snapshot, name, kind)} AS "{name}", '
+        f'{_is_field_known(snapshot, name, kind)} AS "{name} is known"'
+        if name in is_known
+        else f'CAST(NULL AS {kind}) AS "{name}", false AS "{name} is known"'
+        for name, kind in own.items()
+    ]
+    with (
+        fetch_files(snapshot, entries) as paths,
+        scan_connection(condition.tables, is_private=True) as connection,
+    ):
+        rows = f"SELECT {_AS_STEPS}, {', '.join(logged)} FROM {from_clause(snapshot, paths)}"
         connection.execute(f"CREATE TEMP TABLE rows AS {rows}")
         # The condition is somebody's text.
         connection.execute("SET enable_external_access = false")
         key = f"{EPISODE_ID}, {schema.AGENT_ID}"
-        known = ", ".join(
-            f'bool_and("{name} is known") AND count(DISTINCT {name}) <= 1 '
-            f'AND count({name}) IN (0, count(*)) AS "{name} is known"'
-            for name in names
-        )
-        flags = f"SELECT {key}, {known} FROM rows GROUP BY {key}"
+        columns = [
+            f'bool_and("{name} is known") AND count(DISTINCT "{name}") <= 1 '
+            f'AND count("{name}") IN (0, count(*)) AS "{name} is known"'
+            for name in (*policy_kinds, *own)
+        ]
+        columns += [f'any_value("{name}") AS "{name}"' for name in own]
+        for name, (word, sql) in part.quantified.items():
+            columns += _bound_quantifier(name, word, sql, row_known)
+        flags = f"SELECT {key}, {', '.join(columns)} FROM rows GROUP BY {key}"
         view = f"({episodes_sql(group_rows_sql('rows'))}) AS episodes JOIN ({flags}) USING ({key})"
         matches = query_arrow(
             connection,
-            f"SELECT {EPISODE_ID} AS key, bool_or(coalesce({surely}, false)) AS selected, "
-            f"bool_or(coalesce({maybe}, false)) AS possible FROM {view} GROUP BY key",
+            # Aliases with a space: the log may have columns of any other name.
+            f'SELECT {EPISODE_ID}, bool_or(coalesce({surely}, false)) AS "is selected", '
+            f'bool_or(coalesce({maybe}, false)) AS "is possible" FROM {view} GROUP BY {EPISODE_ID}',
         )
-    keys, selected = matches.column("key"), matches.column("selected")
-    undecided = pc.and_not(matches.column("possible"), selected)
+    keys, selected = matches.column(EPISODE_ID), matches.column("is selected")
+    undecided = pc.and_not(matches.column("is possible"), selected)
     parts = (keys.filter(mask).combine_chunks() for mask in (selected, undecided))
     return RejectedEpisodes(*parts)
+
+
+def _bound_quantifier(name: str, word: str, sql: str, is_known: Mapping[str, str]) -> list[str]:
+    """Return columns that tell whether any() or all() surely holds, and whether it possibly does.
+
+    A row of which the condition asks what is not known counts for one as if it were false, and for
+    the other as if it were true.
+    """
+    surely, possibly = bind_condition(sql, {**_ROW_KNOWN, **is_known})
+    return [
+        f'{quantify(word, surely)} AS "{name} surely"',
+        f'{quantify(word, possibly)} AS "{name} possibly"',
+        f'{quantify(word, surely)} AS "{name}"',
+    ]
 
 
 def _extract_field(snapshot: TableSnapshot, name: str, kind: str) -> str:
@@ -431,7 +604,7 @@ def _is_field_known(snapshot: TableSnapshot, name: str, kind: str) -> str:
     """Return whether a row of the log says what its field of ours is, be it NULL."""
     pointer = _point_to_field(snapshot, name)
     is_there = f'json_type("row", {pointer}) IS NOT NULL'
-    if "mapping" in snapshot.schema.names:
+    if "mapping" in snapshot.schema.names and name in _ALWAYS_THERE:
         is_there = f"(mapping IS NOT NULL OR {is_there})"
     value = _extract_field(snapshot, name, kind)
     is_of_kind = f'(json_extract_string("row", {pointer}) IS NULL OR {value} IS NOT NULL)'
@@ -440,7 +613,7 @@ def _is_field_known(snapshot: TableSnapshot, name: str, kind: str) -> str:
 
 def _point_to_field(snapshot: TableSnapshot, name: str) -> str:
     """Return the JSON pointer to a field of ours in `row`; NULL if the log has no such column."""
-    if "mapping" not in snapshot.schema.names:
+    if "mapping" not in snapshot.schema.names or name not in _ALWAYS_THERE:
         return f"'/{name}'"
     theirs = f"json_extract_string(mapping, '/{name}')"
     escaped = f"replace(replace({theirs}, '~', '~0'), '/', '~1')"

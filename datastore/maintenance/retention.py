@@ -29,7 +29,7 @@ _KEY: Final = "replaylake.retention"
 
 @dataclass(frozen=True)
 class Retention:
-    """What `maintain` applies to a dataset; None where there is no limit."""
+    """The limits that `maintain` applies to a dataset; None means no limit."""
 
     max_steps: int | None = None  # the oldest whole episodes go beyond it
     max_age_s: float | None = None  # episodes whose newest row is older go
@@ -89,10 +89,10 @@ def read_retention(snapshot: TableSnapshot) -> Retention:
 
 
 def set_retention(lake: Lake, dataset: str, changes: Mapping[str, int | float | None]) -> Retention:
-    """Change some fields of a dataset's retention, None to the default, in one commit.
+    """Set fields of a dataset's retention in one commit; None restores the default.
 
-    Returns what holds then; without a difference nothing is committed. Raises: NotFoundError,
-    ConfigInvalidError for an unknown field or a value out of its range.
+    Returns the resulting retention. If nothing changes, nothing is committed. Raises:
+    NotFoundError, ConfigInvalidError for an unknown field or a value out of its range.
     """
     handle = lake.dataset(dataset)
     if not handle.exists():

@@ -101,18 +101,20 @@ def trim(
     Args:
         lake: the lake.
         dataset: its name.
-        max_steps: so many that at most this many steps are left.
-        older_than_s: those whose newest row is older than this (s): by its timestamp, or where no
-            row of the episode has one, by when it was first committed; of a shard that took the
-            place of others, only that its rows are older than what follows is known of that.
+        max_steps: remove episodes until at most this number of steps is left.
+        older_than_s: remove episodes whose newest row is older than this (s), by its timestamp, or
+            by its first commit if no row of the episode has a timestamp. For a compacted shard,
+            only the age of its oldest rows is known, so its episodes without timestamps are removed
+            later.
         dry_run: only count.
-        open_s: an episode that has not ended stays while its newest row was written less than this
-            ago (s), so more than `max_steps` may be left.
-        now_ms: the time to judge by (ms since 1970); the clock's by default.
+        open_s: an episode without an end is not removed while its newest row was written less than
+            this ago (s), so more than `max_steps` may be left.
+        now_ms: the time for comparing ages (ms since 1970); the clock's by default.
 
-    Age is the order of first commits and, within one, of rows. Decisions and rewards that the
-    episodes were made of leave with them, just before. Raises: NotFoundError, ConfigInvalidError if
-    neither limit is given or one is below 0, ShardCorruptError.
+    Episodes are removed in the order of their first commits, and within a commit in the order of
+    rows. The decisions and rewards that they were joined from are removed just before. Raises:
+    NotFoundError, ConfigInvalidError if neither limit is given or one is below 0,
+    ShardCorruptError.
     """
     _check(max_steps, older_than_s)
     handle = lake.dataset(dataset)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from replaylake.datastore.errors import CommitConflictError, ConfigInvalidError, NotFoundError
+from replaylake.datastore.lake.key_files import drop_gone_keys
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.maintenance.retained_files import (
@@ -33,6 +34,7 @@ from replaylake.datastore.query import summaries
 from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
 from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.storage.storage import Storage, StoredFile
+from replaylake.datastore.storage.table import key_index
 from replaylake.datastore.storage.table.shard import FOLDER
 
 _ULID: Final = "[0-9a-hjkmnp-tv-z]{26}"
@@ -99,18 +101,18 @@ def vacuum(
     now_ms: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> VacuumReceipt:
-    """Find the files that nothing needs, and with `delete` delete them.
+    """Find the files that no retained version needs, and with `delete` delete them.
 
     Args:
         lake: the lake.
-        datasets: their names; by default all, and the lake's own leftovers.
-        older_than_s: how old (s) a file has to be, and how long ago replaced the version that named
-            it; by default each dataset's own `keep_versions_s`.
-        delete: whether to delete, or only to say what would be.
-        force: whether `older_than_s` may be below an hour: right only where nothing is written or
-            read meanwhile.
-        now_ms: the time to judge by (ms since 1970); the clock's by default.
-        on_progress: called with (files deleted, files) as it goes on.
+        datasets: their names; by default all, and the files that crashes left in the lake itself.
+        older_than_s: minimum age (s) of a file, and minimum time since the version that named it
+            was replaced; by default each dataset's own `keep_versions_s`.
+        delete: delete the files, instead of only listing them.
+        force: allow `older_than_s` below an hour; only while nothing is written to the lake and no
+            older version is read.
+        now_ms: the time for comparing ages (ms since 1970); the clock's by default.
+        on_progress: called with (files deleted, files).
 
     Raises: NotFoundError, ConfigInvalidError for an age below an hour, LogCorruptError,
     StorageError.
@@ -189,6 +191,8 @@ class _Vacuum:
         if delete and not self._is_below_link(f"{name}/{summaries.FOLDER}"):
             # What is derived from a shard leaves with it.
             summaries.forget_gone(self._storage, name)
+        if delete and not self._is_below_link(f"{name}/{key_index.FOLDER}"):
+            drop_gone_keys(handle)
         self._views(name, delete)
 
     def _views(self, name: str, delete: bool) -> None:

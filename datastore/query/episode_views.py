@@ -51,8 +51,53 @@ PIECE_COLUMNS: Final = (
     schema.AGENT_ID,
     *(name.strip('"') for name, _, _ in _ROWS_AND_PIECES),
 )
+# The names of the columns of `episodes`.
+EPISODE_COLUMNS: Final = frozenset(PIECE_COLUMNS) - frozenset(_HIDDEN_COLUMNS)
 FROM_ROWS: Final = ", ".join([_KEY, *(f"{rows} AS {name}" for name, rows, _ in _ROWS_AND_PIECES)])
 _FROM_PIECES: Final = ", ".join([_KEY, *(f"{by} AS {name}" for name, _, by in _ROWS_AND_PIECES)])
+
+# The columns of steps that each column of a view depends on, also by which rows are in the view.
+_KEYS: Final = frozenset({schema.EPISODE_ID, schema.AGENT_ID})
+_ENDS: Final = frozenset({schema.TERMINATED, schema.TRUNCATED})
+_VERSIONS: Final = _KEYS | {schema.POLICY_VERSION}
+_TIMES: Final = _KEYS | {schema.TIMESTAMP}
+EPISODE_SOURCES: Final = {
+    schema.EPISODE_ID: _KEYS,
+    schema.AGENT_ID: _KEYS,
+    "num_steps": _KEYS,
+    "return": _KEYS | {schema.REWARD},
+    "terminated": _KEYS | {schema.TERMINATED},
+    "truncated": _KEYS | {schema.TRUNCATED},
+    "complete": _KEYS | _ENDS,
+    "first_step": _KEYS | {schema.STEP},
+    "policy": _KEYS | {schema.POLICY, schema.STEP},
+    "min_policy_version": _VERSIONS,
+    "max_policy_version": _VERSIONS,
+    "started_at": _TIMES,
+    "ended_at": _TIMES,
+    schema.SOURCE_EPISODE_ID: _KEYS | {schema.SOURCE_EPISODE_ID},
+}
+GAME_SOURCES: Final = {
+    schema.EPISODE_ID: _KEYS,
+    "num_agents": _KEYS,
+    "num_steps": _KEYS,
+    "num_env_steps": _KEYS | {schema.ENV_STEP},
+    "return": _KEYS | {schema.REWARD},
+    "agent_returns": _KEYS | {schema.REWARD},
+    "terminated": _KEYS | {schema.TERMINATED},
+    "truncated": _KEYS | {schema.TRUNCATED},
+    "complete": _KEYS | _ENDS,
+    "policies": _KEYS | {schema.POLICY, schema.STEP},
+    "min_policy_version": _VERSIONS,
+    "max_policy_version": _VERSIONS,
+    "started_at": _TIMES,
+    "ended_at": _TIMES,
+    schema.SOURCE_EPISODE_ID: _KEYS | {schema.SOURCE_EPISODE_ID},
+}
+# Its other columns are those of steps.
+TRANSITION_SOURCES: Final = {
+    "next_observation": _KEYS | _ENDS | {schema.STEP, schema.OBSERVATION, schema.FINAL_OBSERVATION},
+}
 
 # The rule of docs/DATA_MODEL.md: the following row counts only if it is the next
 # step of the same episode and agent, and this row has not ended.

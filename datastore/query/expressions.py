@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -16,8 +16,21 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import QueryRefusedError
+from replaylake.datastore.query.conditions import (
+    check_quantifiers,
+    episodes_where,
+    quote_quantifiers,
+)
 from replaylake.datastore.query.connections import connect, session
-from replaylake.datastore.query.statements import check_select, execute, literal, parse, walk
+from replaylake.datastore.query.statements import (
+    check_select,
+    execute,
+    find_tables,
+    literal,
+    parse,
+    walk,
+    walk_outside_subqueries,
+)
 from replaylake.datastore.query.views import create_dataset_views
 from replaylake.datastore.storage.arrow_values import combine_chunks, is_list, numbers
 from replaylake.datastore.storage.table.shard import blob_of
@@ -46,10 +59,64 @@ def canonical_expression(expression: str) -> str:
     Raises: QueryRefusedError for random(), now() and the like, subqueries and window functions;
     QueryError if it does not parse.
     """
+    return _canonical(expression, expression)
+
+
+def canonical_condition(condition: str) -> str:
+    """Return a condition over episodes in DuckDB's own spelling; see conditions.py for its form.
+
+    Raises: as canonical_expression.
+    """
+    return _canonical(condition, quote_quantifiers(condition), is_condition=True)
+
+
+def canonical_removal_condition(
+    condition: str, given_tables: Collection[str] = ()
+) -> tuple[str, dict[str, str]]:
+    """Return a condition over episodes that may have subqueries, and these subqueries by name.
+
+    Each subquery is replaced by one that selects all of a table of that name, but for those over
+    `given_tables`. Raises: as canonical_expression.
+    """
+    subqueries: dict[str, str] = {}
+
+    def replace_subqueries(connection: duckdb.DuckDBPyConnection, tree: Any) -> None:
+        for node in walk_outside_subqueries(tree):
+            if node.get("class") != "SUBQUERY":
+                continue
+            text = execute(
+                connection,
+                "SELECT json_deserialize_sql($j) AS q",
+                {"j": json.dumps({"error": False, "statements": [node["subquery"]]})},
+            )["q"][0].as_py()
+            names = {table for _, table in find_tables(connection, text)}
+            if names and names <= set(given_tables):
+                continue
+            name = f"subquery {len(subqueries) + 1}"
+            subqueries[name] = text
+            node["subquery"] = parse(connection, f'SELECT * FROM "{name}"')["statements"][0]
+
+    sql = _canonical(
+        condition,
+        quote_quantifiers(condition),
+        is_condition=True,
+        replace_subqueries=replace_subqueries,
+    )
+    return sql, subqueries
+
+
+def _canonical(
+    expression: str,
+    sql: str,
+    *,
+    is_condition: bool = False,
+    replace_subqueries: Callable[[duckdb.DuckDBPyConnection, Any], None] | None = None,
+) -> str:
+    """Return `sql`, which is `expression` with any and all quoted, in DuckDB's own spelling."""
     if not expression.strip():
         raise QueryRefusedError("expression: found an empty one, expected SQL such as terminated.")
     with session() as connection:
-        text = f"{_PREFIX}({expression}\n)"
+        text = f"{_PREFIX}({sql}\n)"
         check_select(connection, text)
         tree = parse(connection, text)
         if _strip_where(tree) != _strip_where(parse(connection, f"{_PREFIX}true")):
@@ -57,7 +124,12 @@ def canonical_expression(expression: str) -> str:
                 f"{expression!r}: found more than an expression, expected one over the columns of "
                 "the dataset. Leave out parameters, GROUP BY, UNION and the like."
             )
-        _refuse_unreproducible(connection, expression, tree)
+        if replace_subqueries is not None:
+            replace_subqueries(connection, tree["statements"][0]["node"]["where_clause"])
+        allowed = set() if replace_subqueries is None else {"SUBQUERY"}
+        _refuse_unreproducible(connection, expression, tree, allowed)
+        if is_condition:
+            check_quantifiers(expression, tree)
         plain = execute(
             connection, "SELECT json_deserialize_sql($j) AS q", {"j": json.dumps(tree)}
         )["q"][0].as_py()
@@ -80,13 +152,18 @@ def check_reward(snapshot: TableSnapshot, reward: str) -> None:
         execute(connection, f"SELECT CAST(({reward}) AS DOUBLE) AS reward FROM steps LIMIT 0")
 
 
-def bind_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]:
+def bind_condition(
+    condition: str,
+    known: Mapping[str, str],
+    bounds: Mapping[str, tuple[str, str]] | None = None,
+) -> tuple[str, str]:
     """Return two conditions: one that holds where this one surely does, and one where it may.
 
     Args:
         condition: over the columns of `episodes`, in DuckDB's spelling.
         known: where a column's value is known, as an SQL condition, by the column's name in small
             letters. The value of a column that is not named here is nowhere known.
+        bounds: such a pair for columns that are conditions themselves, by name.
 
     AND, OR and NOT are looked through; what they join is decided where all its columns are known.
     """
@@ -109,7 +186,11 @@ def bind_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]:
             if node["type"] == "OPERATOR_NOT":
                 surely, maybe = bind(node["children"][0])
                 return f"(NOT {maybe})", f"(NOT {surely})"
-            columns = {n["column_names"][-1].lower() for n in walk(node) if "column_names" in n}
+            if bounds and node["class"] == "COLUMN_REF" and node["column_names"][-1] in bounds:
+                return bounds[node["column_names"][-1]]
+            columns = {
+                _named_column(n["column_names"])[0] for n in walk(node) if "column_names" in n
+            }
             where = " AND ".join(known.get(name, "false") for name in sorted(columns)) or "true"
             text = spell(node)
             return (
@@ -120,16 +201,87 @@ def bind_condition(condition: str, known: Mapping[str, str]) -> tuple[str, str]:
         return bind(select["where_clause"])
 
 
-def select_episode_keys(snapshot: TableSnapshot, where: str) -> pa.Table:
-    """Return episode_id and agent_id of the episodes that a WHERE over `episodes` selects.
+def read_equalities(condition: str) -> dict[str, list[str]]:
+    """Return the values that a condition asks of columns, as text, where it asks nothing else.
 
-    Raises: QueryError if DuckDB refuses it.
+    By column, in small letters. A condition such as `a = 'x' OR b IN ('y', 4)` selects all that has
+    one of the values, and so does `any(a = 'x')`. Any other, be it narrower or wider, gives no
+    column. `condition` is in DuckDB's spelling.
     """
-    with reproducible_views(snapshot) as connection:
+    with session() as connection:
+        tree = parse(connection, f"{_PREFIX}({condition})")
+    values: dict[str, list[str]] = {}
+    nodes = [tree["statements"][0]["node"]["where_clause"]]
+    while nodes:
+        node = nodes.pop()
+        if node["type"] == "CONJUNCTION_OR":
+            nodes += node["children"]
+            continue
+        if node["class"] == "FUNCTION" and node["function_name"].lower() == "any":
+            nodes += [argument["expression"] for argument in node["arguments"]]
+            continue
+        if node["type"] == "COMPARE_EQUAL":
+            sides = [node["left"], node["right"]]
+            sides.sort(key=lambda side: str(side["class"]) != "COLUMN_REF")
+        else:
+            sides = node["children"] if node["type"] == "COMPARE_IN" else []
+        texts = [_read_constant(side) for side in sides[1:]]
+        if not texts or None in texts or sides[0]["class"] != "COLUMN_REF":
+            return {}
+        column, is_field = _named_column(sides[0]["column_names"])
+        if is_field:
+            return {}
+        values.setdefault(column, []).extend(text for text in texts if text is not None)
+    return values
+
+
+def _named_column(path: Sequence[str]) -> tuple[str, bool]:
+    """Return the column that a reference names, in small letters, and whether it is a field of it.
+
+    `path` may begin with the name of a view.
+    """
+    names = [name.lower() for name in path]
+    if len(names) > 1 and names[0] in ("episodes", "steps"):
+        names = names[1:]
+    return names[0], len(names) > 1
+
+
+def _read_constant(node: Mapping[str, Any]) -> str | None:
+    """Return a constant as text; None for anything else, NULL included."""
+    if node["type"] == "OPERATOR_CAST":
+        return _read_constant(node["child"])
+    literal = node.get("literal") or {}
+    is_id = node["class"] == "CONSTANT" and literal.get("kind") in ("STRING", "INTEGER")
+    return str(literal["text"]) if is_id else None
+
+
+def select_episode_keys(
+    snapshot: TableSnapshot, where: str, tables: Mapping[str, pa.Table] | None = None
+) -> pa.Table:
+    """Return episode_id and agent_id of the episodes that `where` selects, a canonical_condition.
+
+    tables: what its subqueries select from. Raises: QueryError if DuckDB refuses it, or if it names
+    a column of steps outside of any() and all() that has several values in one episode.
+    """
+    selected = episodes_where(where, snapshot.schema.names)
+    with reproducible_views(snapshot) as connection, registered(connection, tables or {}):
         return execute(
-            connection,
-            f"SELECT {schema.EPISODE_ID}, {schema.AGENT_ID} FROM episodes WHERE ({where})",
+            connection, f"SELECT {schema.EPISODE_ID}, {schema.AGENT_ID} FROM ({selected})"
         )
+
+
+@contextmanager
+def registered(
+    connection: duckdb.DuckDBPyConnection, tables: Mapping[str, pa.Table]
+) -> Iterator[None]:
+    """Let queries of a connection read Arrow tables by name, until the block ends."""
+    for name, table in tables.items():
+        connection.register(name, table)
+    try:
+        yield
+    finally:
+        for name in tables:
+            connection.unregister(name)
 
 
 def evaluate_rewards(snapshot: TableSnapshot, reward: str) -> pa.Table:
@@ -186,8 +338,8 @@ def _evaluate_per_step(snapshot: TableSnapshot, selected: str, name: str) -> pa.
         rows = execute(connection, f"SELECT {selected} FROM steps")
     if rows.num_rows != snapshot.num_rows:
         raise QueryRefusedError(
-            f"{name}: found {rows.num_rows} values for {snapshot.num_rows} steps, expected one a "
-            "step. Leave out aggregates and unnest."
+            f"{name}: found {rows.num_rows} values for {snapshot.num_rows} steps, expected one "
+            "per step. Leave out aggregates and unnest."
         )
     return rows
 
@@ -204,8 +356,9 @@ def evaluate_weights(snapshot: TableSnapshot, weight: str, where: str | None = N
         own = {name.lower() for name in snapshot.schema.names}
         of_episode = "".join(f', "{name}"' for name in names if name.lower() not in own)
         key = f"{schema.EPISODE_ID}, {schema.AGENT_ID}"
+        selected = episodes_where(where or "true", snapshot.schema.names)
         source = (
-            f"FROM steps JOIN (SELECT {key}{of_episode} FROM episodes WHERE ({where or 'true'})) "
+            f"FROM steps JOIN (SELECT {key}{of_episode} FROM ({selected})) "
             f"AS episodes USING ({key})"
         )
         weights = execute(
@@ -216,7 +369,7 @@ def evaluate_weights(snapshot: TableSnapshot, weight: str, where: str | None = N
     if weights.num_rows != num_steps:
         raise QueryRefusedError(
             f"weight {weight}: found {weights.num_rows} values for {num_steps} steps, expected one "
-            "a step. Leave out unnest."
+            "per step. Leave out unnest."
         )
     return weights
 
@@ -274,11 +427,12 @@ def _strip_where(tree: Any) -> Any:
 
 
 def _refuse_unreproducible(
-    connection: duckdb.DuckDBPyConnection, expression: str, tree: Any
+    connection: duckdb.DuckDBPyConnection, expression: str, tree: Any, allowed: Set[str]
 ) -> None:
-    nodes = list(walk(tree))
+    # If a subquery is refused, what is in it does not matter; if allowed, it is executed by itself.
+    nodes = list(walk_outside_subqueries(tree))
     kinds = {node.get("class") for node in nodes}
-    if names := [name for kind, name in _REFUSED_NODES.items() if kind in kinds]:
+    if names := [name for kind, name in _REFUSED_NODES.items() if kind in kinds - allowed]:
         raise QueryRefusedError(
             f"{expression!r}: found {', '.join(names)}, expected an expression over one row's "
             "columns, so that the selection can be reproduced. Add a column when ingesting instead."

@@ -15,6 +15,7 @@ import pyarrow as pa
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import QueryRefusedError
+from replaylake.datastore.query.conditions import episodes_where
 from replaylake.datastore.query.expressions import reproducible_views
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.storage.table.table import TableSnapshot
@@ -81,7 +82,7 @@ def measure_steps(
         f"CAST({e.sql} AS DOUBLE[])" if e.is_list else f"[CAST(({e.sql}) AS DOUBLE)]"
         for e in elements.values()
     )
-    rows = f"SELECT list_concat({joined}) AS numbers FROM {_steps(where, where_steps)}"
+    rows = f"SELECT list_concat({joined}) AS numbers FROM {_steps(snapshot, where, where_steps)}"
     with reproducible_views(snapshot) as connection:
         table = execute(
             connection,
@@ -101,9 +102,10 @@ def measure_returns(
     A sum in which one is NULL is not known. Raises: QueryError. Cost: a pass over the columns that
     it names.
     """
+    steps = _steps(snapshot, where, None)
     sums = (
         f"SELECT CASE WHEN count(reward) = count(*) THEN sum(reward) END AS total FROM "
-        f"(SELECT {_KEY}, CAST(({reward}) AS DOUBLE) AS reward FROM {_steps(where, None)}) "
+        f"(SELECT {_KEY}, CAST(({reward}) AS DOUBLE) AS reward FROM {steps}) "
         f"GROUP BY {_KEY}"
     )
     with reproducible_views(snapshot) as connection:
@@ -115,11 +117,11 @@ def measure_returns(
     return _split(table, {"return": Elements(reward)})["return"]
 
 
-def _steps(where: str | None, where_steps: str | None) -> str:
+def _steps(snapshot: TableSnapshot, where: str | None, where_steps: str | None) -> str:
     """Return a FROM item and its WHERE."""
     text = "steps WHERE true"
     if where is not None:
-        episodes = f"SELECT {_KEY} FROM episodes WHERE ({where})"
+        episodes = f"SELECT {_KEY} FROM ({episodes_where(where, snapshot.schema.names)})"
         text += f" AND ({_KEY}) IN ({episodes})"
     if where_steps is not None:
         text += f" AND coalesce(CAST(({where_steps}) AS BOOLEAN), false)"

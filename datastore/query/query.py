@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
 
+import duckdb
 import pyarrow as pa
 
+from replaylake.datastore.errors import QueryError
 from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.statements import (
     check_select,
@@ -14,6 +19,9 @@ from replaylake.datastore.query.statements import (
 )
 from replaylake.datastore.query.views import STEP_VIEWS, Catalog, Views, plan_views
 from replaylake.datastore.storage.table.table import TableSnapshot
+
+# What DuckDB adds to a message: the line, and where in it.
+_EXCERPT: Final = re.compile(r"\n\nLINE (\d+): (.*)\n( *\^+)")
 
 
 def run_query(
@@ -25,7 +33,7 @@ def run_query(
     NotFoundError if it names a dataset or view that does not exist or a version whose shards were
     removed, ShardCorruptError if a file is missing that should be there.
     """
-    with session() as connection:
+    with session() as connection, _add_excerpt(connection, query, parameters):
         check_select(connection, query)
         # Only the views that the query names; making all of them is slow in a wide lake.
         views = plan_views(find_tables(connection, query), catalog)
@@ -43,7 +51,7 @@ def run_snapshot_query(
 
     Raises: as run.
     """
-    with session() as connection:
+    with session() as connection, _add_excerpt(connection, query, parameters):
         check_select(connection, query)
         names = {view for schema, view in find_tables(connection, query) if not schema}
         views = Views()
@@ -54,3 +62,37 @@ def run_snapshot_query(
             return execute_interruptibly(connection, query, parameters)
         finally:
             views.release()
+
+
+def run_table_query(
+    query: str, tables: Mapping[str, pa.Table], parameters: Mapping[str, object] | None = None
+) -> pa.Table:
+    """Run one SELECT over Arrow tables, by their names, and nothing else of the lake.
+
+    Raises: as run_query.
+    """
+    with session() as connection:
+        check_select(connection, query)
+        Views(relations=dict(tables)).create(connection)
+        return execute_interruptibly(connection, query, parameters)
+
+
+@contextmanager
+def _add_excerpt(
+    connection: duckdb.DuckDBPyConnection, query: str, parameters: Mapping[str, object] | None
+) -> Iterator[None]:
+    """Give an error of the query the line at fault, which DuckDB tells of statements alone."""
+    try:
+        yield
+    except QueryError as error:
+        try:
+            # Its views are still there; what EXPLAIN does not refuse was no fault of the text.
+            connection.execute(f"EXPLAIN\n{query}", dict(parameters) if parameters else None)
+        except Exception as again:  # whatever DuckDB makes of it: the first error is raised
+            if found := _EXCERPT.search(str(again)):
+                number, line, carets = found.groups()
+                # Without the line of EXPLAIN; the number may lose a digit.
+                shown = f"LINE {int(number) - 1}: {line}"
+                lost = len(number) - len(str(int(number) - 1))
+                error.details["excerpt"] = f"{shown}\n{carets[lost:]}"
+        raise

@@ -56,7 +56,13 @@ def write_result(
 
 def _write(table: pa.Table, form: str, stream: BinaryIO, also: Mapping[str, Any]) -> None:
     if form == "parquet":
-        pq.write_table(table, stream, compression="zstd")
+        try:
+            pq.write_table(table, stream, compression="zstd")
+        except pa.ArrowNotImplementedError as error:
+            raise QueryError(
+                f"result: found a column whose type Parquet does not have ({error}). Select it as "
+                "text, CAST(... AS VARCHAR)."
+            ) from error
     elif form == "csv":
         options = pyarrow.csv.WriteOptions(quoting_style="needed")
         pyarrow.csv.write_csv(_flat(table), stream, options)
@@ -78,8 +84,17 @@ def python_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     """
     for batch in table.to_batches(max_chunksize=_CHUNK_ROWS):
         with _in_calendar(batch.schema):
-            rows = batch.to_pylist(maps_as_pydicts="lossy")
+            rows = _to_python(batch)
         yield from rows
+
+
+def _to_python(values: Any) -> list[Any]:
+    """Return Arrow values as Python objects: maps as dicts, or pairs if a key is not hashable."""
+    try:
+        found: list[Any] = values.to_pylist(maps_as_pydicts="lossy")
+    except TypeError:
+        found = values.to_pylist()
+    return found
 
 
 @contextmanager
@@ -109,7 +124,7 @@ def _flat(table: pa.Table) -> pa.Table:
             column = column.cast(kind.value_type)
         elif pa.types.is_nested(kind) or _is_other(kind):
             with _in_calendar(pa.schema([field])):
-                values = column.to_pylist(maps_as_pydicts="lossy")
+                values = _to_python(column)
             column = pa.array(map(_cell, values), pa.string())
         columns.append(column)
     return pa.Table.from_arrays(columns, names=table.column_names)

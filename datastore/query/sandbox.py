@@ -124,7 +124,7 @@ def _answer(source: BinaryIO, sink: BinaryIO) -> None:
             connection.register(name, table)
         for statement in granted["statements"]:
             execute(connection, statement)
-        _check_views_exist(connection, names)
+        _check_granted(names, granted["names"])
         lock_down(connection, granted["paths"])
         rows, truncated = _rows(connection, query, parameters, limits)
     _send(sink, {"truncated": truncated})
@@ -192,12 +192,12 @@ def _builtin_views(connection: duckdb.DuckDBPyConnection) -> set[str]:
     return {str(name).lower() for name in rows["view_name"].to_pylist()}
 
 
-def _check_views_exist(connection: duckdb.DuckDBPyConnection, names: list[tuple[str, str]]) -> None:
-    """Refuse names that no view of ours stands for: DuckDB may have one of its own, or a file."""
-    rows = execute(
-        connection, "SELECT schema_name AS s, view_name AS v FROM duckdb_views() WHERE NOT internal"
-    ).to_pylist()
-    existing = {("" if row["s"] == "main" else row["s"], row["v"]) for row in rows}
+def _check_granted(names: Iterable[tuple[str, str]], granted: Iterable[list[str]]) -> None:
+    """Refuse names that no view stands for: DuckDB may have one of its own, a file, or a table.
+
+    Views are computed from tables that the author of the query may not read.
+    """
+    existing = {(dataset, view) for dataset, view in granted}
     for dataset, view in names:
         if (dataset, view) not in existing:
             name = f"{dataset}.{view}" if dataset else view

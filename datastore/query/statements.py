@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -38,6 +39,9 @@ _NON_READING_FUNCTIONS: Final = {
     "truncate_duckdb_logs",
     "write_log",
 }
+
+# How the message of error() in a condition over episodes begins (conditions.py).
+VARYING_COLUMN: Final = "condition over episodes: "
 
 
 def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
@@ -85,6 +89,9 @@ def execute(
         relation = connection.sql(query, params=dict(parameters) if parameters else None)
         return relation.to_arrow_table() if relation is not None else pa.table({})
     except (duckdb.Error, pa.ArrowException) as error:
+        _, found, message = _first_line(error).partition(f"Invalid Input Error: {VARYING_COLUMN}")
+        if found:
+            raise QueryError(message) from error
         raise QueryError(_first_line(error)) from error
     except RuntimeError as error:
         # What DuckDB makes of Ctrl-C (duckdb 2.0.0).
@@ -141,6 +148,18 @@ def walk(node: Any) -> Iterator[dict[str, Any]]:
             yield from walk(child)
 
 
+def walk_outside_subqueries(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object of a parse tree, subqueries themselves but nothing in them."""
+    if isinstance(node, dict):
+        yield node
+        for key, child in node.items():
+            if not (key == "subquery" and node.get("class") == "SUBQUERY"):
+                yield from walk_outside_subqueries(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from walk_outside_subqueries(child)
+
+
 def literal(text: str) -> str:
     """Return an SQL string."""
     return "'" + text.replace("'", "''") + "'"
@@ -169,8 +188,8 @@ def _tables(node: Any, own: frozenset[str]) -> Iterator[tuple[str, str]]:
 
 
 def _first_line(error: Exception) -> str:
-    """DuckDB's message without the echo of the query that follows it."""
-    message = " ".join(str(error).split("\n\n")[0].split())
+    """DuckDB's message without the echo of the query that follows it, and our catalog's name."""
+    message = re.sub(r"\bsession \d+\.", "", " ".join(str(error).split("\n\n")[0].split()))
     if message.endswith('at or near "@"'):
         message += ". A version is named beside the query: `at` NAME=VERSION."
     return message

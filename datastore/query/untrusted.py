@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, BinaryIO, Final
@@ -50,7 +50,7 @@ _ENVIRONMENT: Final = {
 
 @dataclass(frozen=True)
 class QueryLimits:
-    """What one query from others may take."""
+    """Resource limits of one query from an untrusted author."""
 
     wall_s: float = 10.0
     cpu_s: int = 20  # of all threads together
@@ -115,6 +115,7 @@ def run_untrusted(
 
 def _grant(sandbox: _Sandbox, views: Views, parameters: Mapping[str, object] | None) -> None:
     granted = {
+        "names": views.names,
         "statements": views.statements,
         "paths": views.paths,
         "relations": list(views.relations),
@@ -144,6 +145,9 @@ class _PublicCatalog:
     def table(self, dataset: str, view: str) -> TableSnapshot | None:
         self._sandbox.check_clock()
         return self._catalog.table(dataset, view)
+
+    def columns(self, dataset: str) -> Set[str] | None:
+        return self._catalog.columns(dataset)
 
     def relation(self, name: str) -> pa.Table | None:
         self._sandbox.check_clock()

@@ -62,7 +62,7 @@ def check_positive(what: str, value: object, *, advice: str = "") -> float:
 def check_seed(what: str, value: object) -> int:
     """Return a seed as an int.
 
-    Raises: ConfigInvalidError for what is no whole number of 0 or more.
+    Raises: ConfigInvalidError for what is not a whole number of 0 or more.
     """
     if isinstance(value, Integral) and not isinstance(value, bool) and (number := int(value)) >= 0:
         return number

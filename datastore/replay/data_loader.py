@@ -41,19 +41,19 @@ class LoaderPart:
 class ReplayIterable(IterableDataset[Batch[torch.Tensor]]):
     """Batches of tensors for `DataLoader(ReplayIterable(...), batch_size=None, num_workers=n)`.
 
-    Each worker makes a sampler of its own: `make_sampler(view, part)`, a function of a module
-    where workers are spawned, such as
+    Each worker creates its own sampler with `make_sampler(view, part)`. If workers are spawned,
+    this has to be a function of a module, for example
 
         def shuffled(view, part):
             parts = {"rank": part.index, "num_ranks": part.num_parts}
             return view.shuffled(256, seed=part.shared_seed, **parts)
 
-    An iteration ends with the epoch of a shuffled sampler, or after `num_batches` of all workers of
-    a rank together, or never. `set_epoch` before each one gives it other batches; the same
-    epoch has the same again. With persistent workers too.
+    An iteration ends with the epoch of a shuffled sampler, or after `num_batches` batches of all
+    workers of a rank together; otherwise it never ends. `set_epoch` before an iteration gives it
+    different batches; the same epoch gives the same batches, also with persistent workers.
 
-    Batches cross between processes in shared memory, packed as the records are. A view that
-    follows a dataset does not: its thread stays behind.
+    Batches are transferred between processes in shared memory, in the packed format of the records.
+    A live view cannot be sent to another process.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ReplayIterable(IterableDataset[Batch[torch.Tensor]]):
         self._restored: tuple[Mapping[str, Any], int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is, as torch's DistributedSampler is told."""
+        """Set the epoch of the next iteration, like torch's DistributedSampler."""
         self._epoch.fill_(check_int(f"{_NAME}: epoch", epoch))
 
     def __iter__(self) -> Iterator[Batch[torch.Tensor]]:
@@ -121,14 +121,14 @@ class ReplayIterable(IterableDataset[Batch[torch.Tensor]]):
             yield convert_sharing(batch) if isinstance(batch.rewards, np.ndarray) else batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this worker's position, as torchdata's StatefulDataLoader asks for it."""
+        """Return this worker's position, for torchdata's StatefulDataLoader."""
         if self._sampler is None:
             return {KIND: _NAME, "sampler": None, "num_given": 0}
         position = self._sampler.state_dict()
         return {KIND: _NAME, "sampler": position, "num_given": self._num_given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next iteration in this process from a position. Raises: ConfigInvalidError."""
+        """Start this process's next iteration at a saved position. Raises: ConfigInvalidError."""
         with read_state(_NAME, state):
             position, num_given = state["sampler"], int(state["num_given"])
         self._restored = None if position is None else (position, num_given)

@@ -28,11 +28,11 @@ _REQUESTED_FIELDS: Final = frozenset({"returns", "next_actions"})
 def mixture(
     samplers: Sequence[Sampler], ratios: Sequence[float], *, batch_size: int, seed: int
 ) -> MixtureSampler:
-    """Return a sampler of batches that hold rows of each sampler by ratio.
+    """Return a sampler whose batches contain rows of each sampler in fixed shares.
 
-    ratios: at least 0 each, of any sum. The samplers' own batch sizes do not matter; do not sample
-    from them besides. Raises: ConfigInvalidError; SchemaMismatchError where their rows do not go
-    together.
+    ratios: at least 0 each, with any sum. The samplers' own batch sizes are ignored; do not sample
+    from them directly. Raises: ConfigInvalidError; SchemaMismatchError if their rows cannot be
+    combined.
     """
     return MixtureSampler(samplers, ratios, batch_size=batch_size, seed=seed)
 

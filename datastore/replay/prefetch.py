@@ -52,10 +52,10 @@ _RESUME: Final = _Task(lambda: None, is_answered=False)
 
 
 def prefetch(sampler: BatchSource, num: int = 2) -> PrefetchSampler:
-    """Return a sampler whose thread keeps `num` batches of another ready.
+    """Return a sampler whose thread draws up to `num` batches of another sampler in advance.
 
-    Use it as a context, or close it. Nothing else may use the sampler meanwhile.
-    Raises: ConfigInvalidError.
+    Use it in a `with` statement, or close it. Do not use the other sampler in the meantime. Raises:
+    ConfigInvalidError.
     """
     return PrefetchSampler(sampler, num)
 

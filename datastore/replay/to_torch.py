@@ -35,9 +35,10 @@ _Copy = tuple[torch.Tensor, torch.Tensor]
 def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[torch.Tensor]:
     """Return the batch with tensors of the same shapes and dtypes, on `device`.
 
-    On the CPU the tensors share the arrays' memory. To another device goes each stretch of memory
-    that holds fields in one copy, which for packed records is all of them. `keys` and `indices`
-    stay numpy. Raises: ConfigInvalidError for a device that is not there, or a batch of tensors.
+    On the CPU, the tensors share the arrays' memory. To another device, each contiguous block of
+    memory is transferred in one copy; packed records are one such block. `keys` and `indices` stay
+    numpy arrays. Raises: ConfigInvalidError for a device that does not exist, or a batch of
+    tensors.
     """
     target = _parse_device(device)
     if not isinstance(batch, Batch) or not isinstance(batch.rewards, np.ndarray):
@@ -80,10 +81,10 @@ def convert_sharing(
 
 
 class TorchSampler:
-    """Draws batches of tensors from a sampler, or from anything else that gives batches.
+    """Draws batches of tensors from a sampler, or from another object with a `sample` method.
 
-    Holds no position of its own: what was drawn ahead and not handed out is drawn again when a
-    saved state is restored.
+    It has no position of its own: batches that were drawn in advance and not returned are drawn
+    again after a saved state is loaded.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class TorchSampler:
         self._slots: deque[_ReusedBlock] = deque()
 
     def sample(self) -> Batch[torch.Tensor]:
-        """Draw one batch. Raises: what the sampler raises."""
+        """Draw one batch. Raises: the errors of the sampler."""
         if self._blocks is None:
             return self._move_batch(self.sampler.sample())
         if not self._ready:
@@ -139,9 +140,9 @@ class TorchSampler:
         return self._ready.popleft()
 
     def update_priorities(self, indices: Any, priorities: Any) -> None:
-        """Set the priorities of rows: of `batch.indices` [B], to numbers or a tensor [B].
+        """Set the priorities of the rows `batch.indices` [B] to numbers or a tensor [B].
 
-        Raises: ConfigInvalidError where the sampler does not draw by priorities.
+        Raises: ConfigInvalidError if the sampler is not prioritized.
         """
         if not isinstance(self.sampler, PrioritizedSource):
             raise ConfigInvalidError(
@@ -153,11 +154,11 @@ class TorchSampler:
         self.sampler.update_priorities(indices, priorities)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sampler's position after the batch handed out last."""
+        """Return the sampler's position after the last batch that was returned."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position, of this or of the sampler without torch."""
+        """Continue from a position that was saved by a TorchSampler or by its sampler."""
         self.sampler.load_state_dict(state)
         self._ready.clear()
         self._slots.clear()

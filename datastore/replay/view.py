@@ -100,10 +100,10 @@ class CachedPart:
 
 
 class ReplayView(SampleSource):
-    """Packed runs of one or several snapshots of the same spaces.
+    """The decoded episodes of one or several snapshots with the same spaces.
 
-    It never changes, whatever happens to the dataset. It can be pickled: another process of this
-    machine maps the cached files, and one that is not in the cache is sent whole.
+    A view never changes, whatever happens to the dataset. It can be pickled: another process on
+    this machine maps the cached files. A view that is not in the cache is sent as a whole.
     """
 
     def __init__(
@@ -127,22 +127,28 @@ class ReplayView(SampleSource):
 
     @property
     def num_steps(self) -> int:
-        """Steps of the selected episodes, also those at which `where_steps` lets none start."""
+        """Number of steps of the selected episodes.
+
+        Steps at which `where_steps` allows no sample to start are included.
+        """
         return self.packed.num_steps
 
     @property
     def num_transitions(self) -> int:
-        """Steps that may start a sample and be bootstrapped: not an end without an observation."""
+        """Number of steps at which a transition can start.
+
+        A last step without a final observation is excluded, unless it is terminated.
+        """
         return len(self.packed.bootstrappable)
 
     @property
     def num_episodes(self) -> int:
-        """Episodes (per agent) selected."""
+        """Number of selected episodes, one for each agent."""
         return self.packed.num_episodes
 
     @property
     def has_masked_actions(self) -> bool:
-        """Whether some step has an action that its mask forbids. Cost: once, a pass over masks."""
+        """Whether some step has a forbidden action. Cost: one pass over the masks, once."""
         if self._masked is None:
             self._masked = has_masked_actions(self.packed)
         return self._masked
@@ -169,23 +175,23 @@ class ReplayView(SampleSource):
 
     @property
     def names(self) -> str:
-        """The snapshots, such as `cartpole@3, cartpole_old@7`."""
+        """The names of the snapshots, for example `cartpole@3, cartpole_old@7`."""
         return ", ".join(origin.name for origin in self.origins)
 
     def wait_cached(self) -> Path | None:
-        """Wait until the view is in the cache, and return its folder there; None if it is not.
+        """Wait until the view is in the cache. Return its directory, or None if it is not cached.
 
-        A joined view is not, but its parts are.
+        A joined view is never cached, but its parts are.
         """
         return self._cached[0].wait_folder() if len(self._cached) == 1 else None
 
     @property
     def cache_failure(self) -> str:
-        """Why the view could not be kept in the cache; empty where it is, or may still be."""
+        """The reason why the view could not be cached; empty if there was no failure."""
         return "; ".join(filter(None, (part.failure for part in self._cached)))
 
     def candidates(self, item: Item) -> FixedCandidates:
-        """Return the items that may be selected. Raises: EmptyReplayError."""
+        """Return the items that can be drawn. Raises: EmptyReplayError."""
         starts = item.starts(self.packed)
         if not len(starts):
             raise EmptyReplayError(
@@ -197,7 +203,7 @@ class ReplayView(SampleSource):
         return FixedCandidates(starts)
 
     def assembler(self, item: Item) -> Assembler:
-        """Return what copies selected items out of the records."""
+        """Return the object that copies drawn items from the records."""
         return item.assembler(self.packed.records)
 
     def weighted(
@@ -211,11 +217,13 @@ class ReplayView(SampleSource):
     ) -> Sampler:
         """Return a sampler that draws each step in proportion to an SQL expression.
 
-        `weight` is over the columns of the step and of its episode (`return`, `num_steps`, ...): of
-        names that both have, the step's. `correct` gives importance weights; see WeightedSelector.
+        `weight` is an expression over the columns of the step and of its episode (`return`,
+        `num_steps`, ...). If both have a column of the same name, the name refers to the step's.
+        With `correct`, batches have importance weights; see WeightedSelector.
+
         Raises: QueryRefusedError, QueryError, EmptyReplayError, NotFoundError; SchemaMismatchError
-        for NULL, NaN, negative or infinite weights, or none above 0; ShardCorruptError;
-        ConfigInvalidError where the view was sent to.
+        for NULL, NaN, negative or infinite weights, or if none is above 0; ShardCorruptError;
+        ConfigInvalidError if the view was sent from another process.
         """
         if not isinstance(weight, str):
             raise ConfigInvalidError(
@@ -231,7 +239,7 @@ class ReplayView(SampleSource):
         return WeightedSampler(candidates, selector, assembler, batch_size)
 
     def priority_folder(self) -> PriorityFolder | None:
-        """Return the dataset's, which each version shares; None of several datasets."""
+        """Return the dataset's directory of saved priorities; None for several datasets."""
         if len(self.origins) != 1 or (snapshot := self.origins[0].snapshot) is None:
             return None
         return PriorityFolder(snapshot.storage, snapshot.root)
@@ -258,14 +266,15 @@ class ReplayView(SampleSource):
 def concatenate(
     views: Sequence[ReplayView], *, memory_budget_bytes: int | None = None
 ) -> ReplayView:
-    """Join views of compatible datasets; where only some have masks, the others' are all true.
+    """Join views of compatible datasets.
 
-    One view is returned as it is. Of several the records are copied: into memory while that fits
-    the budget, by default half of what is available, else into a temporary file (TMPDIR), which is
-    mapped and goes with the view. A mixture draws from several views without copying them.
+    If only some datasets have action masks, the masks of the others are all true. A single view is
+    returned unchanged. The records of several views are copied: into memory if they fit the budget
+    (by default half of the available memory), else into a temporary file (TMPDIR), which is mapped
+    and deleted with the view. A mixture draws from several views without copying.
 
-    Raises: SchemaMismatchError, EmptyReplayError; ConfigInvalidError if a dataset is there twice,
-    or the views have not the same columns and options; StorageError if the disk lacks the room.
+    Raises: SchemaMismatchError, EmptyReplayError; ConfigInvalidError if a dataset occurs twice, or
+    if the views have different columns or options; StorageError if the disk has too little space.
     """
     views = _check_views(views)
     names = [origin.dataset for view in views for origin in view.origins]

@@ -13,7 +13,7 @@ from typing import Final
 import duckdb
 
 from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRefusedError
-from replaylake.datastore.query.expressions import canonical_expression
+from replaylake.datastore.query.expressions import canonical_condition, canonical_expression
 from replaylake.datastore.replay.arguments import check_int
 from replaylake.datastore.replay.layout import MAX_FRAMES, RecordLayout
 from replaylake.datastore.storage.table.table import TableSnapshot
@@ -94,7 +94,8 @@ def view_key(snapshot: TableSnapshot, layout: RecordLayout, query: ViewQuery) ->
         "byteorder": sys.byteorder,
         "shards": [entry.sha256 for entry in snapshot.files],
         "schema": snapshot.schema.to_string(show_field_metadata=False, show_schema_metadata=False),
-        "spec": layout.spec.configuration(),
+        # What returns are normalized by is in no record, nor is the environment.
+        "spec": replace(layout.spec, score_reference=None, env_spec=None).configuration(),
         "query": asdict(query),
         "duckdb": duckdb.__version__ if query.has_sql else None,
         "dtype": str(layout.dtype),
@@ -134,4 +135,6 @@ def _canonical(argument: str, expression: str | None) -> str | None:
     if expression is None:
         return None
     with explain_sql_errors(argument, expression):
+        if argument == "where":
+            return canonical_condition(expression)
         return canonical_expression(expression)

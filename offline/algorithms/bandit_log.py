@@ -16,13 +16,14 @@ def check_bandit_log(name: str, view: ReplayView) -> None:
     if num := num_unknown_log_probs(view.packed):
         raise ConfigInvalidError(
             f"algorithm {name}: {num} of {num_steps} steps have no behavior_log_prob, expected one "
-            "for each: rewards are weighed by how likely the logged action was. Ingest with the "
+            "for each: rewards are weighted by the probability of the logged action. Ingest with "
+            "the "
             "column of propensities (`mapping` behavior_prob=COLUMN), leave the steps out "
             "(`where_steps` 'behavior_log_prob IS NOT NULL'), or clone with bc."
         )
     if num := num_not_terminated(view.packed):
         raise ConfigInvalidError(
             f"algorithm {name}: {num} of {num_steps} steps are not terminated, expected decisions "
-            "of one step each: what follows an action would not count. Learn from episodes with an "
+            "of one step each: later steps would be ignored. Learn from episodes with an "
             "offline algorithm such as cql, or leave those steps out (`where_steps` terminated)."
         )

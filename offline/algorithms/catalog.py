@@ -86,7 +86,7 @@ def find_algorithms(name: str) -> list[AlgorithmInfo]:
         there_are = "" if near.startswith("one of ") else f"There are: {', '.join(names)}; "
         raise NotFoundError(
             f"algorithm {name!r}: not known, expected {near}. {there_are}"
-            f"{_D3RLPY}NAME asks for d3rlpy's, MODULE:FUNCTION for one of your own."
+            f"{_D3RLPY}NAME selects d3rlpy's, MODULE:FUNCTION your own."
         )
     return matches
 
@@ -165,8 +165,8 @@ _REQUIREMENTS: Final[Mapping[Capability, _Requirement]] = {
     ),
     "priorities": _Requirement(
         lambda info: info.gives_priorities,
-        "found no priorities in what it learns, expected one for each step of a batch, to sample "
-        "by. Leave prioritized out, or use one that has them: {able}.",
+        "found that it returns no priorities, expected one for each step of a "
+        "batch. Leave prioritized out, or use one that returns them: {able}.",
     ),
     "gradients": _Requirement(
         lambda info: info.has_gradients,
@@ -291,8 +291,9 @@ def _parse_device(device: torch.device | str) -> torch.device:
         torch.empty(0, device=checked)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
         raise ConfigInvalidError(
-            f"device: found {str(device)!r}, which torch {torch.__version__} cannot use here "
-            f"({str(error).splitlines()[0]}), expected cpu, or cuda where there is one."
+            f"device: found {str(device)!r}, which torch {torch.__version__} cannot use on "
+            f"this machine ({str(error).splitlines()[0]}), expected cpu, or cuda where there is "
+            "one."
         ) from error
     return checked
 

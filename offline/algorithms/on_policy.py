@@ -247,8 +247,8 @@ def _check_known(name: str, log_probs: torch.Tensor) -> None:
         num = int(torch.isnan(log_probs).sum())
         raise ConfigInvalidError(
             f"{name}: found {num} of {len(log_probs)} steps without a behavior log-probability, "
-            "expected one for each: an action counts by how likely it was. Collect with a policy "
-            "that draws its actions (temperature above 0, no noise added)."
+            "expected one for each: actions are weighted by their probability. Collect with a "
+            "policy that samples its actions (temperature above 0, no noise added)."
         )
 
 

@@ -189,8 +189,8 @@ class RecurrentModel:
         """Return the states [B, S] before the first steps. Raises: ConfigInvalidError."""
         if batch.columns is None or POLICY_STATE not in batch.columns:
             raise ConfigInvalidError(
-                f"recurrent: found no column {POLICY_STATE!r} in the batch, expected what the "
-                "policy remembered before each step. Make the view with "
+                f"recurrent: found no column {POLICY_STATE!r} in the batch, expected the policy's "
+                "state before each step. Make the view with "
                 f"columns=[{POLICY_STATE!r}], of steps that a recurrent policy took."
             )
         # A policy that stacks frames keeps those behind its core's state.

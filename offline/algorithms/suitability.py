@@ -97,8 +97,9 @@ def _refusal(info: AlgorithmInfo, data: _TrainingSteps) -> str | None:
 def _check_successors(info: AlgorithmInfo, view: ReplayView) -> None:
     if "next_observations" in needs(info) and not view.num_transitions:
         raise ConfigInvalidError(
-            f"algorithm {reference(info)}: found {len(view.packed.steps):,} steps without what was "
-            "seen next, expected some with it. Clone behavior with bc, or log final observations."
+            f"algorithm {reference(info)}: found {len(view.packed.steps):,} steps without a next "
+            "observation, expected some with one. Clone behavior with bc, or log final "
+            "observations."
         )
 
 

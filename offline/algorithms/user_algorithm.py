@@ -51,7 +51,7 @@ def _config_class(name: str, function: Any) -> type:
     except (NameError, TypeError) as error:
         raise ConfigInvalidError(
             f"algorithm {name}: found annotations that cannot be read ({error}), expected "
-            f"{_SIGNATURE}. Define what they name at the module's top level."
+            f"{_SIGNATURE}. Define the annotated types at the module's top level."
         ) from error
     config = hints.get("config")
     if not isinstance(config, type) or not is_dataclass(config):
@@ -62,15 +62,15 @@ def _config_class(name: str, function: Any) -> type:
         )
     if hints.get("return") is not Algorithm:
         raise ConfigInvalidError(
-            f"algorithm {name}: found {_annotation_text(hints.get('return'))} as what it "
-            f"returns, expected "
+            f"algorithm {name}: found {_annotation_text(hints.get('return'))} as its return "
+            f"annotation, expected "
             f"{_SIGNATURE}."
         )
     for field in fields(config):
         if field.default is MISSING and field.default_factory is MISSING:
             raise ConfigInvalidError(
                 f"algorithm {name}: found no default of option {field.name!r} in "
-                f"{config.__name__}, expected one. Give it one: options are all optional."
+                f"{config.__name__}, expected one. Add one, because all options are optional."
             )
     return config
 
@@ -92,7 +92,7 @@ class _CheckedFunction:
         rule = self.function(observation_space, action_space, config, facts)
         if not isinstance(rule, Algorithm):
             raise ConfigInvalidError(
-                f"algorithm {self.name}: found that it returned {type(rule).__name__}, expected an "
+                f"algorithm {self.name}: returned {type(rule).__name__}, expected an "
                 "Algorithm (replaylake.offline.learning.algorithm)."
             )
         return rule if rule.config else replace(rule, config=to_options(config))

@@ -63,8 +63,9 @@ class D3rlpyBatches:
         self._batch_class = load_d3rlpy().TorchMiniBatch
         if algorithm.needs == "returns" and rewards.shift:
             raise ConfigInvalidError(
-                f"{self._what}: found rewards shifted by {rewards.shift:g}, expected them scaled "
-                "only: by how much a return shifts depends on the steps that are left. Leave the "
+                f"{self._what}: found rewards shifted by {rewards.shift:g}, expected only scaled "
+                "rewards, because the shift of a return depends on the number of remaining "
+                "steps. Leave the "
                 "shift out."
             )
 
@@ -130,7 +131,7 @@ class D3rlpyBatches:
             if masks is not None and not masks.all():
                 raise SpaceUnsupportedError(
                     f"{self._what}: found action masks that are not all true, expected none: "
-                    "d3rlpy has no masks. Use an algorithm that honors them, such as bc."
+                    "d3rlpy has no masks. Use an algorithm that applies them, such as bc."
                 )
         if not (batch.weights == 1).all():
             raise ConfigInvalidError(
@@ -142,13 +143,14 @@ class D3rlpyBatches:
         if batch.bootstrappable is not None and not batch.bootstrappable.all():
             raise ConfigInvalidError(
                 f"{self._what}: found steps without a next observation, expected none: d3rlpy "
-                "would bootstrap from their own. Sample with only_bootstrappable."
+                "would bootstrap from their own observation. Sample with only_bootstrappable."
             )
         discounts = batch.discounts
         fits = (discounts == 0) | (discounts == self._discount)
         if not fits.all():
             raise ConfigInvalidError(
                 f"{self._what}: found a discount of {discounts[~fits][0]:g} in a batch, expected 0 "
-                f"(terminated) or {self._discount:g}, the one that d3rlpy was given. Sample with "
+                f"(terminated) or {self._discount:g}, the discount that was passed to d3rlpy. "
+                "Sample with "
                 "the learner's discount and single steps."
             )

@@ -45,7 +45,7 @@ def observation_features(
             )
             raise SpaceUnsupportedError(
                 f"algorithm d3rlpy:{algorithm.name}: found observation {describe(space)} (an "
-                "image), expected a Box of numbers: it looks for neighbors of vectors. "
+                "image), expected a Box of numbers: it searches for neighbors of vectors. "
                 f"Algorithms of d3rlpy that take it: {', '.join(able)}."
             )
         frames = Frames(space)
@@ -54,9 +54,9 @@ def observation_features(
         if isinstance(leaf, Box) and leaf.is_image:
             raise SpaceUnsupportedError(
                 f"algorithm d3rlpy:{algorithm.name}: found image {describe(leaf)} at observation"
-                f"{'.' + name if name else ''}, expected one image of 2 or 3 dims and nothing "
-                "beside it: that is what d3rlpy's convolutions take. Leave the rest out, or use an "
-                "algorithm of replaylake's own."
+                f"{'.' + name if name else ''}, expected a single image of 2 or 3 dims and "
+                "nothing else, as d3rlpy's convolutions require. Leave the rest out, or use one "
+                "of replaylake's algorithms."
             )
     features = ObservationFeatures(space, facts.observations)
     return features, (features.num_features,)

@@ -156,7 +156,7 @@ class D3rlpyLearner:
         if self._neighbors is not None and self._impl._nbsr is not self._neighbors:
             raise ConfigInvalidError(
                 f"{algorithm_label(self._algorithm)}: found an update before the data was indexed, "
-                "expected learner.prepare(view) before the first. Call it."
+                "expected a call of learner.prepare(view) before the first update."
             )
         minibatch = self._batches.convert(batch)
         with self._randomness.activate():

@@ -22,8 +22,8 @@ def load_d3rlpy() -> ModuleType:
         import structlog
     except ModuleNotFoundError as error:
         raise ExtraMissingError(
-            f"d3rlpy algorithms: found no module {error.name!r}, expected d3rlpy 2.8.1. Install "
-            "replaylake[offline]."
+            f"d3rlpy algorithms: found no module {error.name!r}, expected d3rlpy 2.8.1. Run: "
+            "pip install 'replaylake[offline]'."
         ) from error
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
     module: ModuleType = d3rlpy

@@ -70,8 +70,9 @@ def make_config(
     if "hidden_sizes" in options:
         if with_frames:
             raise ConfigInvalidError(
-                f"{what}: found hidden_sizes with image observations, expected none: those are of "
-                "networks of vectors. Give encoder factories of type pixel, or leave them out."
+                f"{what}: found hidden_sizes with image observations, expected none, because they "
+                "are for networks of vectors. Give encoder factories of type pixel, or leave "
+                "them out."
             )
         sizes = cast(tuple[int, ...], options["hidden_sizes"], f"{what}: hidden_sizes")
         factory = load_d3rlpy().models.VectorEncoderFactory

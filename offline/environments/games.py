@@ -65,8 +65,8 @@ class Game:
         possible = list(getattr(env, "possible_agents", None) or [])
         if not possible:
             raise ConfigInvalidError(
-                f"environment {env_id}: found no possible_agents, expected the names of all that "
-                "may take part. Set the attribute."
+                f"environment {env_id}: found no possible_agents, expected the names of all agents "
+                "that may take part. Set the attribute."
             )
         self._ids: dict[str, Any] = {str(agent): agent for agent in possible}
         self.agents: tuple[str, ...] = tuple(self._ids)
@@ -179,7 +179,7 @@ def wrap_game(env: Any, env_id: str) -> Game:
     if kinds is not None and isinstance(env, kinds[1]):
         return TurnBasedGame(env, env_id)
     raise ConfigInvalidError(
-        f"environment {env_id}: found that it returned {type(env).__name__}, expected a "
+        f"environment {env_id}: returned {type(env).__name__}, expected a "
         "gymnasium.Env, or a ParallelEnv or AECEnv of PettingZoo's. Return one of these."
     )
 
@@ -194,8 +194,8 @@ def make_pettingzoo(name: str, env_args: Mapping[str, Any]) -> Any:
         from pettingzoo.env_registry import exceptions
     except ModuleNotFoundError as error:
         raise ExtraMissingError(
-            f"environment pettingzoo:{name}: found no pettingzoo, expected it. Install "
-            "replaylake[multiagent]."
+            f"environment pettingzoo:{name}: found no pettingzoo, expected it. Run: "
+            "pip install 'replaylake[multiagent]'."
         ) from error
     try:
         if name in pettingzoo.parallel_registry:
@@ -209,7 +209,7 @@ def make_pettingzoo(name: str, env_args: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(name, list(pettingzoo.aec_registry), n=3, cutoff=0.6)
         raise NotFoundError(
             f"environment 'pettingzoo:{name}': not registered with PettingZoo. Expected "
-            f"pettingzoo:{' or '.join(near) if near else 'classic/connect_four-v3 or the like'}."
+            f"pettingzoo:{' or '.join(near) if near else 'an id such as classic/connect_four-v3'}."
         ) from error
 
 
@@ -230,9 +230,10 @@ def _common_space(env_id: str, what: str, spaces: Mapping[Any, gymnasium.Space[A
             ours, theirs = (describe(from_gymnasium(each)) for each in (other, space))
             raise SchemaMismatchError(
                 f"environment {env_id}: agent {agent!r} has the {what} space {ours}, {first!r} "
-                f"has {theirs}; expected the same of all agents, as a dataset has one. Pad them to "
-                "one (SuperSuit's pad_observations and pad_action_space do), or collect the "
-                "agents' steps into a dataset each, with a loop of your own and `Dataset.append`."
+                f"has {theirs}; expected the same space for all agents, because a dataset has "
+                "one. Pad them to "
+                "one (SuperSuit's pad_observations and pad_action_space do), or collect each "
+                "agent's steps into a separate dataset, with your own loop and `Dataset.append`."
             )
     return space
 

@@ -52,8 +52,8 @@ def make(env_id: str, /, **env_args: Any) -> Environment:
         env.close()
         raise ConfigInvalidError(
             f"environment {env_id}: found one of several agents ({', '.join(env.agents)}), "
-            "expected one of a single agent. `rollout` collects with several, and says what each "
-            "returned."
+            "expected one with a single agent. `rollout` supports several, and reports the return "
+            "of each."
         )
     return env
 
@@ -117,7 +117,7 @@ def _of_gymnasium(env_id: str, env_args: Mapping[str, Any]) -> Environment:
             f"environment {env_id!r}: not registered with Gymnasium ({error}) "
             f"Expected {' or '.join(near) if near else 'an id such as CartPole-v1'}; "
             "`module:Name-v0` imports the module that registers it, `module:function` calls the "
-            "function that makes it."
+            "function that creates it."
         ) from error
     except Exception as error:
         raise _construction_error(env_id, env_args, error) from error
@@ -128,18 +128,19 @@ def _factory(env_id: str) -> Any:
     if not callable(function):
         raise ConfigInvalidError(
             f"environment {env_id}: found {type(function).__name__}, expected a function or class "
-            "that returns an environment. For one that is registered with Gymnasium name its "
-            "version: module:Name-v0."
+            "that returns an environment. For an environment that is registered with Gymnasium, "
+            "name its version: module:Name-v0."
         )
     return function
 
 
 def _missing_extra_error(env_id: str, error: ModuleNotFoundError) -> ExtraMissingError:
     library = (error.name or str(error)).partition(".")[0]
-    install = "replaylake[multiagent]" if library == _PETTINGZOO else library
+    is_ours = library == _PETTINGZOO
+    advice = "Run: pip install 'replaylake[multiagent]'" if is_ours else f"Install {library}"
     return ExtraMissingError(
-        f"environment {env_id}: found no {library}, which it imports, expected it installed. "
-        f"Install {install}."
+        f"environment {env_id}: found no {library}, which it imports, expected it to be installed. "
+        f"{advice}."
     )
 
 
@@ -148,7 +149,8 @@ def _construction_error(
 ) -> ConfigInvalidError:
     arguments = ", ".join(f"{key}={value!r}" for key, value in env_args.items()) or "no arguments"
     return ConfigInvalidError(
-        f"environment {env_id}: made with {arguments} it raised {type(error).__name__}: {error}. "
+        f"environment {env_id}: with the arguments {arguments} it raised {type(error).__name__}: "
+        f"{error}. "
         "Expected an environment: check its arguments (`env_args`) and its code (a traceback shows "
         "where)."
     )

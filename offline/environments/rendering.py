@@ -24,8 +24,8 @@ def make_rendering(env_id: str, env_args: Mapping[str, Any] | None = None) -> En
     env.close()  # type: ignore[no-untyped-call]
     if "rgb_array" not in modes:
         raise ConfigInvalidError(
-            f"environment {env_id}: found render modes {modes}, expected rgb_array among them: it "
-            "cannot draw itself into pictures. Leave the video out."
+            f"environment {env_id}: found render modes {modes}, expected rgb_array among them, "
+            "without which it cannot be rendered to images. Leave the video out."
         )
     return make(env_id, **{**arguments, "render_mode": "rgb_array"})
 
@@ -47,12 +47,12 @@ def render_frame(env: Environment) -> Array:
         image: Any = env.render()
     except gymnasium.error.DependencyNotInstalled as error:
         raise ExtraMissingError(
-            f"environment {env.spec.id if env.spec else env}: drawing it: {error}."
+            f"environment {env.spec.id if env.spec else env}: rendering failed: {error}."
         ) from error
     frame = np.asarray(image)
     if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
         raise ConfigInvalidError(
-            f"environment {env.spec.id if env.spec else env}: its picture is {frame.dtype} "
+            f"environment {env.spec.id if env.spec else env}: its image is {frame.dtype} "
             f"{list(frame.shape)}, expected uint8 [height, width, 3]. Correct its render(), or "
             "leave the video out."
         )

@@ -29,7 +29,8 @@ try:
     import gymnasium as gymnasium
 except ModuleNotFoundError as _error:
     raise ExtraMissingError(
-        "environments: found no gymnasium, expected it to step and record. Install replaylake[gym]."
+        "environments: found no gymnasium, expected it to step and record. "
+        "Run: pip install 'replaylake[gym]'."
     ) from _error
 
 Environment = gymnasium.Env[Any, Any]
@@ -58,8 +59,8 @@ def from_gymnasium(space: gymnasium.Space[Any]) -> Space:
         return Tuple(tuple(from_gymnasium(sub) for sub in space.spaces))
     raise SpaceUnsupportedError(
         f"found Gymnasium space {space}, expected Box, Discrete, MultiDiscrete and MultiBinary "
-        "with one dim and starting at 0, Text, Dict or Tuple. Wrap the environment to give one of "
-        "these."
+        "with one dim and starting at 0, Text, Dict or Tuple. Wrap the environment so that it has "
+        "one of these."
     )
 
 

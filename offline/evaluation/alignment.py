@@ -55,11 +55,15 @@ class _LoggedRows:
 
 @dataclass(frozen=True)
 class _Agreement:
-    """Which rows the environment confirms, bool [n] each."""
+    """Which rows the environment confirms, bool [n] each.
+
+    given_rewards: what it gives for each row, float64 [n]; NaN where it gives none or several.
+    """
 
     states: _Mask
     rewards: _Mask
     ends: _Mask
+    given_rewards: Array
 
     @property
     def share(self) -> float:
@@ -117,7 +121,7 @@ def _check_rows(env_id: str, env: Environment, rows: _LoggedRows, replay: _Repla
     if outcome.share < _PASS_SHARE:
         return _find_cause(answer, env, rows, replay)
     if outcome.rewards.mean() < _PASS_SHARE:
-        return _find_reward_cause(answer, rows, replay)
+        return _find_reward_cause(answer, rows, replay, outcome.given_rewards)
     return answer
 
 
@@ -236,7 +240,9 @@ def _fit_action_scale(env: Environment, rows: _LoggedRows) -> float | None:
     return float(np.median((effect * needed).sum(axis=1)[strong] / power[strong]))
 
 
-def _find_reward_cause(answer: Alignment, rows: _LoggedRows, replay: _Replay) -> Alignment:
+def _find_reward_cause(
+    answer: Alignment, rows: _LoggedRows, replay: _Replay, given: Array
+) -> Alignment:
     causes = [
         (
             "rewards are shifted by one step: a row has the reward of the row before it",
@@ -249,6 +255,13 @@ def _find_reward_cause(answer: Alignment, rows: _LoggedRows, replay: _Replay) ->
             replace(rows, rewards=rows.rewards_before).where(rows.has_before),
         ),
     ]
+    if (factor := _fit_reward_scale(rows.rewards, given)) is not None:
+        scaled = (
+            f"rewards are in other units: they are {1 / factor:.3g} times the environment's",
+            f"ingest into a new dataset with `reward_scale` {factor:g}",
+            replace(rows, rewards=rows.rewards * factor),
+        )
+        causes.append(scaled)
     items = [(replay(moved).rewards, text, advice) for text, advice, moved in causes if len(moved)]
     best = max(items, key=lambda item: float(item[0].mean()), default=None)
     if best is None or best[0].mean() < _CAUSE_SHARE:
@@ -262,6 +275,15 @@ def _find_reward_cause(answer: Alignment, rows: _LoggedRows, replay: _Replay) ->
         num_explained=int(best[0].sum()),
         num_checked_explained=len(best[0]),
     )
+
+
+def _fit_reward_scale(logged: Array, given: Array) -> float | None:
+    """Return the factor on logged rewards that makes most of them those of the environment."""
+    there = np.isfinite(given) & np.isfinite(logged) & (logged != 0) & (given != 0)
+    if not there.any():
+        return None
+    factor = float(f"{np.median(given[there] / logged[there]):.4g}")
+    return factor if factor not in (0.0, 1.0) and np.isfinite(factor) else None
 
 
 def _looks_normalized(observations: Array) -> bool:
@@ -321,6 +343,7 @@ def _make_replay(env: Environment) -> _Replay | None:
             _within_tolerance(following, rows.next_observations),
             _within_tolerance(rewards[:, None], rows.rewards[:, None]),
             np.asarray(ends == rows.terminated),
+            rewards,
         )
 
     return replay
@@ -352,6 +375,7 @@ def _step_all(
 
 def _check_against_table(table: Any, rows: _LoggedRows) -> _Agreement:
     agree = np.zeros((3, len(rows)), dtype=np.bool_)
+    given = np.full(len(rows), np.nan)
     each = zip(rows.observations, rows.actions, rows.next_observations, rows.rewards, strict=True)
     for row, (state, action, following, reward) in enumerate(each):
         try:
@@ -360,9 +384,11 @@ def _check_against_table(table: Any, rows: _LoggedRows) -> _Agreement:
             continue
         possible = [o for o in outcomes if o[0] > 0 and o[1] == int(following)]
         agree[0, row] = bool(possible)
+        if len({o[2] for o in possible}) == 1:
+            given[row] = possible[0][2]
         agree[1, row] = any(abs(o[2] - reward) <= _TOLERANCE for o in possible)
         agree[2, row] = any(bool(o[3]) == bool(rows.terminated[row]) for o in possible)
-    return _Agreement(agree[0], agree[1], agree[2])
+    return _Agreement(agree[0], agree[1], agree[2], given)
 
 
 def _within_tolerance(actual: Array, expected: Array) -> _Mask:

@@ -72,10 +72,10 @@ class _EnvState:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Where a policy is evaluated, and on how many episodes.
+    """The environment and number of episodes of an evaluation, and how the policy acts.
 
-    Episode i resets its environment with seed + i and draws from its own generator, so the result
-    does not depend on num_envs. (A network's outputs may differ in the last bit between batch
+    Episode i resets its environment with seed + i and has its own random generator, so the result
+    does not depend on num_envs. (The outputs of a network may differ in the last bit between batch
     sizes.)
     """
 
@@ -106,25 +106,26 @@ def evaluate(
     *,
     callbacks: Callbacks | None = None,
 ) -> Evaluation:
-    """Run whole episodes in an environment, and return what they returned.
+    """Run whole episodes in an environment and return their returns.
 
     Args:
-        policy: whose spec has to fit the environment; or one for each agent, by its name. See
+        policy: a policy whose spec fits the environment, or a mapping with one for each agent. See
             `load_policy`.
-        config: the environment and how much of it; a text is an environment, with the defaults.
+        config: the environment, the number of episodes and so on; a text is the environment, with
+            the default options.
         callbacks: on_progress (EpisodeProgress), after each episode; on_frame, with each frame of
-            the first `filmed_episodes`; those of several episodes come mixed. Drawing may cost more
-            than the episodes do.
+            the first `filmed_episodes`. Frames of several episodes may alternate. Rendering may
+            take longer than the episodes.
 
-    Masks in info["action_mask"] are honored. In an environment of several agents one policy acts
-    for all of them, and the return of an episode is the sum of theirs.
+    Masks in info["action_mask"] are applied. In an environment of several agents, one policy acts
+    for all of them, and the return of an episode is the sum over its agents.
 
     Returns: undiscounted returns, in the environment's units, with the 95% interval of their mean.
 
-    Raises: NotFoundError for the environment, SchemaMismatchError if its spaces are not the
-    policy's; ConfigInvalidError where policies are named by agent and are not one for each. With
-    `on_frame`: ConfigInvalidError if the environment cannot draw itself or is one of several
-    agents, ExtraMissingError without the library that it draws with.
+    Raises: NotFoundError for the environment; SchemaMismatchError if its spaces are not the
+    policy's; ConfigInvalidError if a mapping does not have one policy for each agent. With
+    `on_frame`: ConfigInvalidError if the environment cannot be rendered or has several agents;
+    ExtraMissingError if a library for rendering is missing.
     """
     config = EvaluationConfig(config) if isinstance(config, str) else config
     callbacks = callbacks or Callbacks()
@@ -243,8 +244,8 @@ def check_spaces_match(
         if not is_compatible(our, their, any_width=True):
             raise SchemaMismatchError(
                 f"environment {env_id}: its {what} space is {describe(their)}, expected "
-                f"{describe(our)} as the data and its policy have. Name the environment that "
-                "they are of."
+                f"{describe(our)} as in the data and their policy. Name the environment that "
+                "they are from."
             )
 
 

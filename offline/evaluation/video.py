@@ -145,7 +145,8 @@ def _pillow() -> Any:
         from PIL import Image
     except ImportError as error:
         raise ExtraMissingError(
-            "video: found no Pillow, expected it to write GIF and PNG. Install replaylake[formats]."
+            "video: found no Pillow, expected it to write GIF and PNG. "
+            "Run: pip install 'replaylake[formats]'."
         ) from error
     return Image
 
@@ -155,7 +156,8 @@ def _av() -> Any:
         import av
     except ImportError as error:
         raise ExtraMissingError(
-            "video: found no PyAV, expected it to write MP4. Install replaylake[video], or name a "
+            "video: found no PyAV, expected it to write MP4. "
+            "Run: pip install 'replaylake[video]', or name a "
             ".gif or .png."
         ) from error
     return av

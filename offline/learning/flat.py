@@ -96,6 +96,6 @@ def _check_parameters(networks: Mapping[str, nn.Module]) -> None:
             if (owner := owners.setdefault(id(parameter), group)) != group:
                 raise ConfigInvalidError(
                     f"networks: found parameter {group}.{name} in group {owner!r} too, expected "
-                    "one group a parameter: each loss moves its own group alone. Put what is "
-                    "shared into one network, or give each its own."
+                    "one group per parameter, because each loss updates only its own group. Put "
+                    "shared parameters into one network, or give each group its own."
                 )

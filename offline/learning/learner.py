@@ -114,8 +114,8 @@ class GradientLearner:
         if facts.rewards.shift and (algorithm.needs_returns or algorithm.n_step > 1):
             raise ConfigInvalidError(
                 f"rewards: found a shift of {facts.rewards.shift:g}, expected none for an "
-                "algorithm that learns from sums of rewards: how far one shifts depends on how "
-                "many they are. Scale rewards without a shift: normalize_rewards = 'std'."
+                "algorithm that learns from sums of rewards: the shift of a sum depends on the "
+                "number of its rewards. Scale rewards without a shift: normalize_rewards = 'std'."
             )
         self._algorithm = algorithm
         self._facts = facts
@@ -317,7 +317,7 @@ def _check_shapes(what: str, tree: Any, networks: Networks) -> None:
             raise PackageInvalidError(
                 f"learner state: {what}.{name}: found {shapes.get(name, 'none')}, expected "
                 f"{expected.get(name, 'none')}. It was saved by another algorithm, with other "
-                "options or for other spaces: make the learner with those."
+                "options or for other spaces: create the learner with those."
             )
 
 

@@ -121,7 +121,7 @@ def _check_measure(name: str, measure: ElementMoments, names: str) -> ElementMom
     if not measure.num.any():
         raise EmptyReplayError(
             f"normalization of {names}: found no {name} in the selected steps, expected at least "
-            "one. Look at what `where` selects."
+            "one. Check what `where` selects."
         )
     if not all(np.isfinite(values).all() for values in vars(measure).values()):
         raise SchemaMismatchError(

@@ -39,7 +39,8 @@ class Frames(nn.Module):
         if not space.is_image or len(space.shape) > 4 or 0 in space.shape:
             raise SpaceUnsupportedError(
                 f"{name}: found {describe(space)}, expected frames of 2 or 3 dims, or a stack of "
-                "frames of 3. Make others flat, or of floats, which are taken as plain numbers."
+                "frames of 3. Flatten other arrays, or store them as floats, which are used as "
+                "plain numbers."
             )
         frame = space.shape[-3:] if len(space.shape) > 2 else (1, *space.shape)
         self._has_channels_last = frame[-1] < frame[0]

@@ -53,7 +53,7 @@ def wrap_frame_stack(graph: PolicyGraph, num: int) -> PolicyGraph:
     if not isinstance(stacked, Box) or stacked.shape[:1] != (num,) or graph.spec.frame_stack > 1:
         raise SpaceUnsupportedError(
             f"frame stack: found a policy of {describe(stacked)}, expected a Box of {num} "
-            "observations, one after another. Make the learner for stacked_space(space, "
+            "observations, one after another. Create the learner for stacked_space(space, "
             f"{num})."
         )
     _check_float32_exact(stacked)

@@ -51,9 +51,9 @@ class DistributedProcessGroup:
             dist.all_reduce(values)
         except RuntimeError as error:
             raise LearnerLostError(
-                f"learner {self.rank} of {self.size}: found another one gone "
-                f"({str(error).splitlines()[0]}), expected its gradients. Look at what that one "
-                "failed of, and resume the run."
+                f"learner {self.rank} of {self.size}: found that another "
+                f"learner ended ({str(error).splitlines()[0]}), expected its gradients. Correct "
+                "the cause of that failure, and resume the run."
             ) from error
 
     def broadcast(self, value: float) -> float:
@@ -71,6 +71,7 @@ class _Failure:
     kind: str
     message: str
     details: Mapping[str, Any] | None
+    parameter: str | None
     is_lost: bool
     interrupted: tuple[str, int | None] | None = None
 
@@ -79,8 +80,9 @@ class _Failure:
         names = [one.__name__ for one in type(error).__mro__]
         kind = next((name for name in names if hasattr(errors, name)), type(error).__name__)
         ended = (error.run_id, error.update) if isinstance(error, RunInterrupted) else None
-        details = getattr(error, "details", None)
-        return _Failure(kind, str(error), details, isinstance(error, LearnerLostError), ended)
+        details, parameter = getattr(error, "details", None), getattr(error, "parameter", None)
+        is_lost = isinstance(error, LearnerLostError)
+        return _Failure(kind, str(error), details, parameter, is_lost, ended)
 
     def error(self, rank: int, size: int) -> BaseException:
         if self.interrupted is not None:
@@ -91,7 +93,7 @@ class _Failure:
                 f"learner {rank} of {size}: found {self.kind}: {self.message}, expected updates. "
                 "Train with one learner for the traceback."
             )
-        error: ReplayLakeError = kind(self.message)
+        error: ReplayLakeError = kind(self.message, parameter=self.parameter)
         if self.details is not None:
             vars(error)["details"] = self.details
         return error
@@ -206,9 +208,9 @@ def _wait_for_start(
             raise KeyboardInterrupt
         if time.monotonic() > until:
             raise TrainingError(
-                f"learners: found no process of theirs in {START_TIMEOUT_S:g} s, expected one "
-                "each. Look at what else takes this machine's CPUs and memory, or train with one "
-                "learner.",
+                f"learners: found that not all of them started in {START_TIMEOUT_S:g} s, expected "
+                "one per learner. Check what else uses this machine's CPUs and memory, or train "
+                "with one learner.",
                 parameter="learners",
             )
 
@@ -258,8 +260,8 @@ class _FitThread(threading.Thread):
                 parameter="learners",
             ) from self._error
         raise TrainingError(
-            f"learner {dead[0]} of {self._num}: its process is gone, expected its gradients. It "
-            "was killed or crashed: look at memory, and resume the run."
+            f"learner {dead[0]} of {self._num}: its process ended, expected its gradients. It "
+            "was killed or crashed: check the memory, and resume the run."
         ) from self._error
 
 

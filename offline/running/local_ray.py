@@ -6,8 +6,8 @@ imported when it is needed, because it takes a second and most runs need none of
 
 from __future__ import annotations
 
-import atexit
 import logging
+import math
 import os
 import secrets
 import signal
@@ -58,7 +58,10 @@ _CLIENT: Final = "ray://"
 _CONNECT_TIMEOUT_S: Final = 10.0
 # A machine that is busy starts Ray, or connects to it, within a minute.
 START_TIMEOUT_S: Final = 300.0
-_POLL_S: Final = 0.1
+# How long a signal may find Ray's handler in place of the program's.
+_POLL_S: Final = 0.005
+# A start that was interrupted is waited for, to be undone.
+_UNDO_TIMEOUT_S: Final = 60.0
 # The least that Ray takes; what goes through it here are metrics and weights.
 _OBJECT_STORE_BYTES: Final = 100 << 20
 
@@ -75,17 +78,8 @@ def import_ray(what: str, address: str | None = None) -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ExtraMissingError(f"{what}. Install replaylake[online].") from error
+        raise ExtraMissingError(f"{what}. Run: pip install 'replaylake[online]'.") from error
     return ray
-
-
-def silence_exit_output() -> None:
-    """Let what libraries print while this process ends go nowhere; for programs, not libraries.
-
-    After Ray was used with torch some modules outlive the interpreter, of which DuckDB's binding
-    then prints some 40 lines on stderr (Ray 2.60, DuckDB 2.0; nothing is lost).
-    """
-    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
 @contextmanager
@@ -117,23 +111,22 @@ def open_ray(
     Raises: ExtraMissingError; `failure`; ConfigInvalidError for an address of Ray's client.
     """
     ray = import_ray(what, address)
-    owns_ray = not ray.is_initialized()
-    if owns_ray:
-        with _restore_sigterm(ray):
-            if address is None:
-                _start(ray, num_cpus, num_gpus, failure)
-            else:
-                _connect(ray, address, working_folder, failure, start_timeout_s)
+    # What goes wrong is said by our own errors.
+    for name in ("ray.tune", "ray.train"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if ray.is_initialized():
+        yield ray
+        return
+    if address is None:
+        thread = _start(ray, num_cpus, num_gpus, failure)
+    else:
+        thread = _connect(ray, address, working_folder, failure, start_timeout_s)
+    try:
         # It prints whose process died where data goes, stdout, and all of its known causes with it.
         ray._private.worker._worker_logs_enabled = False
-    try:
-        # What goes wrong is said by our own errors.
-        for name in ("ray.tune", "ray.train"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
         yield ray
     finally:
-        if owns_ray:
-            ray.shutdown()
+        thread.shut_down()
 
 
 def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
@@ -164,22 +157,26 @@ def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
         )
 
 
-def _start(ray: Any, num_cpus: int, num_gpus: int, failure: type[ReplayLakeError]) -> None:
+def _start(ray: Any, num_cpus: int, num_gpus: int, failure: type[ReplayLakeError]) -> _RayThread:
+    """Start a Ray of this process's own. Raises: `failure`."""
+    thread = _RayThread(
+        ray,
+        address="local",
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        thread.wait_until_connected(None)
     except (RuntimeError, OSError, ValueError) as error:
         raise failure(
-            f"Ray: found {error}, expected it to start on this machine. Look for what listens "
-            "on its ports or fills its temporary folder."
+            f"Ray: found {error}, expected it to start on this machine. Check which process "
+            "uses its ports, and whether its temporary folder is full."
         ) from error
+    return thread
 
 
 def _connect(
@@ -188,11 +185,12 @@ def _connect(
     working_folder: Path | None,
     failure: type[ReplayLakeError],
     timeout_s: float,
-) -> None:
+) -> _RayThread:
+    """Connect to a cluster. Raises: ConfigInvalidError for an address of a client; `failure`."""
     if address.startswith(_CLIENT):
         raise ConfigInvalidError(
-            f"address: found {address}, expected HOST:PORT or auto: what writes for nodes that "
-            "do not see the lake runs beside this process. Run it on a node of the cluster.",
+            f"address: found {address}, expected HOST:PORT or auto: the writer for nodes that "
+            "cannot access the lake runs with this process. Run it on a node of the cluster.",
             parameter="address",
         )
     try:
@@ -200,74 +198,90 @@ def _connect(
         host, colon, port = address.rpartition(":")
         if colon:
             socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT_S).close()
-        is_connected = _within(
-            timeout_s,
+        thread = _RayThread(
             ray,
             address=address,
             log_to_driver=False,
             configure_logging=False,
             runtime_env=None if working_folder is None else {"working_dir": str(working_folder)},
         )
+        is_connected = thread.wait_until_connected(timeout_s)
     except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as error:
         raise failure(
             f"Ray at {address}: found {error}, expected a cluster of which this machine is a node. "
-            "Look at `ray status`, and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is the "
+            "Check `ray status`, and that RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH is the "
             "cluster's; for one without a token set RAY_AUTH_MODE=disabled."
         ) from error
     if not is_connected:
+        thread.shut_down()
         raise failure(
             f"Ray at {address}: found no answer in {timeout_s:g} s, expected a cluster of which "
-            "this machine is a node. Look at `ray status`, and at what listens on that port; where "
-            "it only takes longer, raise start_timeout_s."
+            "this machine is a node. Check `ray status`, and which process listens on that port; "
+            "if the start only takes longer, raise start_timeout_s."
         )
+    return thread
 
 
-def _within(timeout_s: float, ray: Any, **options: Any) -> bool:
-    """Connect, and return whether that was done in time. Raises: as ray.init.
+class _RayThread:
+    """A thread that starts Ray or connects to it, and lives as long: Ray's processes end with it.
 
-    In a thread: where the other side is silent Ray waits in C++ for many minutes, and no signal is
-    heard there. Not for a Ray of our own, whose processes end with the thread that starts them.
+    Ray waits in C++, for seconds where it starts and for many minutes where the other side is
+    silent, and no signal is heard there. Meanwhile it handles SIGTERM itself, by printing where it
+    was and ending the process without a checkpoint; from another thread the program's own handler
+    is put back every few milliseconds.
     """
-    errors: list[BaseException] = []
 
-    def connect() -> None:
+    def __init__(self, ray: Any, **options: Any) -> None:
+        self._ray = ray
+        self._options = options
+        self._error: BaseException | None = None
+        self._is_over = threading.Event()
+        self._may_end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="replaylake-ray", daemon=True)
+
+    def wait_until_connected(self, timeout_s: float | None) -> bool:
+        """Return whether Ray was there in time. Raises: as ray.init; what a signal raises.
+
+        timeout_s: None for a start, which has limits of its own. If a signal interrupts that, its
+        end is waited for, as it can only then be undone.
+        """
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        handler = signal.getsignal(signal.SIGTERM)
+        is_main = threading.current_thread() is threading.main_thread()
+        # Of a thread that is not the main one Ray says that it handles no SIGTERM: as is wanted.
+        logger = logging.getLogger("ray._private.worker")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        self._thread.start()
         try:
-            ray.init(**options)
+            while not self._is_over.wait(_POLL_S) and time.monotonic() < until:
+                if is_main and handler is not None:
+                    signal.signal(signal.SIGTERM, handler)
+        except BaseException:
+            if timeout_s is None:
+                self._is_over.wait(_UNDO_TIMEOUT_S)
+            self.shut_down()
+            raise
+        finally:
+            logger.setLevel(level)
+            if is_main and handler is not None:
+                signal.signal(signal.SIGTERM, handler)
+        if self._error is not None:
+            self.shut_down()
+            raise self._error
+        return self._is_over.is_set()
+
+    def shut_down(self) -> None:
+        """Disconnect from Ray, and end it if this process started it."""
+        try:
+            self._ray.shutdown()
+        finally:
+            self._may_end.set()
+
+    def _run(self) -> None:
+        try:
+            self._ray.init(**self._options)
         except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=connect, name="replaylake-connect", daemon=True)
-    # That it handles no SIGTERM, as this is not the main thread, is what is wanted.
-    logger = logging.getLogger("ray._private.worker")
-    level, until = logger.level, time.monotonic() + timeout_s
-    logger.setLevel(logging.ERROR)
-    try:
-        thread.start()
-        while thread.is_alive() and time.monotonic() < until:
-            thread.join(_POLL_S)
-    finally:
-        logger.setLevel(level)
-    if errors:
-        raise errors[0]
-    return not thread.is_alive()
-
-
-@contextmanager
-def _restore_sigterm(ray: Any) -> Iterator[None]:
-    """Put back what is done on SIGTERM: Ray's own way ends the process without a checkpoint.
-
-    Where the block raises, Ray is ended.
-    """
-    terminated = signal.getsignal(signal.SIGTERM)
-    is_main = threading.current_thread() is threading.main_thread()
-    try:
-        yield
-    except BaseException as error:
-        ray.shutdown()
-        if isinstance(error, SystemExit) and is_main and callable(terminated):
-            # It came while Ray started, and Ray took it.
-            terminated(signal.SIGTERM, None)
-        raise
-    finally:
-        if is_main and terminated is not None:
-            signal.signal(signal.SIGTERM, terminated)
+            self._error = error
+        self._is_over.set()
+        self._may_end.wait()

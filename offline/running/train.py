@@ -20,6 +20,7 @@ from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.summary import EVALUATION
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.names import new_ulid
 from replaylake.offline.algorithms.catalog import check_algorithm, require
 from replaylake.offline.callbacks import Callbacks, RunStart
@@ -75,25 +76,25 @@ def train(
     *,
     callbacks: Callbacks | None = None,
 ) -> TrainResult:
-    """Learn a policy from the lake and register it as a new version.
+    """Train a policy on stored datasets, and register it as a new version.
 
     Args:
-        lake: where the datasets are and the policy goes.
-        datasets: `NAME`, `NAME@VERSION` or `NAME@TAG`, or several whose spaces are compatible.
-        config: algorithm and its options, the policy's name, what to learn from, updates, seed,
-            what is held out, how the policy is chosen. `config.policy` is required.
+        lake: the lake of the datasets and the policy.
+        datasets: `NAME`, `NAME@VERSION` or `NAME@TAG`, or several with compatible spaces.
+        config: algorithm and its options, the policy's name, the selection of data, updates, seed,
+            holdout, selection of the policy. `config.policy` is required.
         callbacks: on_reading, on_start, on_progress (TrainProgress), on_metrics, should_end.
 
-    Deterministic on the CPU: the same data, config and seed give the same weights, however often
-    the run was killed and resumed in between. Ctrl-C and SIGTERM save a checkpoint first. With
-    `config.learners` more processes are started, and make each update together with the first.
-    The run's record says `running` from the first update on, then `done`, `failed` or
+    Training is deterministic on the CPU: the same data, config and seed give the same weights, even
+    if the run was killed and resumed. Ctrl-C and SIGTERM save a checkpoint first. With
+    `config.learners`, additional processes compute each update together with the first. The run's
+    record has the status `running` from the first update on, then `done`, `failed` or
     `interrupted`.
 
     Raises: NotFoundError, InvalidNameError, SchemaMismatchError, EmptyReplayError,
-    SpaceUnsupportedError, ConfigInvalidError before anything is learned or recorded; TrainingError
-    naming the update where a loss is not finite; StorageError where a checkpoint cannot be saved;
-    RunInterrupted. No policy is registered then.
+    SpaceUnsupportedError, ConfigInvalidError before training begins or anything is recorded;
+    TrainingError that names the update if a loss is not finite; StorageError if a checkpoint cannot
+    be saved; RunInterrupted. In each case no policy is registered.
     """
     return start_run(lake, TrainRequest.of(datasets, config), callbacks)
 
@@ -114,15 +115,15 @@ def start_run(
 
 
 def resume(lake: Lake, run_id: str, *, callbacks: Callbacks | None = None) -> TrainResult:
-    """Resume a run that was killed, interrupted or failed, from its newest whole checkpoint.
+    """Resume a run that was killed, interrupted or failed, from its newest complete checkpoint.
 
-    What it does is in its record: the same versions of the datasets, the same options. On the CPU
-    it ends with the weights of a run that was never interrupted, bit for bit. A run that is done
-    stays as it is, and its result is returned. For the callbacks see `train`.
+    The record of the run determines the versions of the datasets and the options. On the CPU, the
+    run ends with the same weights as an uninterrupted run, bit for bit. For a run that is done,
+    nothing is executed and its result is returned. For the callbacks see `train`.
 
-    Raises: NotFoundError if there is no such run, or a version of a dataset is gone;
-    CommitConflictError while another process is at work on it; SchemaMismatchError if the steps are
-    not those that it began with; else as `train`.
+    Raises: NotFoundError if there is no such run, or a version of a dataset no longer exists;
+    CommitConflictError while another process executes the run; SchemaMismatchError if the steps are
+    not those with which it began; otherwise as `train`.
     """
     callbacks = callbacks or Callbacks()
     record = find_run(lake.registry, run_id)
@@ -147,30 +148,32 @@ class _RunSpec:
 def _start(
     lake: Lake, work: _RunSpec, callbacks: Callbacks, group: ProcessGroup = SINGLE_PROCESS
 ) -> TrainResult:
-    run_id = work.run_id
-    job = prepare(lake, work.request, on_reading=callbacks.on_reading, group=group)
+    run_id, timings = work.run_id, Timings("trainer")
+    with timings.measure("start", items=0):
+        job = prepare(lake, work.request, on_reading=callbacks.on_reading, group=group)
     with RunLease(lake.storage, run_id) as lease:
         record = RunRecord(lake.registry, run_id, _first_record(job, work))
         record.record_start()
         with record.record_errors():
-            return _run(lake, job, record, lease, callbacks, group)
+            return _run(lake, job, record, lease, callbacks, group, timings)
 
 
 def _resume(
     lake: Lake, work: _RunSpec, callbacks: Callbacks, group: ProcessGroup = SINGLE_PROCESS
 ) -> TrainResult:
-    run_id = work.run_id
+    run_id, timings = work.run_id, Timings("trainer")
     with RunLease(lake.storage, run_id) as lease:
         # Read again: whoever had the lease before may have ended it in between.
         record = find_run(lake.registry, run_id)
         if record["status"] == "done":
             group.broadcast(ALREADY_FINISHED)
             return _load_finished_result(lake, record)
-        job = prepare(lake, work.request, on_reading=callbacks.on_reading, group=group)
+        with timings.measure("start", items=0):
+            job = prepare(lake, work.request, on_reading=callbacks.on_reading, group=group)
         _check_same(job, record)
         running = RunRecord(lake.registry, run_id, record)
         with running.record_errors():
-            return _run(lake, job, running, lease, callbacks, group, resumed=True)
+            return _run(lake, job, running, lease, callbacks, group, timings, resumed=True)
 
 
 def _run_distributed(lake: Lake, work: _RunSpec, callbacks: Callbacks) -> TrainResult:
@@ -210,6 +213,7 @@ def _run(
     lease: RunLease,
     callbacks: Callbacks,
     group: ProcessGroup,
+    timings: Timings,
     *,
     resumed: bool = False,
 ) -> TrainResult:
@@ -237,6 +241,7 @@ def _run(
             should_end=sync_stop(
                 job.learner, lambda: interruption.is_requested or callbacks.is_end_requested
             ),
+            timings=timings,
         )
         if resumed:
             if (checkpoint := run.load_latest()) is not None:
@@ -328,9 +333,9 @@ def _check_same(job: TrainingJob, record: Mapping[str, Any]) -> None:
     actual = json.loads(json.dumps(dict(job.learner.normalization)))
     if actual != record["normalization"]:
         raise SchemaMismatchError(
-            f"run {run_id}: found other numbers to normalize by than it began with, of the same "
-            "steps. Another version of ReplayLake or DuckDB began it: go on with that, or train "
-            "again."
+            f"run {run_id}: found other normalization statistics than it began with, for the same "
+            "steps. Another version of ReplayLake or DuckDB began it: resume it with that version, "
+            "or train again."
         )
 
 

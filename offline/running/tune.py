@@ -84,21 +84,22 @@ def tune(
     *,
     callbacks: Callbacks | None = None,
 ) -> SweepResult:
-    """Train under every seed and combination of options, and compare them.
+    """Train with every seed and combination of options, and compare the results.
 
     Args:
-        lake: where the datasets are and the policies go.
-        datasets: as of `train`.
-        config: the training in `config.train`, its options that vary, the seeds.
+        lake: the lake of the datasets and the policies.
+        datasets: as for `train`.
+        config: the training in `config.train`, the options to vary, the seeds.
         callbacks: on_start (SweepStart), once before the first trial; on_progress (TrialProgress),
-            as trials are measured and end.
+            when trials are measured and when they end.
 
-    All trials train on the versions that the datasets have now. Each is a run that `runs list`
-    shows, and registers a version of the policy. Ctrl-C and SIGTERM save checkpoints first.
-    Cost: a process for each trial, `concurrency` of them at once.
+    All trials train on the present versions of the datasets. Each trial is a run, which `runs list`
+    shows, and registers a version of the policy. Ctrl-C and SIGTERM save checkpoints first. Cost: a
+    process for each trial, `concurrency` of them at once.
+
     Raises: ConfigInvalidError, NotFoundError, InvalidNameError, SchemaMismatchError,
     EmptyReplayError, SpaceUnsupportedError, ExtraMissingError before anything is trained;
-    TrainingError where no trial came to its end; RunInterrupted.
+    TrainingError if no trial finishes; RunInterrupted.
     """
     sweep = Sweep.of(datasets, config).pin(lake)
     checked = check_sweep(lake, sweep)
@@ -111,11 +112,11 @@ def tune(
 
 
 def resume_sweep(lake: Lake, sweep_id: str, *, callbacks: Callbacks | None = None) -> SweepResult:
-    """Resume a sweep that was killed or interrupted, or some of whose trials failed.
+    """Resume a sweep that was killed or interrupted, or that has failed trials.
 
-    Trials that are done, or were stopped for being behind, stay as they are; the others resume from
-    their checkpoints. Raises: NotFoundError if there is no such sweep; CommitConflictError while
-    another process is at work on it; else as `tune`.
+    Trials that are done or were stopped early are not repeated; the others resume from their
+    checkpoints. Raises: NotFoundError if there is no such sweep; CommitConflictError while another
+    process executes it; otherwise as `tune`.
     """
     find_run(lake.registry, sweep_id, kind=KIND)
     with RunLease(lake.storage, sweep_id):
@@ -160,10 +161,12 @@ class _SweepRun:
 
     def run(self, remarks: tuple[str, ...]) -> SweepResult:
         """Run the trials that are left; return what came of all. Raises: RunInterrupted."""
-        if self._callbacks.on_start is not None:
-            self._callbacks.on_start(self._start(remarks))
-        if any(trial.is_unfinished for trial in self._trials):
-            self._run_remaining()
+        interruption = Interruption()
+        with interruption.handle_signals():
+            if self._callbacks.on_start is not None:
+                self._callbacks.on_start(self._start(remarks))
+            if any(trial.is_unfinished for trial in self._trials):
+                self._run_remaining(interruption)
         return self._record_result()
 
     def on_measurement(self, number: int, update: int, value: float) -> None:
@@ -202,16 +205,16 @@ class _SweepRun:
             remarks=remarks,
         )
 
-    def _run_remaining(self) -> None:
-        config, interruption = self._sweep.tune, Interruption()
+    def _run_remaining(self, interruption: Interruption) -> None:
+        config = self._sweep.tune
         num_gpus = torch.cuda.device_count() if config.gpus_per_trial else 0
         num_cpus = self._concurrency * config.cpus_per_trial
-        with open_ray(_NEEDS, num_cpus, num_gpus) as ray, interruption.handle_signals():
+        with open_ray(_NEEDS, num_cpus, num_gpus) as ray:
             check_room(ray, 1, config.cpus_per_trial, config.gpus_per_trial, "trials")
             self._wait_for_orphans(interruption)
             for numbers, is_racing in self._phases():
                 remaining = [number for number in numbers if self._trials[number].is_unfinished]
-                if remaining:
+                if remaining and not interruption.is_requested:
                     run_trials(
                         [self._make_trial_spec(self._trials[number]) for number in remaining],
                         self,
@@ -220,6 +223,7 @@ class _SweepRun:
                         gpus=config.gpus_per_trial,
                         stopping=self._make_asha_config(numbers) if is_racing else None,
                         should_end=lambda: interruption.is_requested,
+                        is_running=self._is_trial_running,
                     )
                 self._trials = self._load_trials()
                 if interruption.is_requested:
@@ -274,6 +278,10 @@ class _SweepRun:
                 trials[number] = replace(trials[number], status="failed", error=error)
         return trials
 
+    def _is_trial_running(self) -> bool:
+        self._trials = self._load_trials()
+        return any(trial.status == "running" for trial in self._trials)
+
     def _wait_for_orphans(self, interruption: Interruption) -> None:
         """Let trials end whose sweep was killed: Ray's processes notice after some seconds."""
         deadline = time.monotonic() + _ORPHANS_S
@@ -290,7 +298,7 @@ class _SweepRun:
         if not finished:
             errors = [trial.error for trial in trials if trial.error]
             raise TrainingError(
-                f"sweep {sweep_id}: found no trial of {len(trials)} that came to its end "
+                f"sweep {sweep_id}: found no trial of {len(trials)} that finished "
                 f"({errors[0] if errors else 'none failed'}), expected one or more. "
                 "`replaylake runs list` shows them."
             )
@@ -355,8 +363,8 @@ def check_sweep(lake: Lake, sweep: Sweep) -> CheckedSweep:
     measure, mode = resolve_measure(sweep.tune, data.measure)
     if sweep.tune.asha and measure.startswith("evaluation/"):
         raise ConfigInvalidError(
-            f"tune: measure: found {measure!r} with asha, expected a metric that runs have on "
-            "their way, such as 'selection/environment': that one comes at their end."
+            f"tune: measure: found {measure!r} with asha, expected a metric that is measured "
+            "during a run, such as 'selection/environment': that one is measured only at the end."
         )
     facts = fit_statistics(
         data.snapshots, data.where, first.config.where_steps, first.config.reward

@@ -75,8 +75,8 @@ def require_single(policy: BehaviorPolicies) -> BehaviorPolicy:
     if isinstance(policy, BehaviorPolicy):
         return policy
     raise ConfigInvalidError(
-        f"rollout: found policies for {', '.join(policy)}, expected one policy: it is an "
-        "environment of one agent."
+        f"rollout: found policies for {', '.join(policy)}, expected one policy, because "
+        "the environment has one agent."
     )
 
 

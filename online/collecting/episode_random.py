@@ -68,7 +68,7 @@ class EpisodeRandom:
         if not shape or shape[0] != len(self._seeds):
             raise SpaceUnsupportedError(
                 f"act: found a random draw of shape {list(shape)}, expected {len(self._seeds)} "
-                "rows, one an episode. Draw with the number of observations as the first dim."
+                "rows, one per episode. Draw with the number of observations as the first dim."
             )
         return shape
 

@@ -23,6 +23,7 @@ from replaylake.datastore.errors import ConfigInvalidError, RolloutError
 from replaylake.datastore.lake.dataset import new_episode_id
 from replaylake.datastore.lake.policies.policy import Policy
 from replaylake.datastore.lake.policies.streams import EpisodeStreams
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.offline.environments.games import Game, Outcome
 from replaylake.offline.environments.ids import make_any
 from replaylake.offline.environments.spaces import from_gymnasium
@@ -32,7 +33,6 @@ from replaylake.online.collecting.behavior_policy import BehaviorPolicies, Behav
 from replaylake.online.collecting.player import Player, stack_masks
 from replaylake.online.collecting.step_buffer import EpisodeEnd
 from replaylake.online.collecting.worker import RolloutConfig
-from replaylake.online.monitoring.timings import Timings
 
 
 @dataclass
@@ -81,7 +81,7 @@ class MultiAgentWorker:
         self._episodes: list[Episode] = []
         self._ends: list[EpisodeEnd] = []
         self._first_at: float | None = None
-        self.timings = Timings()
+        self.timings = Timings("workers")
         self._probe = self._make_game()
         try:
             self._agents = AgentActors(config.env, self._probe)
@@ -212,9 +212,9 @@ class MultiAgentWorker:
             player = table.players[outcome.agent] = self._player(table, outcome)
         elif player.has_ended:
             raise RolloutError(
-                f"rollout worker {self._worker}: {self._config.env}: agent {player.agent!r} was "
-                f"out and is back at tick {table.tick} of the game reset with seed {table.seed}, "
-                "expected it to stay out. Let it come back under another name."
+                f"rollout worker {self._worker}: {self._config.env}: agent {player.agent!r} left "
+                f"and came back at tick {table.tick} of the game reset with seed {table.seed}, "
+                "expected it not to return. Use another name for it."
             )
         reward = player.apply_outcome(outcome)
         if reward is not None:
@@ -253,8 +253,8 @@ class MultiAgentWorker:
             return game
         game.close()  # type: ignore[no-untyped-call]
         raise ConfigInvalidError(
-            f"{self._config.env}: found an environment of one agent, expected one of several. "
-            "Name one policy, and no agents."
+            f"{self._config.env}: found an environment with one agent, expected several. Name "
+            "one policy, and no agents."
         )
 
     def _start_game(self, game: Game, number: int) -> _GameSlot:
@@ -267,7 +267,7 @@ class MultiAgentWorker:
             self._apply_outcome(table, outcome)
         if not table.to_act:
             raise RolloutError(
-                f"rollout worker {self._worker}: {self._config.env}: found nobody to act after "
+                f"rollout worker {self._worker}: {self._config.env}: found no agent to act after "
                 f"a reset with seed {table.seed}, expected at least one agent. Fix its reset()."
             )
         return table

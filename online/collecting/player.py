@@ -121,7 +121,6 @@ def stack_masks(masks: Sequence[Array | None]) -> Array | None:
     masks_set = [mask for mask in masks if mask is not None]
     if masks_set and len(masks_set) < len(masks):
         raise RolloutError(
-            "rollout: found an action_mask beside some observations, expected it beside all or "
-            "none."
+            "rollout: found an action_mask for some observations, expected it for all or none."
         )
     return np.stack(masks_set) if masks_set else None

@@ -50,7 +50,7 @@ class ReturnTotals:
         }
 
 
-class Recenterturns:
+class RecentReturns:
     """What the last games of a run returned: their agents' sums, and by agent.
 
     Agents' episodes of a game end together, and come in one shipment. Of an environment of one

@@ -12,10 +12,10 @@ from replaylake.datastore.errors import TransientStorageError
 from replaylake.datastore.lake.commit import WrittenEpisodes
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.online.collecting.behavior_policy import BehaviorPolicies, BehaviorPolicy
 from replaylake.online.collecting.worker import EpisodeEnd, RolloutConfig
 from replaylake.online.collecting.workers import Worker, make_worker
-from replaylake.online.monitoring.timings import Timings
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class RolloutBatch:
     episodes themselves, where the worker does not record. ends: episodes that ended, open_episodes:
     ids of those that did not, and of which pieces were handed over. num_steps: that were collected
     for it. first_step_at, last_step_at: when (Unix time, s) the oldest and the newest step in it
-    were taken. exhausted: nothing follows. blocked_reason: what the storage said no with; what was
+    were taken. busy_s: seconds that the worker's process spent on it, of which `timings` has the
+    links. exhausted: nothing follows. blocked_reason: what the storage said no with; what was
     collected waits in the worker, which collects no more until it is written.
     """
 
@@ -70,7 +71,8 @@ class RolloutBatch:
     num_steps: int = 0
     first_step_at: float | None = None
     last_step_at: float | None = None
-    timings: Timings = field(default_factory=Timings)
+    timings: Timings = field(default_factory=lambda: Timings("workers"))
+    busy_s: float = 0.0
     exhausted: bool = False
     blocked_reason: str | None = None
 
@@ -101,12 +103,16 @@ class RecordingWorker:
         Raises: RolloutError, NotFoundError, EpisodeInvalidError, SpaceUnsupportedError,
         PackageInvalidError.
         """
-        worker = self._rollout_worker()
+        timings = Timings("workers")
+        with timings.measure("start", items=0):
+            worker = self._rollout_worker()
         if behavior_policy is not None:
-            worker.set_behavior_policy(self._localize_policies(behavior_policy))
+            with timings.measure("set_policy"):
+                worker.set_behavior_policy(self._localize_policies(behavior_policy))
         if self._waiting is None:
             self._waiting = self._collect(worker, num_steps, interval_s, with_open)
         waiting = self._waiting
+        waiting.timings.merge(timings)
         if not self._order.records or not waiting.pieces:
             self._waiting = None
             return waiting
@@ -127,11 +133,14 @@ class RecordingWorker:
         num = worker.advance(num_steps, interval_s)
         stepped = time.time()
         first_step_at = worker.first_step_at
+        with worker.timings.measure("assemble", num):
+            pieces, ends = worker.take_episodes(with_open), worker.take_ends()
+            open_episodes = worker.open_episodes
         return RolloutBatch(
             worker=self._order.worker,
-            pieces=worker.take_episodes(with_open),
-            ends=worker.take_ends(),
-            open_episodes=worker.open_episodes,
+            pieces=pieces,
+            ends=ends,
+            open_episodes=open_episodes,
             num_steps=num,
             first_step_at=first_step_at,
             last_step_at=stepped if num else None,

@@ -14,6 +14,7 @@ from typing import Any
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.policies.policy import Policy
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.offline.environments.ids import make
 from replaylake.offline.environments.spaces import from_gymnasium
 from replaylake.offline.learning.options import expect
@@ -26,14 +27,13 @@ from replaylake.online.collecting.behavior_policy import (
 from replaylake.online.collecting.step_buffer import EpisodeEnd as EpisodeEnd
 from replaylake.online.collecting.step_buffer import take_steps
 from replaylake.online.collecting.vector_env import VectorEnv
-from replaylake.online.monitoring.timings import Timings
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """What to collect, how, and by how many; the lake, dataset and policy are arguments.
+    """Options of a rollout; the lake, dataset and policy are arguments of `rollout`.
 
-    The episodes depend on the seed, not on how many workers or environments collect them.
+    The episodes depend on the seed, not on the number of workers or environments.
     """
 
     # A Gymnasium id, or `module:function`, see docs/ENVIRONMENTS.md. env_args: what it is made
@@ -104,7 +104,7 @@ class RolloutWorker:
         self._worker = worker
         self._actors = [(behavior_policy.name, behavior_policy.version)]
         self._first_at: float | None = None
-        self.timings = Timings()
+        self.timings = Timings("workers")
         envs: list[Any] = []
         try:
             for _ in range(config.envs_per_worker):

@@ -7,13 +7,13 @@ from typing import Protocol
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.policies.policy import Policy
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.offline.environments.games import Game
 from replaylake.offline.environments.ids import make_any
 from replaylake.online.collecting.behavior_policy import BehaviorPolicies, require_single
 from replaylake.online.collecting.multi_agent import MultiAgentWorker
 from replaylake.online.collecting.step_buffer import EpisodeEnd
 from replaylake.online.collecting.worker import RolloutConfig, RolloutWorker
-from replaylake.online.monitoring.timings import Timings
 
 
 class Worker(Protocol):

@@ -1,1 +1,1 @@
-"""Where a run's time and bytes go, and its metrics for others."""
+"""Metrics of a run for Prometheus."""

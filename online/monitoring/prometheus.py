@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.online.monitoring.timings import PROFILE
+from replaylake.datastore.lake.runs.timings import PROFILE, WALL_SECONDS
 
 _RUN_LABELS: Final = ("run_id", "policy", "env")
 
@@ -41,8 +41,8 @@ class MetricsServer:
         except (OSError, OverflowError) as error:
             reason = (getattr(error, "strerror", None) or str(error)).rstrip(".")
             raise ConfigInvalidError(
-                f"metrics at {host}:{port}: {reason}, expected a free port of an address of this "
-                "machine. Give another, or port 0 for any that is free."
+                f"metrics at {host}:{port}: {reason}, expected a free port on an address of this "
+                "machine. Choose another port, or 0 for any free one."
             ) from error
         self.host, self.port = host, int(self._server.server_port)
 
@@ -82,20 +82,20 @@ class _RunValues(Collector):
 
     def __init__(self) -> None:
         self.labels: tuple[str, ...] | None = None
-        # By family and the value of its own label, None where it has none.
-        self._values: dict[MetricFamily, dict[str | None, float]] = {
+        # By family and the values of its own labels.
+        self._values: dict[MetricFamily, dict[tuple[str, ...], float]] = {
             one: {} for one in METRIC_FAMILIES
         }
         self._lock = threading.Lock()
 
     def set(self, update: int, values: Mapping[str, float]) -> None:
         with self._lock:
-            for family, label, value in _iter_samples(values):
-                self._values[family][label] = value
+            for family, labels, value in _iter_samples(values):
+                self._values[family][labels] = value
             # What is measured at the end is of whichever update was best: no step back.
             updates = self._values[_UPDATES]
-            updates[None] = max(float(update), updates.get(None, 0.0))
-            self._values[_LAST_UPDATE_TIME][None] = time.time()
+            updates[()] = max(float(update), updates.get((), 0.0))
+            self._values[_LAST_UPDATE_TIME][()] = time.time()
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         if self.labels is None:
@@ -105,8 +105,8 @@ class _RunValues(Collector):
         for family, samples in values.items():
             cls = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
             metric = cls(family.name, family.description, labels=list(_labels_of(family)))
-            for label, value in samples.items():
-                metric.add_metric([*self.labels, *([] if label is None else [label])], value)
+            for labels, value in samples.items():
+                metric.add_metric([*self.labels, *labels], value)
             yield metric
 
 
@@ -127,7 +127,7 @@ class MetricFamily:
     metric_name: str
     description: str
     scale: float = 1.0
-    label: str | None = None
+    labels: tuple[str, ...] = ()
 
 
 _UPDATES: Final = MetricFamily("replaylake_run_updates", "counter", "", "Updates of the learner.")
@@ -136,7 +136,7 @@ _OTHERS: Final = MetricFamily(
     "gauge",
     "*",
     "Any other metric of the run, such as the learner's losses, by its name.",
-    label="metric",
+    labels=("metric",),
 )
 _LAST_UPDATE_TIME: Final = MetricFamily(
     "replaylake_run_last_metrics_timestamp_seconds",
@@ -150,12 +150,6 @@ METRIC_FAMILIES: Final = (
     MetricFamily("replaylake_run_episodes", "counter", "episodes", "Episodes ended."),
     MetricFamily(
         "replaylake_run_return", "gauge", "return", "Mean return of the last 100 episodes."
-    ),
-    MetricFamily(
-        "replaylake_run_evaluation_return",
-        "gauge",
-        "evaluation/return",
-        "Mean return of the policy that was chosen, on seeds of its own.",
     ),
     MetricFamily(
         "replaylake_run_selection_environment",
@@ -199,46 +193,51 @@ METRIC_FAMILIES: Final = (
         "counter",
         f"{PROFILE}/*/seconds",
         "Seconds that a link took, of all processes together.",
-        label="link",
+        labels=("place", "link"),
     ),
     MetricFamily(
         "replaylake_run_link_items",
         "counter",
         f"{PROFILE}/*/items",
         "Items (steps, shards, batches, ...) that passed a link.",
-        label="link",
+        labels=("place", "link"),
     ),
     MetricFamily(
         "replaylake_run_link_bytes",
         "counter",
         f"{PROFILE}/*/bytes",
         "Bytes that passed a link.",
-        label="link",
+        labels=("place", "link"),
     ),
     _OTHERS,
     _LAST_UPDATE_TIME,
 )
 _BY_METRIC: Final = {
-    one.metric_name: one for one in METRIC_FAMILIES if one.label is None and one.metric_name
+    one.metric_name: one for one in METRIC_FAMILIES if not one.labels and one.metric_name
 }
-_BY_LINK: Final = {one.metric_name: one for one in METRIC_FAMILIES if one.label == "link"}
+_BY_LINK: Final = {one.metric_name: one for one in METRIC_FAMILIES if "link" in one.labels}
 
 
-def _iter_samples(values: Mapping[str, float]) -> Iterator[tuple[MetricFamily, str | None, float]]:
-    """Yield (family, its label's value, number) for each of a run's metrics, by name."""
+def _iter_samples(
+    values: Mapping[str, float],
+) -> Iterator[tuple[MetricFamily, tuple[str, ...], float]]:
+    """Yield (family, the values of its labels, number) for each of a run's metrics, by name."""
     for name, value in values.items():
         if (family := _BY_METRIC.get(name)) is not None:
-            yield family, None, value * family.scale
+            yield family, (), value * family.scale
             continue
-        first, _, rest = name.partition("/")
-        link, _, what = rest.rpartition("/")
-        family = _BY_LINK.get(f"{PROFILE}/*/{what}") if first == PROFILE and link else None
+        if name == WALL_SECONDS or (name.startswith(f"{PROFILE}/") and name.endswith("/calls")):
+            # Of use to `runs profile` alone.
+            continue
+        parts = name.split("/")
+        if len(parts) == 4 and parts[0] == PROFILE:
+            family = _BY_LINK.get(f"{PROFILE}/*/{parts[3]}")
         if family is not None:
-            yield family, link, value
+            yield family, (parts[1], parts[2]), value
         else:
-            yield _OTHERS, name, value
+            yield _OTHERS, (name,), value
 
 
 def _labels_of(family: MetricFamily) -> Iterable[str]:
     """Return the names of a family's labels, in order."""
-    return _RUN_LABELS if family.label is None else (*_RUN_LABELS, family.label)
+    return (*_RUN_LABELS, *family.labels)

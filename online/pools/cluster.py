@@ -103,7 +103,7 @@ class Cluster:
             where = "the cluster" if address is None else address
             raise ConfigInvalidError(
                 f"Ray at {where}: found {self.nodes.num_cpus():g} CPUs, expected "
-                f"{self._num_wanted:g} for {size} workers. Take fewer `workers`, or a smaller "
+                f"{self._num_wanted:g} for {size} workers. Use fewer `workers`, or a smaller "
                 "`worker_cpus`."
             )
         if spec.records:
@@ -149,7 +149,7 @@ def _check_cpus(cpus: float) -> None:
     if not (0 < cpus <= 1 or (cpus > 1 and cpus == int(cpus))):
         raise ConfigInvalidError(
             f"worker_cpus: found {cpus:g}, expected more than 0, and a whole number above 1: Ray "
-            "gives parts of one CPU, or whole ones.",
+            "assigns a fraction of one CPU, or whole CPUs.",
             parameter="worker_cpus",
         )
 
@@ -232,6 +232,6 @@ def _too_large_error(folder: Path, sizes: dict[str, int], most_bytes: int) -> Co
     listed = ", ".join(f"{path} ({sizes[path] / 1e6:.1f} MB)" for path in largest)
     return ConfigInvalidError(
         f"{folder}: found more than {most_bytes / 1e6:.0f} MB to send to the nodes of `address`, "
-        f"of which the largest are {listed}, expected the environment's code alone. Name what "
-        f"nodes do not need in {IGNORE_FILE}, or start from the folder that holds the code."
+        f"of which the largest are {listed}, expected only the environment's code. List the "
+        f"files that nodes do not need in {IGNORE_FILE}, or start from the folder of the code."
     )

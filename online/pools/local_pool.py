@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.online.collecting.behavior_policy import BehaviorPolicies
 from replaylake.online.collecting.rollout_batch import RecordingWorker, RolloutBatch, WorkerSpec
 
@@ -48,6 +49,10 @@ class LocalPool:
         return self._workers[worker].collect_batch(
             num_steps, self._interval_s, policy, self._with_open
         )
+
+    def take_timings(self) -> Timings:
+        """Return nothing: no worker waits, and no message is sent."""
+        return Timings("workers")
 
     def close(self) -> None:
         for worker in self._workers:

@@ -65,8 +65,8 @@ class Nodes:
             self._check_nodes(new)
         if (own := current_node()) in self.without_lake:
             raise RolloutError(
-                f"{self.without_lake[own]}; expected at least this process's own node to see it, "
-                "whose workers write for the others. Start Ray there with the same folders and "
+                f"{self.without_lake[own]}; expected at least this process's own node to access "
+                "it, whose workers write for the others. Start Ray there with the same folders and "
                 "variables."
             )
 

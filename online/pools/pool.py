@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.online.collecting.behavior_policy import BehaviorPolicies
 from replaylake.online.collecting.rollout_batch import RolloutBatch
 
@@ -53,6 +54,10 @@ class WorkerPool(Protocol):
         A worker that was lost owes no answer any more: what it was asked for is not asked again.
         Raises: what a worker raised; RolloutError where one dies again and again.
         """
+        ...
+
+    def take_timings(self) -> Timings:
+        """Return how long workers waited for requests, and messages took, since the last call."""
         ...
 
     def close(self) -> None:

@@ -12,9 +12,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import num_bytes
 from replaylake.datastore.errors import ReplayLakeError, RolloutError, TransientStorageError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.runs.timings import Link, Timings
 from replaylake.offline.running.local_ray import START_TIMEOUT_S
 from replaylake.online.collecting.behavior_policy import BehaviorPolicies
 from replaylake.online.collecting.rollout_batch import (
@@ -84,7 +87,8 @@ class RayPool:
         self._interval_s, self._with_open = interval_s, with_open
         self._cpus = cpus_per_worker
         self._start_timeout_s, self._answer_timeout_s = start_timeout_s, answer_timeout_s
-        self._workers = [WorkerState(spec) for spec in orders]
+        self._timings = Timings("workers")
+        self._workers = [WorkerState(spec, free_at=time.monotonic()) for spec in orders]
         self._pending: dict[Any, int] = {}
         self._behavior: Any = None
         self._writer: Any = None
@@ -151,6 +155,18 @@ class RayPool:
                 return answer
         time.sleep(max(0.0, until - time.monotonic()))
         return None
+
+    def take_timings(self) -> Timings:
+        """Return how long workers started, waited for requests, and messages took.
+
+        The time of a request is its worker's own, and the rest of it the message's, both ways:
+        that takes no comparison of the clocks of two machines.
+        """
+        asked = set(self._pending.values())
+        for worker, seat in enumerate(self._workers):
+            if worker not in asked and seat.has_answered:
+                self._timings.add("worker_wait", seat.take_free_s(), 0)
+        return self._timings.take()
 
     def close(self) -> None:
         """End the workers, and a Ray of our own; what was not handed over is dropped."""
@@ -225,7 +241,7 @@ class RayPool:
                     self._ray.kill(self._writer_actor())
                 error = TimeoutError(
                     f"no answer in {self._answer_timeout_s:g} s (answer_timeout_s), in which it "
-                    "makes an environment or takes a step"
+                    "creates an environment or takes a step"
                 )
                 if (lost := self._replace_lost(worker, error)) is not None:
                     return lost
@@ -246,7 +262,7 @@ class RayPool:
             raise RolloutError(
                 f"rollout worker {worker}: found no process in {self._start_timeout_s:g} s; it "
                 f"needs {seat.num_cpus:g} CPUs, of which Ray has {free:g} free now. Wait until "
-                "others are done, take fewer or smaller workers, or raise start_timeout_s."
+                "others are done, use fewer or smaller workers, or raise start_timeout_s."
             )
         del self._pending[reference]
         self._ray.kill(seat.actor)
@@ -262,6 +278,8 @@ class RayPool:
         else:
             policy = None if seat.behavior_policy is self._behavior else self._behavior
             seat.behavior_policy = self._behavior
+            if seat.has_answered:
+                self._timings.add("worker_wait", seat.take_free_s())
             reference = seat.actor.collect_batch.remote(
                 seat.num_requested, self._interval_s, policy, self._with_open
             )
@@ -277,6 +295,8 @@ class RayPool:
             raise _unwrap_error(worker, error) from error
         except exceptions.RayError as error:
             return self._replace_lost(worker, error)
+        if seat.unwritten is None:
+            self._add_message(seat, batch)
         seat.deaths, seat.has_answered = 0, True
         if batch.pieces and seat.spec.records:
             seat.unwritten = reference
@@ -287,6 +307,16 @@ class RayPool:
             seat.apply_batch(batch)
         return batch
 
+    def _add_message(self, seat: WorkerState, batch: RolloutBatch) -> None:
+        """Add what of the time since the request was not the worker's own."""
+        now = time.monotonic()
+        link: Link = "transfer" if seat.has_answered else "start"
+        since = seat.requested_at if seat.has_answered else seat.free_at
+        size = sum(_num_bytes(piece) for piece in batch.pieces)
+        items = 1 if seat.has_answered else 0
+        self._timings.add(link, max(0.0, now - since - batch.busy_s), items, size)
+        seat.free_at = now
+
     def _replace_lost(self, worker: int, error: Exception) -> WorkerLost | None:
         """Replace a worker that is gone, or the writer, which then writes what it was given."""
         seat, reason = self._workers[worker], death_reason(error)
@@ -294,8 +324,8 @@ class RayPool:
         if seat.deaths > _MAX_DEATHS:
             raise RolloutError(
                 f"rollout worker {worker}: its process died {seat.deaths} times in a row, the last "
-                f"time: {reason}; expected episodes. Check memory and the environment's native "
-                "code; in this process, without workers, it shows a crash."
+                f"time: {reason}; expected episodes. Check the memory and the environment's "
+                "native code; without workers, a crash occurs in this process."
             ) from error
         is_lost_on_the_way = isinstance(error, self._ray.exceptions.ObjectLostError)
         if seat.unwritten is not None and not is_lost_on_the_way:
@@ -331,6 +361,11 @@ def _unwrap_error(worker: int, error: Any) -> ReplayLakeError:
     )
 
 
+def _num_bytes(piece: Episode) -> int:
+    """Return the bytes of a piece's observations, actions and rewards."""
+    return num_bytes(piece.observations) + num_bytes(piece.actions) + piece.rewards.nbytes
+
+
 class NodeWorker(RecordingWorker):
     """A shipping worker that writes only where its node was seen to see the lake."""
 
@@ -338,16 +373,12 @@ class NodeWorker(RecordingWorker):
         """Keep the order. seeing: Ray's ids of those nodes; None if all are this machine."""
         sees = seeing is None or current_node() in seeing
         super().__init__(replace(spec, records=spec.records and sees))
-        self._answered_at: float | None = None
 
     def collect_batch(self, *args: Any, **kwargs: Any) -> RolloutBatch:
-        """Collect as RecordingWorker does, and time how long the worker waited for the request."""
-        asked_at = time.perf_counter()
+        """Collect as RecordingWorker does, and time how long it took."""
+        started = time.perf_counter()
         batch = super().collect_batch(*args, **kwargs)
-        if self._answered_at is not None:
-            batch.timings.add("worker_wait", asked_at - self._answered_at)
-        self._answered_at = time.perf_counter()
-        return batch
+        return replace(batch, busy_s=time.perf_counter() - started)
 
 
 class RolloutBatchWriter:
@@ -383,6 +414,7 @@ class WorkerState:
     shipment that the writer has still to write. deaths: in a row, without a shipment in between.
     ready: what is answered once the process runs. placed_at, started_at, requested_at: when it was
     asked for, was found to run, and was asked for what it owes, by the monotonic clock (s).
+    free_at: since when it waits for a request.
     """
 
     spec: WorkerSpec
@@ -402,6 +434,12 @@ class WorkerState:
     placed_at: float = 0.0
     started_at: float | None = None
     requested_at: float = 0.0
+    free_at: float = 0.0
+
+    def take_free_s(self) -> float:
+        """Return the seconds since it waits for a request, or since the last call."""
+        before, self.free_at = self.free_at, time.monotonic()
+        return self.free_at - before
 
     def apply_batch(self, batch: RolloutBatch) -> None:
         """Take what a shipment tells of the episodes."""

@@ -15,7 +15,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import StorageError, TransientStorageError
 from replaylake.datastore.lake.commit import Commit, DropCounts, WrittenEpisodes
 from replaylake.datastore.lake.dataset import Dataset
-from replaylake.online.monitoring.timings import Timings
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.online.pools.pool import ANSWER_TIMEOUT_S
 from replaylake.online.recording.committed_steps import ABANDONED
 from replaylake.online.recording.storage_retry import RETRY_S
@@ -56,7 +56,7 @@ class EpisodeCommitter:
         """
         self.producer = producer
         self.blocked_reason: str | None = None
-        self.timings = Timings()
+        self.timings = Timings("background")
         # Not from 0: a commit with a sequence that is taken would add nothing.
         self._sequence = dataset.next_sequence(producer)
         self.last_version: int | None = None
@@ -154,9 +154,9 @@ class EpisodeCommitter:
         if self._is_hung:
             raise StorageError(
                 f"dataset {self._dataset.name!r}: found no answer of the store to a commit in "
-                f"{self._answer_timeout_s:g} s, expected it to be taken or refused. What was "
-                "acknowledged is in the dataset. Look at the disk or the network; where it only "
-                "takes longer, raise answer_timeout_s."
+                f"{self._answer_timeout_s:g} s, expected it to be accepted or refused. "
+                "Acknowledged steps are in the dataset. Check the disk and the network; if a "
+                "commit only takes longer, raise answer_timeout_s."
             )
 
     def _run(self) -> None:

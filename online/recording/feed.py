@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.live.log_reader import FollowTimings
 from replaylake.online.collecting.rollout_batch import RolloutBatch
-from replaylake.online.monitoring.timings import Timings
 from replaylake.online.recording.episode_committer import EpisodeCommitter
 
 
@@ -106,7 +106,7 @@ class DirectFeed:
         return self._recorder is None or self._recorder.flush(timeout_s)
 
     def take_timings(self) -> Timings:
-        return Timings() if self._recorder is None else self._recorder.timings.take()
+        return Timings("background") if self._recorder is None else self._recorder.timings.take()
 
 
 class FollowedView(Protocol):
@@ -188,7 +188,7 @@ class LakeFeed:
 
 def _take_follow_timings(view: FollowedView) -> Timings:
     """Return what the view's thread has been at since the last call."""
-    totals, timings = view.timings(), Timings()
+    totals, timings = view.timings(), Timings("background")
     timings.add("tail", totals.tail.seconds, totals.tail.items, totals.tail.num_bytes)
     timings.add("decode", totals.decode.seconds, totals.decode.items, totals.decode.num_bytes)
     return timings

@@ -246,16 +246,16 @@ def check_each(agents: Sequence[str], *, env_id: str, has_mix: bool, records: bo
     """Refuse what a policy for each agent cannot be learned with. Raises: ConfigInvalidError."""
     if not agents:
         raise ConfigInvalidError(
-            f"agents each: found {env_id}, an environment of one agent, expected one of several. "
-            "Leave `agents` out."
+            f"agents each: found {env_id}, an environment with one agent, expected several. Leave "
+            "`agents` out."
         )
     if has_mix:
         raise ConfigInvalidError(
-            "agents each: found mix, expected none: whose steps of another dataset each agent "
-            "would learn from is not known. Leave `mix` out, or learn with `agents` shared."
+            "agents each: found mix, expected none, because the agents of another dataset cannot "
+            "be assigned to these. Leave `mix` out, or learn with `agents` shared."
         )
     if not records:
         raise ConfigInvalidError(
-            "agents each: found record off, expected on: each agent finds its own steps in the "
-            "lake. Leave `record` on, or learn with `agents` shared."
+            "agents each: found record off, expected on, because each agent reads its own steps "
+            "from the lake. Leave `record` on, or learn with `agents` shared."
         )

@@ -18,7 +18,7 @@ import numpy as np
 
 from replaylake.datastore.errors import TrainingError
 from replaylake.online.collecting.behavior_policy import num_bytes_sent
-from replaylake.online.collecting.returns import Recenterturns
+from replaylake.online.collecting.returns import RecentReturns
 from replaylake.online.collecting.rollout_batch import RolloutBatch
 from replaylake.online.pools.pool import WorkerLost
 from replaylake.online.recording.committed_steps import CommittedSteps
@@ -57,7 +57,7 @@ class Collector:
         self._takes_turns = self._is_local or config.mode == "sync"
         self._broadcaster = Broadcaster(parts, config)
         self.num_steps = self.num_episodes = 0
-        self.returns = Recenterturns(max(_MAX_RETURNS, config.until_episodes))
+        self.returns = RecentReturns(max(_MAX_RETURNS, config.until_episodes))
         self._has_warned = False
         # Steps that workers may still hand over, by worker; and those handed over and not arrived.
         self._permits: dict[int, int] = {}
@@ -105,18 +105,18 @@ class Collector:
             self._active_at = time.monotonic()
         if can_update and (self._takes_turns or now - self._polled_at < _POLL_S):
             return
-        self._record_arrived()
-        self._issue_permits(update)
-        came = self._receive(0.0 if can_update else _WAIT_S)
-        self._record_arrived()
-        self._issue_permits(update)
-        if self._is_local and not (can_update or came):
-            # A disk that is full: whoever works in this process waits for nothing else.
-            time.sleep(_WAIT_S)
+        is_wait = not (can_update or self._is_local)
+        with self._parts.timings.measure("learner_wait" if is_wait else "receive"):
+            self._record_arrived()
+            self._issue_permits(update)
+            came = self._receive(0.0 if can_update else _WAIT_S)
+            self._record_arrived()
+            self._issue_permits(update)
+            if self._is_local and not (can_update or came):
+                # A disk that is full: whoever works in this process waits for nothing else.
+                time.sleep(_WAIT_S)
+            self._check_moves()
         self._polled_at = time.perf_counter()
-        self._check_moves()
-        if not can_update and not self._is_local:
-            self._parts.timings.add("learner_wait", self._polled_at - now)
 
     def finish(self, on_wait: Callable[[], None]) -> None:
         """Take in what is under way, and give up what is open: nothing more comes of it.
@@ -203,10 +203,10 @@ class Collector:
             limiter = self._parts.limiter
             raise TrainingError(
                 f"training: found nothing collected, committed or learned in {timeout_s:g} s, with "
-                f"{self._num_under_way:,} steps on their way through the lake, "
+                f"{self._num_under_way:,} steps in transit through the lake, "
                 f"{limiter.num_inserts:,} there and {limiter.num_samples:,} samples taken; "
-                "expected one of these to grow. What was committed is in the lake: resume "
-                "the run, and look at the disk or the network; where it only takes longer, raise "
+                "expected one of these to grow. Committed steps are in the lake: resume "
+                "the run, and check the disk and the network; if it only takes longer, raise "
                 "answer_timeout_s."
             )
 
@@ -281,8 +281,15 @@ class Collector:
         self._num_under_way += batch.num_steps
         self.num_episodes += len(batch.ends)
         self._record_returns(batch)
-        self._parts.timings.merge(batch.timings)
-        self._parts.feed.add(batch)
+        timings = self._parts.timings
+        if not self._is_local:
+            timings.merge(batch.timings)
+            self._parts.feed.add(batch)
+            return
+        # It collected in this thread, which also puts the steps into the view.
+        timings.merge(batch.timings, place="trainer")
+        with timings.measure("decode", batch.num_steps):
+            self._parts.feed.add(batch)
 
     def _record_returns(self, batch: RolloutBatch) -> None:
         self.returns.add(batch.ends)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.offline.evaluation.self_play import AgentPolicies
 from replaylake.offline.learning.learner import Learner
 from replaylake.offline.running.training.policy_selection import PolicySelection
 from replaylake.offline.running.training.trainer import Observer
-from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.recording.feed import Feed
 from replaylake.online.recording.storage_retry import StorageRetry

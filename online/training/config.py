@@ -69,9 +69,9 @@ _STORED_NAMES: Final = {
 
 @dataclass(frozen=True)
 class OnlineConfig:
-    """What to collect and learn, and how; the lake and the dataset are arguments of the run.
+    """Options of an online run; the lake and the dataset are arguments of `train_online`.
 
-    A step is one of one environment and, with several agents, one of each agent.
+    A step is a step of one environment; with several agents, a step of one agent.
     """
 
     algorithm: str
@@ -213,12 +213,12 @@ class OnlineConfig:
 
     @property
     def learns_in_ray(self) -> bool:
-        """Whether the learner is an actor."""
+        """Whether the learner runs as a Ray actor."""
         return self.learner == "ray" or self.learner_gpus > 0
 
     @property
     def num_workers(self) -> int:
-        """Ray's workers; of `local` the one in this process."""
+        """The number of Ray workers; 1 for `local`, which collects in this process."""
         return 1 if self.env_runner == "local" else self.workers
 
     @property
@@ -280,7 +280,7 @@ class OnlineRequest:
             return OnlineRequest(body["dataset"], config)
         except (KeyError, TypeError) as error:
             raise ConfigInvalidError(
-                f"run: found a request that is not whole ({type(error).__name__}: {error}), "
-                "expected what `train online` was asked for. It is of another version of "
-                "ReplayLake: train again."
+                f"run: found an incomplete request ({type(error).__name__}: {error}), "
+                "expected the arguments of `train online`. It was written by another "
+                "version of ReplayLake: train again."
             ) from error

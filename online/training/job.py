@@ -97,7 +97,7 @@ def prepare(
     if not algorithm.uses_rewards:
         raise ConfigInvalidError(
             f"algorithm {config.algorithm}: it clones behavior, expected one that learns from "
-            "rewards: it would learn to do what it does. Collect with `replaylake rollout`, then "
+            "rewards: it would only imitate itself. Collect with `replaylake rollout`, then "
             "`replaylake train offline`."
         )
     if config.prioritized:
@@ -112,8 +112,9 @@ def prepare(
         require(algorithm, "action masks")
     if config.mix and learner.on_policy is not None:
         raise ConfigInvalidError(
-            f"algorithm {config.algorithm}: found mix {dict(config.mix)}, expected none: it takes "
-            "each step once, soon after it was taken. Use one that replays, such as dqn or sac."
+            f"algorithm {config.algorithm}: found mix {dict(config.mix)}, expected none, because "
+            "it learns from each step once, soon after it was collected. Use one with replay, "
+            "such as dqn or sac."
         )
     pinned = {name: name for name in config.mix}
     if record is not None:
@@ -187,7 +188,7 @@ def _check_steps(config: OnlineConfig, learner: Learner) -> None:
     if config.steps < minimum:
         raise ConfigInvalidError(
             f"online: steps: found {config.steps:,}, expected {minimum:,} or more ({why}): nothing "
-            "would be learned. Collect more, or lower that."
+            "would be learned. Collect more steps, or lower that."
         )
 
 
@@ -208,7 +209,7 @@ def _load_initial_policy(lake: Lake, config: OnlineConfig) -> _InitialPolicy:
     if theirs != config.algorithm:
         raise PackageInvalidError(
             f"start from {ref}: found a policy of algorithm {theirs}, expected {config.algorithm} "
-            f"as this run's. Train with `algorithm` {theirs}, or start from another policy."
+            f"as in this run. Train with `algorithm` {theirs}, or start from another policy."
         )
     options = manifest.body.get("config", {}).get("options", {})
     return _InitialPolicy(load_learner_weights(ref.path, ref.manifest_sha256), options)

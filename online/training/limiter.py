@@ -53,8 +53,8 @@ def sample_to_insert_ratio(
     if not below + above >= 2 * max(1.0, samples_per_insert):
         raise ConfigInvalidError(
             f"rate limiter: found an error buffer of {below:g} below and {above:g} above, expected "
-            f"at least {2 * max(1.0, samples_per_insert):g} together, twice what an insert or a "
-            "sample changes: less may block both. Widen it."
+            f"at least {2 * max(1.0, samples_per_insert):g} together, twice the change of an "
+            "insert or a sample, because less may block both. Increase it."
         )
     offset = samples_per_insert * items
     return Ratio(samples_per_insert, items, offset - below, offset + above)

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import POLICY_VERSION
 from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.offline.learning.learner import Learner, Update
-from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig
 from replaylake.online.training.replay_batches import draw_batch, move_batch
 
@@ -37,7 +37,7 @@ class OnPolicyBatches:
     ) -> None:
         """Raises: ConfigInvalidError for an algorithm whose batches are replayed."""
         if learner.on_policy is None:
-            raise ConfigInvalidError("online: found an algorithm that does not take steps once.")
+            raise ConfigInvalidError("online: found an algorithm that is not on-policy.")
         plan = learner.on_policy
         self.version = 0
         self.num_rows = 1
@@ -78,8 +78,8 @@ class OnPolicyBatches:
     def update_priorities(self, batch: Batch, result: Update) -> None:
         """Raises: ConfigInvalidError: nothing is drawn by priorities."""
         raise ConfigInvalidError(
-            "online: prioritized: found an algorithm that takes each step once, expected one that "
-            "replays, such as dqn. Leave prioritized out."
+            "online: prioritized: found an algorithm that learns from each step once, expected one "
+            "with replay, such as dqn. Leave prioritized out."
         )
 
     def take_metrics(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.replay.batch_source import BatchSource
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.datastore.replay.mixture import mixture
@@ -21,7 +22,6 @@ from replaylake.datastore.replay.sampler import Sampler
 from replaylake.datastore.replay.to_torch import TorchSampler, to_torch
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.offline.learning.learner import Learner, Update
-from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig
 
 # A learner is done with a batch when it asks for the next.
@@ -104,7 +104,7 @@ class ReplayBatches:
         if priorities is None:
             raise ConfigInvalidError(
                 "online: prioritized: found an algorithm without priorities, expected one that "
-                "gives them, such as dqn. Leave prioritized out."
+                "returns them, such as dqn. Leave prioritized out."
             )
         if isinstance(priorities, torch.Tensor):
             priorities = priorities.detach().cpu().numpy()
@@ -135,7 +135,7 @@ def draw_batch(sampler: BatchSource | TorchSampler, timings: Timings) -> Batch:
     """Draw a batch; its time and bytes are the link `sample`'s."""
     started = time.perf_counter()
     batch: Batch = sampler.sample()
-    timings.add("sample", time.perf_counter() - started, 1, num_bytes_of(batch))
+    timings.add("sample", time.perf_counter() - started, 1, batch.num_bytes)
     return batch
 
 
@@ -150,21 +150,8 @@ def move_batch(batch: Batch, device: str, timings: Timings) -> Batch:
         return to_torch(batch, device)
     started = time.perf_counter()
     moved = to_torch(batch, device)
-    timings.add("to_device", time.perf_counter() - started, 1, num_bytes_of(batch))
+    timings.add("to_device", time.perf_counter() - started, 1, batch.num_bytes)
     return moved
-
-
-def num_bytes_of(batch: Batch) -> int:
-    """Return how many bytes a batch's arrays or tensors have."""
-    return sum(map(_num_bytes, vars(batch).values()))
-
-
-def _num_bytes(value: Any) -> int:
-    if value is None:
-        return 0
-    if isinstance(value, Mapping):
-        return sum(map(_num_bytes, value.values()))
-    return int(value.nbytes)
 
 
 def _make_sampler(

@@ -20,6 +20,7 @@ from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.checkpoints import Checkpoint
 from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.replay.kernels import kernels
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.offline.callbacks import Callbacks, RunStart
@@ -38,7 +39,6 @@ from replaylake.online.collecting.behavior_policy import BehaviorPolicy
 from replaylake.online.collecting.rollout_batch import EpisodeNumbers, WorkerSpec
 from replaylake.online.collecting.step_buffer import POLICY_STATE
 from replaylake.online.collecting.worker import RolloutConfig
-from replaylake.online.monitoring.timings import Timings
 from replaylake.online.pools.local_pool import LocalPool
 from replaylake.online.pools.pool import WorkerPool
 from replaylake.online.pools.ray_pool import RayPool
@@ -94,6 +94,7 @@ class RunAttempt:
 
     def execute(self) -> OnlineResult:
         """Train and register. Raises: as train_online."""
+        timings = Timings("trainer")
         run = LakeObserver(
             self.lake.storage,
             self.lease,
@@ -112,7 +113,8 @@ class RunAttempt:
         try:
             with interrupt_on_sigterm(), ExitStack() as stack:
                 stack.callback(_flush, run)
-                trainer = self._trainer(stack, run, observer, retry, should_end)
+                with timings.measure("start", items=0):
+                    trainer = self._trainer(stack, run, observer, retry, should_end, timings)
                 self._train(trainer, run, interruption)
                 return register_policy(
                     self.lake, self.job, self.record, self.lease, trainer, run, observer, retry
@@ -129,6 +131,7 @@ class RunAttempt:
         observer: RetryingObserver,
         retry: StorageRetry,
         should_end: Callable[[], bool],
+        timings: Timings,
     ) -> OnlineTrainer:
         """Put the run together, where it goes on as it was; `stack` is what ends it."""
         job, callbacks, config = self.job, self.callbacks, self.job.config
@@ -147,7 +150,7 @@ class RunAttempt:
                 BackgroundCompactor(self.lake.url, job.dataset, on_remark=callbacks.report_remark)
             )
         trainer = OnlineTrainer(
-            make_components(job, view, pool, feed, observer, retry, name=f"run:{run_id}"),
+            make_components(job, view, pool, feed, observer, retry, timings, name=f"run:{run_id}"),
             config,
             on_progress=callbacks.on_progress,
             on_remark=callbacks.report_remark,
@@ -198,14 +201,14 @@ class RunAttempt:
                 raise
             raise NotFoundError(
                 f"dataset {name!r}: gone from {url} while the run collects into it ({damage}), "
-                "expected it to stay. Put it back and go on with the run, or begin another."
+                "expected it to remain. Restore it and resume the run, or begin another."
             ) from error
         if not is_complete:
             raise RunInterrupted(self.record.run_id, run.last_saved)
         if trainer.update == 0:
             raise TrainingError(
                 f"training: found no update after {trainer.collector.num_steps:,} steps, expected "
-                "one at least: too few came together for a batch. Collect more steps."
+                "at least one: there were too few for a batch. Collect more steps."
             )
 
 
@@ -226,8 +229,8 @@ def _catch_up(
         if time.monotonic() - moved_at > timeout_s:
             raise StorageError(
                 f"dataset {job.request.dataset!r}: found version {view.version} and nothing more "
-                f"in {timeout_s:g} s, expected version {version}, with what the run has recorded. "
-                "Look at the disk or the network; where it only takes longer, raise "
+                f"in {timeout_s:g} s, expected version {version}, with the steps that the run has "
+                "recorded. Check the disk and the network; if it only takes longer, raise "
                 "answer_timeout_s."
             )
 
@@ -342,6 +345,7 @@ def make_components(
     feed: Feed,
     observer: RetryingObserver,
     retry: StorageRetry,
+    timings: Timings,
     *,
     name: str,
 ) -> Components:
@@ -356,7 +360,6 @@ def make_components(
         )
         return evaluate(policies, measured).mean_return
 
-    timings = Timings()
     return Components(
         learner=learner,
         batches=_make_batches(job, view, timings),

@@ -126,20 +126,21 @@ class OnlineTrainer:
 
     def _make_update(self) -> None:
         parts = self._parts
-        batch = parts.batches.sample()
-        parts.limiter.sample(parts.batches.num_taken)
+        # The draws themselves are counted where they are made.
+        with parts.timings.measure("sample", items=0):
+            batch = parts.batches.sample()
+            parts.limiter.sample(parts.batches.num_taken)
         if batch is None:
             return
-        started = time.perf_counter()
-        result = parts.learner.update(batch)
-        self.update += 1
-        if self._config.prioritized:
-            parts.batches.update_priorities(batch, result)
-        metrics = {name: float(value) for name, value in result.metrics.items()}
-        for sums in (self._logged, self._measured):
-            sums.add(metrics)
-        self._check(metrics, batch)
-        parts.timings.add("update", time.perf_counter() - started)
+        with parts.timings.measure("update"):
+            result = parts.learner.update(batch)
+            self.update += 1
+            if self._config.prioritized:
+                parts.batches.update_priorities(batch, result)
+            metrics = {name: float(value) for name, value in result.metrics.items()}
+            for sums in (self._logged, self._measured):
+                sums.add(metrics)
+            self._check(metrics, batch)
 
     def _check(self, metrics: Mapping[str, float], batch: Batch) -> None:
         for name, value in metrics.items():
@@ -150,7 +151,7 @@ class OnlineTrainer:
                 raise TrainingError(
                     f"training: {name} is {value} at update {self.update}, expected a finite "
                     f"number (a batch of {len(batch)} rows, first keys {keys}; of its checkpoints "
-                    f"{good}). Nothing was registered; what was collected is in the lake. Lower "
+                    f"{good}). Nothing was registered; the collected steps are in the lake. Lower "
                     "the learning rate."
                 )
 
@@ -192,7 +193,8 @@ class OnlineTrainer:
         """Measure the policy as it is; return whether it is the best so far."""
         parts, value = self._parts, None
         if parts.measure is not None:
-            value = parts.measure(parts.behavior.policies)
+            with parts.timings.measure("evaluate"):
+                value = parts.measure(parts.behavior.policies)
             parts.observer.record_metrics(self.update, {"selection/environment": value})
             if value == 0 and self.collector.returns.may_be_zero_sum:
                 # It would keep the first policy, which is as good as any by this number.
@@ -205,8 +207,13 @@ class OnlineTrainer:
         return is_best
 
     def _log(self) -> None:
+        with self._parts.timings.measure("log"):
+            self._record_metrics()
+
+    def _record_metrics(self) -> None:
         parts, wall_s, num_steps = self._parts, self.wall_s, self.collector.num_steps
         parts.timings.merge(parts.feed.take_timings())
+        parts.timings.merge(parts.pool.take_timings())
         passed = max(wall_s - self._logged_wall_s, 1e-9)
         values = {
             "staleness": self.collector.staleness,
@@ -227,15 +234,17 @@ class OnlineTrainer:
 
     def _save(self) -> None:
         # A run that goes on learns from what is recorded: all that was learned from has to be.
-        self.collector.settle(self._report_progress)
-        best = self._parts.selection.best
-        self._parts.observer.save(
-            self.update, self.state_dict(), best=None if best is None else best.update
-        )
+        with self._parts.timings.measure("checkpoint"):
+            self.collector.settle(self._report_progress)
+            best = self._parts.selection.best
+            self._parts.observer.save(
+                self.update, self.state_dict(), best=None if best is None else best.update
+            )
 
     def _end(self, *, is_asked: bool) -> None:
         """Take in what is under way, judge, log and save; is_asked: to end before it is over."""
-        self.collector.finish(self._report_progress)
+        with self._parts.timings.measure("learner_wait"):
+            self.collector.finish(self._report_progress)
         if self.update == 0:
             return
         last = self._parts.selection.last
@@ -250,16 +259,18 @@ class OnlineTrainer:
         if self._on_progress is None or not (is_last or now - self._sent_at > _PROGRESS_INTERVAL_S):
             return
         self._sent_at = now
+        with self._parts.timings.measure("log"):
+            self._on_progress(self._progress())
+
+    def _progress(self) -> OnlineProgress:
         wall_s, collector = max(self.wall_s, 1e-9), self.collector
-        self._on_progress(
-            OnlineProgress(
-                num_steps=collector.num_steps,
-                steps=self._config.steps,
-                update=self.update,
-                num_episodes=collector.num_episodes,
-                mean_return=collector.mean_return,
-                steps_per_s=collector.num_steps / wall_s,
-                updates_per_s=self.update / wall_s,
-                blocked_reason=self._parts.storage_retry.blocked_reason,
-            )
+        return OnlineProgress(
+            num_steps=collector.num_steps,
+            steps=self._config.steps,
+            update=self.update,
+            num_episodes=collector.num_episodes,
+            mean_return=collector.mean_return,
+            steps_per_s=collector.num_steps / wall_s,
+            updates_per_s=self.update / wall_s,
+            blocked_reason=self._parts.storage_retry.blocked_reason,
         )

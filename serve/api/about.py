@@ -31,9 +31,14 @@ class About:
         return json_response({"alive": True})
 
     async def readyz(self, request: Request) -> Response:
-        """Answer 200 once requests can be answered and logged, else 503."""
-        ready = self._is_ready()
-        return json_response({"ready": ready}, 200 if ready else 503)
+        """Answer 200 once requests can be answered and logged, else 503.
+
+        `degraded` names what does not work beside that, which is no reason to send requests to
+        another server.
+        """
+        if not self._is_ready():
+            return json_response({"ready": False, "degraded": []}, 503)
+        return json_response({"ready": True, "degraded": self._serving().find_degraded()})
 
     async def metrics_page(self, request: Request) -> Response:
         """Return the Prometheus text."""
@@ -75,6 +80,7 @@ def _version(arm: Arm) -> dict[str, Any]:
         "reference": served.reference,
         "weight": arm.weight,
         "since_ms": served.since_ms,
+        "package_sha256": served.sha256,
         "algorithm": served.about.get("algorithm"),
         "run_id": served.about.get("run_id"),
         "snapshot": _snapshot(served.about),

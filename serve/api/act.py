@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.spaces import Array, Values, take
 from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.policy import Act
@@ -18,13 +20,20 @@ from replaylake.serve.api.act_options import NO_OPTIONS, ActingMode, resolve_act
 from replaylake.serve.api.act_request import ActReader, ActRequest, join_requests
 from replaylake.serve.api.latency_estimate import LatencyEstimate
 from replaylake.serve.api.micro_batcher import MicroBatcher, PendingRequest
-from replaylake.serve.api.values import encode_observations, invalid_value_error, read_values
+from replaylake.serve.api.values import (
+    encode_observations,
+    invalid_value_error,
+    read_values,
+    shorten,
+)
 from replaylake.serve.messages import Request, RequestRefusedError, Response
 from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
 from replaylake.serve.recording.decision_log import Clock, DecisionBatch, json_log_probs
 from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import ServedPolicy
 
+_logger = logging.getLogger(__name__)
 _MAX_READERS: Final = 16
 # For one request alone. Some of those that take longer run better in threads, in parallel.
 _QUICK_S: Final = 0.0003
@@ -40,6 +49,7 @@ class ActEndpoint:
         self._readers: dict[int, ActReader] = {}
         self._paces: dict[str, LatencyEstimate] = {}
         self._together = MicroBatcher(self._answer_batch)
+        self._complaints = RateLimitedLog(_logger, "/act")
 
     async def __call__(self, request: Request) -> Response:
         """Answer one, in a thread if it takes long. Raises: RequestRefusedError, StorageError."""
@@ -72,6 +82,7 @@ class ActEndpoint:
         values = read_values(spec.observation_space, raw, body.field, False)
         if type(values) is not np.ndarray:
             return None
+        self._note_unknown(spec.encoding, body)
         return PendingRequest(
             body, _observations_to_log(raw, values)[0], values, pace, len(request.body)
         )
@@ -107,7 +118,29 @@ class ActEndpoint:
         raw = [single.raw for single in singles]
         group = self._act(serving, body, _Part(served, None, None), raw, values, self._generator())
         self._record(serving, body, [group])
-        return [one_answer(group, row) for row in range(len(singles))]
+        return [
+            one_answer(group, row, (single.request.unknown_categories or ((),))[0])
+            for row, single in enumerate(singles)
+        ]
+
+    def _note_unknown(self, encoding: Encoding | None, body: ActRequest) -> None:
+        """Count, log and keep for the answer the categories that the encoding does not know."""
+        if encoding is None or not encoding.has_categories:
+            return
+        unknown = [
+            encoding.find_unknown_categories(value) if type(value) is dict else []
+            for value in body.raw
+        ]
+        if not any(unknown):
+            return
+        body.unknown_categories = unknown
+        for value, names in zip(body.raw, unknown, strict=True):
+            for name in names:
+                self._metrics.count_unknown_category(name)
+                self._complaints.warning(
+                    f"{name}: found {shorten(repr(value[name]))}, which is not in the vocabulary "
+                    "of the policy; it is encoded as other"
+                )
 
     def _generator(self) -> np.random.Generator:
         if self._rng is None:
@@ -124,6 +157,7 @@ class ActEndpoint:
         spec = serving.router.one.policy.spec
         raw = encode_observations(spec.encoding, body.raw, body.field, body.is_batch)
         values = read_values(spec.observation_space, raw, body.field, body.is_batch)
+        self._note_unknown(spec.encoding, body)
         raw = _observations_to_log(raw, values)
         groups = [
             self._act(serving, body, part, *_part_of(part, raw, values), rng)
@@ -347,4 +381,5 @@ def _make_decision_batch(body: ActRequest, group: Group, timestamp: int) -> Deci
         policy=group.served.name,
         policy_version=group.served.version,
         deterministic=group.deterministic,
+        package_sha256=group.served.sha256,
     )

@@ -51,9 +51,10 @@ def answer_of(
 ) -> Response:
     """Return the answer, as msgpack where `accept` names it, else as JSON."""
     as_msgpack = "msgpack" in accept
+    unknown = request.unknown_categories
     is_plain = not (request.is_batch or as_msgpack or request.options.q_values)
     if is_plain and len(groups) == 1 and groups[0].act.state is None:
-        return one_answer(groups[0], 0)
+        return one_answer(groups[0], 0, () if unknown is None else unknown[0])
     content: dict[str, Any] = _policy_fields(groups)
     columns: dict[str, Any] = {
         "action": _actions(groups) if as_msgpack else _merge_rows(groups, lambda one: one.actions),
@@ -71,12 +72,14 @@ def answer_of(
         content |= {_PLURALS[name]: column for name, column in columns.items()}
     else:
         content |= {name: column[0] for name, column in columns.items()}
+    if unknown is not None:
+        content["unknown_categories"] = unknown if request.is_batch else unknown[0]
     if as_msgpack:
         return Response(200, msgpack.packb(content, default=_to_msgpack), MSGPACK)
     return Response(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
-def one_answer(group: Group, row: int) -> Response:
+def one_answer(group: Group, row: int, unknown_categories: Sequence[str] = ()) -> Response:
     """Return the answer to the usual request, for one observation, as JSON."""
     served = group.served
     content: dict[str, Any] = {
@@ -89,6 +92,8 @@ def one_answer(group: Group, row: int) -> Response:
     encoding = served.policy.spec.encoding
     if encoding is not None and encoding.action_names is not None:
         content["action_name"] = encoding.action_name(group.actions[row])
+    if unknown_categories:
+        content["unknown_categories"] = unknown_categories
     return Response(200, orjson.dumps(content))
 
 

@@ -43,7 +43,8 @@ class ActRequest:
     """B observations to act on, as they came; they are checked by the policy that is to act.
 
     field: the name that they came under. Absent ids, steps and states are None; states is None
-    where there is none at all. action_mask is bool [B, A].
+    where there is none at all. action_mask is bool [B, A]. unknown_categories: of each observation,
+    the fields whose text the policy's encoding does not know; None where none has one.
     """
 
     is_batch: bool
@@ -55,6 +56,7 @@ class ActRequest:
     steps: Sequence[int | None]
     states: Sequence[str | None] | None
     action_mask: Array | None
+    unknown_categories: Sequence[Sequence[str]] | None = None
 
 
 class ActReader:

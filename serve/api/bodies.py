@@ -10,6 +10,7 @@ send without a CORS preflight (text/plain and the two of forms), and none at all
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 from urllib.parse import parse_qsl
@@ -57,7 +58,8 @@ def read_fields(request: Request, in_query: Mapping[str, type] | None = None) ->
 def parse_json(body: bytes) -> dict[str, Any]:
     """Return the body's JSON object.
 
-    Raises: RequestRefusedError (NaN and Infinity are not JSON).
+    Raises: RequestRefusedError (NaN and Infinity are not JSON; nor may an object have a key twice,
+    of which orjson would return the last).
     """
     try:
         parsed = orjson.loads(body)
@@ -65,6 +67,14 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise RequestRefusedError(422, "body", f"not valid JSON: {error}") from None
     if type(parsed) is not dict:
         raise invalid_value_error("body", parsed, "a JSON object")
+    # A key has a colon behind it: as many colons as keys, and none is there twice.
+    num_colons = body.count(b":")
+    if num_colons != len(parsed):
+        try:
+            if num_colons != _count_colons(parsed):
+                _refuse_repeated_keys(body)
+        except RecursionError:
+            raise RequestRefusedError(422, "body", "JSON is nested too deeply") from None
     return parsed
 
 
@@ -95,6 +105,32 @@ def check_fields(fields: Mapping[str, Any], allowed: Collection[str]) -> None:
         if name not in allowed:
             message = f"unknown field; use {', '.join(sorted(allowed))}"
             raise RequestRefusedError(422, shorten(name), message)
+
+
+def _count_colons(parsed: Any) -> int:
+    """Return how many colons the JSON of a value has, or fewer: values like `1.5` are not read.
+
+    A list is looked into if its first item could have colons.
+    """
+    kind = type(parsed)
+    if kind is dict:
+        return sum(key.count(":") + 1 + _count_colons(item) for key, item in parsed.items())
+    if kind is list:
+        has_colons = parsed and type(parsed[0]) in (dict, list, str)
+        return sum(map(_count_colons, parsed)) if has_colons else 0
+    return parsed.count(":") if kind is str else 0
+
+
+def _refuse_repeated_keys(body: bytes) -> None:
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        keys = set()
+        for key, _ in pairs:
+            if key in keys:
+                message = "field is given twice; send it once"
+                raise RequestRefusedError(422, shorten(key), message)
+            keys.add(key)
+
+    json.loads(body, object_pairs_hook=check)
 
 
 def optional(fields: Mapping[str, Any], name: str, kind: type, expected: str) -> Any:

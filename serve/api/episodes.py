@@ -94,7 +94,7 @@ class EpisodesEndpoint:
         except ContradictionError as error:
             place = f"episodes[{error.piece}]"
             raise RequestRefusedError(409, place, str(error)) from None
-        self._metrics.set_pending("received", log.num_pending)
+        self._metrics.set_pending("received", log.journal.num_pending)
         num_steps = sum(piece.num_steps for piece in pieces)
         return json_response({"episodes": len(pieces), "steps": num_steps}, 202)
 

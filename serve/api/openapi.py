@@ -47,6 +47,11 @@ _STEP: Final[Schema] = {"type": ["integer", "null"], "minimum": 0, "maximum": MA
 _REWARDS: Final[Schema] = {"minimum": -MAX_REWARD, "maximum": MAX_REWARD}
 _FLAG: Final[Schema] = {"type": ["boolean", "null"]}
 _TOKEN: Final[Schema] = {"type": ["string", "null"], "minLength": 1}
+_FIELD_NAMES: Final[Schema] = {
+    "type": "array",
+    "items": {"type": "string"},
+    "description": "Fields of the observation whose text the policy does not know.",
+}
 _LOG_PROB: Final[Schema] = {
     "type": ["number", "null"],
     "description": "ln of the probability (density) of the action; null if there is none.",
@@ -273,7 +278,12 @@ def _schemas(spec: PolicySpec) -> dict[str, Schema]:
             "required": ["policy", "version", "observation_space", "action_space", "head"],
         },
         "Alive": object_of({"alive": {"type": "boolean"}}),
-        "Ready": object_of({"ready": {"type": "boolean"}}),
+        "Ready": object_of(
+            {
+                "ready": {"type": "boolean"},
+                "degraded": {"type": "array", "items": {"type": "string"}},
+            }
+        ),
         "Document": {"type": "object", "required": ["openapi", "paths"]},
         "Error": object_of({"error": error}),
     }
@@ -326,6 +336,7 @@ def _action_schema() -> Schema:
             "state": text,
             "q_values": {"type": "array", "items": {"type": "number"}},
             "action_name": {"type": ["string", "null"]},
+            "unknown_categories": _FIELD_NAMES,
         },
         required=("policy", "version", "action", "log_prob", "decision_id"),
     )
@@ -335,6 +346,7 @@ def _actions_schema() -> Schema:
     one = _action_schema()["properties"]
     columns = {f"{name}s": many_of(schema) for name, schema in one.items() if name != "q_values"}
     columns["policies"] = columns.pop("policys")
+    columns["unknown_categories"] = columns.pop("unknown_categoriess")
     columns["q_values"] = many_of(one["q_values"])
     columns["states"] = many_of({"type": ["string", "null"]})
     return object_of(

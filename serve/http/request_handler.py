@@ -29,6 +29,7 @@ from replaylake.serve.messages import (
     error_response,
 )
 from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
 from replaylake.serve.safety.limits import Limits
 from replaylake.serve.safety.tokens import role_of
 from replaylake.serve.serving_state import ServingState
@@ -38,8 +39,8 @@ Scope = Mapping[str, Any]
 _CLIENT_DISCONNECTED: Final = 499  # nobody reads it; it is for the count
 _BEFORE_START: Final = Limits()
 _CLOSE_HEADER: Final = (b"connection", b"close")
+_IDENTITY: Final = b"identity"  # a body that is not compressed
 _MAX_ID_BYTES: Final = 128
-_TRACEBACK_EVERY_S: Final = 1.0
 # Probes use any address that a machine has; they reveal and change nothing.
 _OF_ANY_HOST: Final = ("/livez", "/readyz")
 # Refusals of requests that a page of another site may have sent, by status and field.
@@ -80,7 +81,7 @@ class RequestHandler:
         self._route, self._endpoint, self._state = route, endpoint, handler_state
         self._role = role_of(route)
         self._is_of_any_host = route in _OF_ANY_HOST
-        self._complaints = _RateLimitedLog(route)
+        self._complaints = RateLimitedLog(_logger, route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         start = scope.get(ARRIVED) or time.perf_counter()
@@ -125,7 +126,7 @@ class RequestHandler:
         except Exception as error:
             # Any unexpected error is logged here, and the client learns no internals. That includes
             # an error that cannot be encoded: outside of the app BentoML answers nothing.
-            self._complaints.log("unexpected error", error)
+            self._complaints.error("unexpected error", error)
             return error_response(
                 RequestRefusedError(500, "server", "internal error; see the server's log")
             )
@@ -140,7 +141,7 @@ class RequestHandler:
                 address = state.scope.get("server")
                 serving.hosts.check(state.host, state.origin, address[0] if address else None)
             if self._role is not None and serving is not None:
-                serving.tokens.check(self._role, state.authorization)
+                serving.tokens.check(self._role, state.authorization, self._route)
             body = await _read_body(state, receive, handler_state)
             if time.perf_counter() >= state.wait.due:
                 raise _timeout_error(state)
@@ -164,7 +165,7 @@ class RequestHandler:
                 raise
             return error_response(_timeout_error(state))
         except StorageError as error:
-            self._complaints.log(f"decision log: {error}")
+            self._complaints.error(f"decision log: {error}")
             handler_state.metrics.count_log_failure()
             message = (
                 "the log cannot be written, its disk is full or out of reach; "
@@ -210,6 +211,7 @@ class _RequestState:
         "accept",
         "authorization",
         "buffered_bytes",
+        "content_encoding",
         "content_type",
         "deadline",
         "declared_bytes",
@@ -231,7 +233,7 @@ class _RequestState:
         self.deadline = start + limits.deadline_s
         self.buffered_bytes = self.num_bytes = self.declared_bytes = 0
         self.is_read = False
-        self.content_type, self.accept = "", JSON
+        self.content_type, self.accept, self.content_encoding = "", JSON, _IDENTITY
         self.authorization = self.request_id = self.host = self.origin = None
         for name, value in scope["headers"]:
             if name == b"content-type":
@@ -243,6 +245,8 @@ class _RequestState:
                 self.accept = value.decode("latin-1")
             elif name == b"content-length":
                 self.declared_bytes = int(value) if value.isdigit() else 0
+            elif name == b"content-encoding":
+                self.content_encoding = value.strip().lower()
             elif name == b"origin":
                 self.origin = value if self.origin is None else self.origin + b"," + value
             elif name == b"authorization":
@@ -252,6 +256,15 @@ class _RequestState:
                 self.request_id = text if text.isascii() and text.isprintable() else None
 
     def request(self, route: str, body: bytes) -> Request:
+        """Return the whole request. Raises: RequestRefusedError for a body that is compressed."""
+        if self.content_encoding != _IDENTITY:
+            raise RequestRefusedError(
+                415,
+                "content-encoding",
+                found=self.content_encoding.decode("latin-1")[:_MAX_ID_BYTES],
+                expected="none: send the body as it is",
+                headers=((b"accept-encoding", _IDENTITY),),
+            )
         scope = self.scope
         return Request(
             route,
@@ -327,24 +340,6 @@ def _timeout_error(state: _RequestState) -> RequestRefusedError:
         return RequestRefusedError(408, "body", message, headers=(_CLOSE_HEADER,))
     message = f"not answered within {limits.deadline_s:g} s; retry, or send a smaller request"
     return RequestRefusedError(504, "server", message)
-
-
-class _RateLimitedLog:
-    """Logs a route's unexpected errors at most once a second, so that a flood fills no disk."""
-
-    def __init__(self, route: str) -> None:
-        self._route = route
-        self._next, self._num_suppressed = 0.0, 0
-
-    def log(self, text: str, error: Exception | None = None) -> None:
-        """Log a line, with its traceback for an error, or count it for the next one."""
-        now = time.monotonic()
-        if now < self._next:
-            self._num_suppressed += 1
-            return
-        more = f" ({self._num_suppressed} more since the last line)" if self._num_suppressed else ""
-        self._next, self._num_suppressed = now + _TRACEBACK_EVERY_S, 0
-        _logger.error("%s: %s%s", self._route, text, more, exc_info=error)
 
 
 class _ResponseHead:

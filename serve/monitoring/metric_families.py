@@ -130,6 +130,12 @@ RECENT_DECISIONS: Final = MetricFamily(
     "Number of decisions in the recent means; older decisions have less weight.",
     _VERSION,
 )
+UNKNOWN_CATEGORIES: Final = MetricFamily(
+    "replaylake_unknown_categories",
+    "counter",
+    "Texts in named fields that the policy's vocabulary does not have, by field; encoded as other.",
+    ("field",),
+)
 FEEDBACK: Final = MetricFamily("replaylake_feedback", "counter", "Rewards accepted.")
 FEEDBACK_LAG: Final = MetricFamily(
     "replaylake_feedback_lag_seconds",
@@ -157,6 +163,11 @@ SET_ASIDE: Final = MetricFamily(
     "Decisions and received steps set aside as invalid steps by the last `feedback join`.",
     merge_mode="max",
 )
+JOIN_FAILURES: Final = MetricFamily(
+    "replaylake_join_failures",
+    "counter",
+    "Rounds of the feedback join that failed, and joining processes that ended.",
+)
 LOG_FAILURES: Final = MetricFamily(
     "replaylake_log_failures",
     "counter",
@@ -171,6 +182,12 @@ PENDING: Final = MetricFamily(
     "replaylake_log_pending_rows",
     "gauge",
     "Rows written to a journal and not yet committed to the lake, by table.",
+    ("table",),
+)
+COMMIT_FAILURES: Final = MetricFamily(
+    "replaylake_commit_failures",
+    "counter",
+    "Commits of journals that failed and are tried again, by table.",
     ("table",),
 )
 WORKERS: Final = MetricFamily("replaylake_workers", "gauge", "Workers that are alive.")
@@ -197,14 +214,17 @@ METRIC_FAMILIES: Final = (
     DRIFT,
     SHIFT,
     RECENT_DECISIONS,
+    UNKNOWN_CATEGORIES,
     FEEDBACK,
     FEEDBACK_LAG,
     JOINED,
     ORPHANED,
     SET_ASIDE,
+    JOIN_FAILURES,
     LOG_FAILURES,
     LOG_LOST,
     PENDING,
+    COMMIT_FAILURES,
     WORKERS,
     WORKER_STARTS,
 )

@@ -26,14 +26,17 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from replaylake.datastore.episodes.encoding import CATEGORY
 from replaylake.datastore.episodes.spaces import Array, Values
 from replaylake.serve.monitoring.drift import training_moments
 from replaylake.serve.monitoring.metric_families import (
+    COMMIT_FAILURES,
     DECISIONS,
     DRIFT,
     EXPLORATION,
     FEEDBACK,
     FEEDBACK_LAG,
+    JOIN_FAILURES,
     JOINED,
     LATENCY,
     LOG_FAILURES,
@@ -53,6 +56,7 @@ from replaylake.serve.monitoring.metric_families import (
     REQUESTS,
     SET_ASIDE,
     SHIFT,
+    UNKNOWN_CATEGORIES,
     UNREACHABLE,
     WEIGHT,
     WORKER_STARTS,
@@ -151,6 +155,10 @@ class Metrics:
             self._values[begin + bisect_left(FEEDBACK_LAG.buckets, lag_s)] += 1
             self._values[begin + len(FEEDBACK_LAG.buckets) + 1] += lag_s
 
+    def count_unknown_category(self, field: str) -> None:
+        """Count a text of an observation's field that the policy's vocabulary does not have."""
+        self._add(UNKNOWN_CATEGORIES, (field,))
+
     def count_refused_header(self, header: str) -> None:
         """Count a request that its `host`, `origin` or `content-type` had refused."""
         self._add(REFUSED_HEADERS, (header,))
@@ -167,12 +175,20 @@ class Metrics:
         """Report how many rows of a table's journal wait for their commit."""
         self._set(PENDING, (table,), num_rows)
 
+    def set_failed_commits(self, table: str, num: int) -> None:
+        """Report how many commits of a journal have failed so far."""
+        self._set(COMMIT_FAILURES, (table,), num)
+
     def set_joined(self, decisions: int, joined: int, orphaned: int, set_aside: int) -> None:
         """Report what `feedback join` found: of all logged decisions, those that have a reward."""
         if decisions:
             self._set(JOINED, (), joined / decisions)
         self._set(ORPHANED, (), orphaned)
         self._set(SET_ASIDE, (), set_aside)
+
+    def count_join_failure(self) -> None:
+        """Count a round of the feedback join that failed."""
+        self._add(JOIN_FAILURES)
 
     def count_start(self) -> None:
         """Count this worker, before it loads anything: it may end there."""
@@ -198,6 +214,14 @@ class Metrics:
                 self._show_following(following)
         if serving.feedback_join is not None:
             serving.feedback_join.on_round = self.set_joined
+            serving.feedback_join.on_failure = self.count_join_failure
+        # rate() needs two values: of a count that begins at one it misses that one.
+        for header in ("host", "origin", "content-type"):
+            self._begin(REFUSED_HEADERS, (header,))
+        encoding = serving.router.one.policy.spec.encoding
+        for field in () if encoding is None else encoding.fields:
+            if field.kind == CATEGORY:
+                self._begin(UNKNOWN_CATEGORIES, (field.name,))
         self._show_served()
         self.refresh()
 
@@ -220,11 +244,9 @@ class Metrics:
             return
         self._set(QUEUE, (), self._num_active())
         self._set(QUEUE_LIMIT, (), serving.limits.queue)
-        if serving.log is not None:
-            self.set_pending("decisions", serving.log.decisions.num_pending)
-            self.set_pending("rewards", serving.log.rewards.num_pending)
-        if serving.received is not None:
-            self.set_pending("received", serving.received.num_pending)
+        for table, journal in serving.journals.items():
+            self.set_pending(table, journal.num_pending)
+            self.set_failed_commits(table, journal.num_commit_failures)
 
     def render(self) -> bytes:
         """Return the exposition text, of all workers."""

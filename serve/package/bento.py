@@ -40,6 +40,7 @@ from pathlib import Path
 os.environ["REPLAYLAKE_SERVE_PACKAGE"] = str(Path(__file__).resolve().parent / "{package}")
 os.environ["REPLAYLAKE_SERVE_POLICY"] = "{policy}"
 os.environ["REPLAYLAKE_SERVE_VERSION"] = "{version}"
+os.environ.setdefault("REPLAYLAKE_SERVE_MANIFEST_SHA256", "{manifest_sha256}")
 os.environ.setdefault("BENTOML_DO_NOT_TRACK", "True")
 
 from replaylake.serve.package.listen_address import resolve_address  # noqa: E402
@@ -127,6 +128,7 @@ def package_bento(policy: PolicyRef, output: Path) -> BentoReceipt:
             "policy": policy.name,
             "version": policy.version,
             "sha256": manifest.sha256[:63],  # a label's limit
+            "manifest_sha256": manifest.sha256,
         }
         required = lock_text(pins, f"./{_WHEELS}/{wheel.path.name}")
         files = {

@@ -22,6 +22,7 @@ VARIABLES: Final = {
     "REPLAYLAKE_SERVE_ACT_TOKEN_FILE": "file with tokens for acting, one per line",
     "REPLAYLAKE_SERVE_FEEDBACK_TOKEN_FILE": "the same for sending rewards and episodes",
     "REPLAYLAKE_SERVE_ADMIN_TOKEN_FILE": "the same for all other endpoints",
+    "REPLAYLAKE_SERVE_ROLES_FILE": "TOML file of hashed tokens and their roles by dataset",
     "REPLAYLAKE_SERVE_INSECURE": "1: allow other machines to connect without tokens",
     "REPLAYLAKE_SERVE_ALLOWED_HOSTS": "host names to answer to, such as policy.example.com,policy",
     "REPLAYLAKE_SERVE_EXPLORE": "epsilon=0.05 or temperature=1; default: the best action",

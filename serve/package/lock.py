@@ -131,8 +131,8 @@ def _find_distribution(needed: Requirement, by: str) -> metadata.Distribution:
         return metadata.distribution(needed.name)
     except metadata.PackageNotFoundError as error:
         raise ExtraMissingError(
-            f"package: found no {needed.name}, expected {needed}, which {by} requires. Install "
-            "replaylake[serve]: the lock file lists the versions installed here."
+            f"package: found no {needed.name}, expected {needed}, which {by} requires. Run: "
+            "pip install 'replaylake[serve]': the lock file lists the versions installed here."
         ) from error
 
 

@@ -72,7 +72,8 @@ def _run_check(what: str, check: Callable[[ServeConfig], str], config: ServeConf
 
 def _package(config: ServeConfig) -> str:
     manifest = check_package(config.package, config.manifest_sha256)
-    return f"{config.policy}:{config.version}, sha256 {manifest.sha256[:16]}, every file as it says"
+    found = f"sha256 {manifest.sha256[:16]}, every file matches its hash"
+    return f"{config.policy}:{config.version}, {found}"
 
 
 def _policy(config: ServeConfig) -> str:
@@ -165,9 +166,9 @@ def _log(config: ServeConfig) -> str:
 
 def _tokens(config: ServeConfig) -> str:
     check_exposure(resolve_host(config.host), config.safety)
-    tokens = config.safety.tokens()
+    tokens = config.safety.tokens(config.log_to)
     if tokens.is_empty:
-        return "none: whoever reaches it may do everything"
+        return "none: every client may use every endpoint"
     shut = sorted(set(ROLES) - tokens.roles)
     return f"for {', '.join(sorted(tokens.roles))}" + (
         f"; closed without: {', '.join(shut)}" if shut else ""

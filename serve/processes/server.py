@@ -39,8 +39,6 @@ _POLL_S: Final = 0.02
 # The workers of a server that was killed hold its port for 0.1 s more, on a busy machine longer.
 _PORT_WAIT_S: Final = 2.0
 _PREFIX: Final = "replaylake-server-"
-# A younger one may not have its lock yet.
-_MIN_AGE_S: Final = 60.0
 
 
 def serve(config: ServeConfig, on_ready: Callable[[ServeConfig], None] | None = None) -> int:
@@ -137,7 +135,8 @@ def check_installed(server: str) -> None:
     for module in ("uvicorn", "starlette", *(("bentoml",) if server == "bentoml" else ())):
         if find_spec(module) is None:
             raise ExtraMissingError(
-                f"serve: found no module {module}, expected {server}. Install replaylake[serve]."
+                f"serve: found no module {module}, expected {server}. "
+                "Run: pip install 'replaylake[serve]'."
             )
 
 
@@ -255,11 +254,13 @@ class RuntimeDir:
 def make_runtime_dir() -> Iterator[RuntimeDir]:
     """Make a folder for the time of the block, and remove those that killed servers left."""
     _remove_stale_dirs()
-    path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    # It gets the name by which others find it once it is locked: without a lock it is stale.
+    path = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
     try:
         lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX)
+            path = path.rename(path.with_name(path.name.removeprefix(".")))
             yield RuntimeDir(path, lock_fd)
         finally:
             os.close(lock_fd)
@@ -276,8 +277,7 @@ def _remove_stale_dirs() -> None:
 def _remove_if_stale(path: Path) -> None:
     lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        status = os.fstat(lock_fd)
-        if status.st_uid == os.getuid() and time.time() - status.st_mtime > _MIN_AGE_S:
+        if os.fstat(lock_fd).st_uid == os.getuid():
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)
     finally:

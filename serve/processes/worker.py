@@ -21,6 +21,7 @@ from replaylake.serve.serving_state import ServingState
 # How long the thread that commits the journal may hold up the event loop (Python's default is 5
 # ms): p99 at 16 connections 2.3 ms in place of 3.8, as many requests/s (2 cores, 2026-11).
 _SWITCH_S: Final = 0.0005
+_logger = logging.getLogger(__name__)
 # As BentoML's lines look: when, how bad, and which of the workers says so.
 _LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [worker %(process)d] %(message)s"
 
@@ -29,10 +30,17 @@ def load() -> ServingState:
     """Load what this worker's environment names. Raises: as load_serving, ConfigInvalidError."""
     config = ServeConfig.from_environment(os.environ)
     sys.setswitchinterval(_SWITCH_S)
-    tokens = config.safety.tokens()
+    tokens = config.safety.tokens(config.log_to)
     target = config.safety.access_log
     access_log = None if target is None else AccessLog(target)
     serving = load_serving(config)
+    if config.manifest_sha256 is None:
+        _logger.warning(
+            "package %s: served without a known sha256; it has %s. Set "
+            "REPLAYLAKE_SERVE_MANIFEST_SHA256 to that to refuse any other",
+            config.package,
+            serving.router.one.sha256,
+        )
     serving.limits, serving.tokens, serving.access_log = config.safety.limits, tokens, access_log
     serving.hosts = config.allowed_hosts
     return serving

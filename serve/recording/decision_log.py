@@ -29,6 +29,7 @@ from replaylake.datastore.feedback.decisions import (
     DEFAULT_WINDOW_S,
     DETERMINISTIC,
     LOG_PROB,
+    PACKAGE_SHA256,
     REQUEST_ID,
     decisions_encoder,
     ensure_feedback_tables,
@@ -53,7 +54,7 @@ class DecisionBatch:
     """B decisions of one version as they were taken, ready to be logged: one element a row.
 
     observations: as JSON has them, or an array [B, *obs]. masks: None where none was given.
-    deterministic: nothing was left to chance.
+    deterministic: nothing was left to chance. package_sha256: of the manifest of the package.
     """
 
     ids: Sequence[str]
@@ -68,6 +69,7 @@ class DecisionBatch:
     policy: str
     policy_version: int
     deterministic: bool
+    package_sha256: str | None
 
 
 class DecisionLog:
@@ -183,6 +185,7 @@ def encode_records(decided: DecisionBatch) -> list[bytes]:
             POLICY: decided.policy,
             POLICY_VERSION: decided.policy_version,
             DETERMINISTIC: decided.deterministic,
+            PACKAGE_SHA256: decided.package_sha256,
         }
     )
     tail = b"," + common[1:]

@@ -38,8 +38,14 @@ class FeedbackJoinProcess:
     """Keeps the process going, if this worker is the one that has it."""
 
     def __init__(self, dataset: Dataset, lake: str | Path, every_s: float, window_s: float) -> None:
-        """Begin nothing yet. `on_round` is told of each: decisions, joined, orphaned, set aside."""
+        """Begin nothing yet. `on_round` is told of each: decisions, joined, orphaned, set aside.
+
+        `on_failure` is told of a round that failed, or a process that ended; `has_failed` says
+        whether the last one did.
+        """
         self.on_round: Callable[[int, int, int, int], None] = _ignore_counts
+        self.on_failure: Callable[[], None] = _ignore_failure
+        self.has_failed = False
         self._lock_path = journal_folder(dataset.decisions) / "sessionise.lock"
         self._arguments = [absolute_lake(lake), dataset.name, repr(every_s), repr(window_s)]
         self._stopping = threading.Event()
@@ -76,6 +82,7 @@ class FeedbackJoinProcess:
         if self._process is not None and self._process.poll() is not None:
             _logger.error("feedback join: ended with %d, restarting", self._process.returncode)
             self._process = None
+            self._fail()
         if self._process is None:
             command = [
                 sys.executable,
@@ -94,8 +101,16 @@ class FeedbackJoinProcess:
         assert process.stdout is not None, "it was started with a pipe"
         with process.stdout as lines:
             for line in lines:
-                decisions, joined, orphaned, set_aside = json.loads(line)
-                self.on_round(decisions, joined, orphaned, set_aside)
+                counts = json.loads(line)
+                if counts is None:
+                    self._fail()
+                    continue
+                self.has_failed = False
+                self.on_round(*counts)
+
+    def _fail(self) -> None:
+        self.has_failed = True
+        self.on_failure()
 
     def _take_lock(self) -> bool:
         fd = os.open(self._lock_path, os.O_CREAT | os.O_RDWR, 0o644)
@@ -112,6 +127,10 @@ def _ignore_counts(decisions: int, joined: int, orphaned: int, set_aside: int) -
     pass
 
 
+def _ignore_failure() -> None:
+    pass
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         with suppress(OSError):
@@ -124,7 +143,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run rounds until stdin ends: LAKE DATASET EVERY_S WINDOW_S."""
+    """Run rounds until stdin ends: LAKE DATASET EVERY_S WINDOW_S.
+
+    Prints a line for each round that did something: its counts as JSON, or null if it failed.
+    """
     lake, dataset, every_s, window_s = arguments
     # Ctrl-C is for the server, which then ends this; what it answers goes first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -148,6 +170,10 @@ def main(arguments: list[str]) -> None:
         if receipt.has_changed:
             say(receipt.to_line())
 
+    def on_failure(error: Exception) -> None:
+        print("null", flush=True)
+        say(f"{dataset}: {error}; the next round tries again")
+
     threading.Thread(target=wait_for_the_end, name="stdin", daemon=True).start()
     rounds = FeedbackJoiner(open_lake(lake), dataset, window_s=float(window_s))
     join_every(
@@ -155,7 +181,7 @@ def main(arguments: list[str]) -> None:
         float(every_s),
         stop=stop,
         on_round=on_round,
-        on_failure=lambda error: say(f"{dataset}: {error}; the next round tries again"),
+        on_failure=on_failure,
     )
 
 

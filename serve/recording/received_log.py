@@ -36,20 +36,15 @@ class ReceivedLog:
         ensure_received_table(dataset)
         recover_received(dataset)
         self.dataset = dataset
-        self._journal = Journal(dataset.received, encode_received, worker=worker, config=config)
+        self.journal = Journal(dataset.received, encode_received, worker=worker, config=config)
         self._recent: OrderedDict[tuple[str, str], _EpisodeSteps] = OrderedDict()
         self._num_held = 0
         self._lock = threading.Lock()
 
     @property
-    def num_pending(self) -> int:
-        """Pieces written and not yet committed."""
-        return self._journal.num_pending
-
-    @property
     def failure(self) -> str | None:
         """Why nothing more can be written, or None."""
-        return self._journal.failure
+        return self.journal.failure
 
     def write(self, pieces: Sequence[ReceivedPiece]) -> None:
         """Write pieces of episodes, all or none; what this worker holds already is left out.
@@ -67,13 +62,13 @@ class ReceivedLog:
                 if fresh[key].add(piece, number):
                     new.append(piece)
             if new:
-                self._journal.append([piece.record for piece in new])
+                self.journal.append([piece.record for piece in new])
             # Only now: what could not be written is not held.
             self._remember(fresh)
 
     def close(self) -> None:
         """Commit everything. Raises: ReplayLakeError; the next start then commits what is left."""
-        self._journal.close()
+        self.journal.close()
 
     def _remember(self, fresh: dict[tuple[str, str], _EpisodeSteps]) -> None:
         for key, steps in fresh.items():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.safety.access_log import STDOUT
@@ -15,6 +15,7 @@ from replaylake.serve.safety.hosts import check_host
 from replaylake.serve.safety.tokens import Tokens, read_tokens, variable_of
 
 _PREFIX: Final = "REPLAYLAKE_SERVE_"
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Safety:
 
     act_token_file, feedback_token_file, admin_token_file: tokens, one a line, of those who may act,
     feed back and look (/policy, /metrics); REPLAYLAKE_ACT_TOKEN and its kin hold them otherwise.
+    roles_file: the role table, of hashes of further tokens and what they may do by dataset.
     insecure: serve other machines without tokens. access_log: a file that gets one line of JSON a
     request, or `-` for stdout. allowed_hosts: names and addresses that it answers to, beside
     loopback and the address that it listens on; `*` for any. The others are those of Limits and
@@ -69,6 +71,7 @@ class Safety:
     act_token_file: Path | None = None
     feedback_token_file: Path | None = None
     admin_token_file: Path | None = None
+    roles_file: Path | None = None
     insecure: bool = False
     access_log: str | None = None
     allowed_hosts: tuple[str, ...] = ()
@@ -115,14 +118,14 @@ class Safety:
             unread_timeout_s=self.body_timeout_s,
         )
 
-    def tokens(self) -> Tokens:
-        """Read the tokens. Raises: ConfigInvalidError."""
+    def tokens(self, dataset: str | None = None) -> Tokens:
+        """Read the tokens of a server that logs to a dataset. Raises: ConfigInvalidError."""
         files = {
             "act": self.act_token_file,
             "feedback": self.feedback_token_file,
             "admin": self.admin_token_file,
         }
-        return read_tokens(files)
+        return read_tokens(files, roles_file=self.roles_file, dataset=dataset)
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that a worker reads: paths made absolute, and no token."""
@@ -142,7 +145,7 @@ class Safety:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Safety:
-        """Read a worker's variables. Raises: ConfigInvalidError, ValueError if a number is none."""
+        """Read a worker's variables. Raises: ConfigInvalidError."""
         values: dict[str, Any] = {}
         for field in fields(cls):
             text = environment.get(_PREFIX + field.name.upper())
@@ -151,11 +154,26 @@ class Safety:
         return cls(**values)
 
 
+def parse_number(name: str, text: str, kind: Callable[[str], _Number]) -> _Number:
+    """Parse the text of the variable of this field.
+
+    Raises: ConfigInvalidError, naming the variable, if the text is no number of this kind.
+    """
+    try:
+        return kind(text)
+    except ValueError as error:
+        expected = "an integer" if kind is int else "a number"
+        raise ConfigInvalidError(
+            f"serve: the variable {_PREFIX}{name.upper()}: found {text!r}, expected {expected}.",
+            parameter=name.lower(),
+        ) from error
+
+
 def _read(name: str, text: str, default: Any) -> Any:
     if isinstance(default, bool):
         return text == "1"
     if isinstance(default, int | float):
-        return type(default)(text)
+        return parse_number(name, text, type(default))
     if isinstance(default, tuple):
         return tuple(filter(None, (part.strip() for part in text.split(","))))
     return Path(text) if name.endswith("_file") else text
@@ -172,7 +190,8 @@ def check_exposure(address: str, safety: Safety) -> Tokens:
         raise ConfigInvalidError(
             f"serve: host: found {address}, which other machines can reach, but no tokens. Set "
             f"{variable_of('act')} or `act_token_file` (and those of the roles feedback and "
-            "admin), listen on 127.0.0.1, or allow requests without tokens with `insecure`.",
+            "admin) or `roles_file`, listen on 127.0.0.1, or allow requests without tokens with "
+            "`insecure`.",
             parameter="host",
         )
     return tokens

@@ -15,12 +15,27 @@ from pathlib import Path
 from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.lake.roles import (
+    LABELER,
+    OPERATOR,
+    READER,
+    WRITER,
+    RoleTable,
+    read_role_table,
+)
 from replaylake.serve.messages import RequestRefusedError
 
 ROLES: Final = ("act", "feedback", "admin")
 _MIN_CHARS: Final = 16
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750, section 2.1
 _MAX_FILE_BYTES: Final = 1 << 16
+# Roles of the role table by route, of which one suffices; of others a reader or an operator.
+_TABLE_ROLES_OF_ROUTE: Final[Mapping[str, tuple[str, ...]]] = {
+    "/act": (WRITER,),
+    "/episodes": (WRITER,),
+    "/feedback": (LABELER,),
+}
+_OTHER_TABLE_ROLES: Final = (READER, OPERATOR)
 # Probes carry no token, and a refusal of a path tells nothing. What is not listed is the admin's.
 _ROLE_OF_ROUTE: Final[Mapping[str, str | None]] = {
     "/act": "act",
@@ -42,29 +57,48 @@ def variable_of(role: str) -> str:
     return f"REPLAYLAKE_{role.upper()}_TOKEN"
 
 
+def table_roles_of(route: str) -> tuple[str, ...]:
+    """Return the roles of the role table of which one lets a token use a route."""
+    return _TABLE_ROLES_OF_ROUTE.get(route, _OTHER_TABLE_ROLES)
+
+
 @dataclass(frozen=True)
 class Tokens:
-    """Every token of every role, as bytes. Without any, nothing is asked for."""
+    """Every token of every role, as bytes, and the role table. Without any, nothing is asked for.
+
+    dataset: which one the server logs to, for the table; None if it logs to none.
+    """
 
     pairs: tuple[tuple[bytes, str], ...] = field(default=(), repr=False)
+    table: RoleTable | None = field(default=None, repr=False)
+    dataset: str | None = field(default=None, repr=False)
 
     @property
     def is_empty(self) -> bool:
         """Whether anybody may do anything."""
-        return not self.pairs
+        return not self.pairs and self.table is None
 
     @property
     def roles(self) -> frozenset[str]:
         """The roles that have tokens; while there are any, a role without is closed."""
-        return frozenset(role for _, role in self.pairs)
+        roles = {role for _, role in self.pairs}
+        for grant in self.table.grants if self.table is not None else ():
+            granted = grant.roles(self.dataset)
+            roles |= {
+                role
+                for route, role in (("/act", "act"), ("/feedback", "feedback"), ("", "admin"))
+                if granted & set(table_roles_of(route))
+            }
+        return frozenset(roles)
 
-    def check(self, role: str, authorization: bytes | None) -> None:
+    def check(self, role: str, authorization: bytes | None, route: str | None = None) -> None:
         """Let a request in by its Authorization header, or not.
 
-        Each token is compared with, and each comparison takes the same time whatever is presented.
+        route: decides which roles of the table suffice; None for none of them. Each token is
+        compared with, and each comparison takes the same time whatever is presented.
         Raises: RequestRefusedError: 401 without a token of ours, 403 with one of another role.
         """
-        if not self.pairs:
+        if self.is_empty:
             return
         scheme, _, presented = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer":
@@ -76,10 +110,18 @@ class Tokens:
             if hmac.compare_digest(token, presented):
                 is_known = True
                 is_allowed |= its_role == role
+        asked = ""
+        if self.table is not None and route is not None:
+            enough = table_roles_of(route)
+            asked = f", or {' or '.join(enough)} in the role table"
+            asked += "" if self.dataset is None else f" for dataset {self.dataset}"
+            if (grant := self.table.find(presented)) is not None:
+                is_known = True
+                is_allowed |= bool(grant.roles(self.dataset) & set(enough))
         if not is_known:
-            raise _unauthorized_error("unknown token", role)
+            raise _unauthorized_error("unknown token", f"{role}{asked}")
         if not is_allowed:
-            raise RequestRefusedError(403, "token", f"token lacks role {role}")
+            raise RequestRefusedError(403, "token", f"token lacks role {role}{asked}")
 
 
 def _unauthorized_error(cause: str, role: str) -> RequestRefusedError:
@@ -89,9 +131,15 @@ def _unauthorized_error(cause: str, role: str) -> RequestRefusedError:
 
 
 def read_tokens(
-    files: Mapping[str, Path | None], environment: Mapping[str, str] = os.environ
+    files: Mapping[str, Path | None],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    roles_file: Path | None = None,
+    dataset: str | None = None,
 ) -> Tokens:
     """Return the tokens of each role's file and variable (REPLAYLAKE_ACT_TOKEN and its kin).
+
+    roles_file: the role table; dataset: which one the server logs to.
 
     Raises: ConfigInvalidError, naming the file or variable and never what is in it.
     """
@@ -105,7 +153,8 @@ def read_tokens(
         variable = variable_of(role)
         if variable in environment:
             pairs += ((token, role) for token in _parse(environment[variable], variable, None))
-    return Tokens(tuple(dict.fromkeys(pairs)))
+    table = None if roles_file is None else read_role_table(roles_file)
+    return Tokens(tuple(dict.fromkeys(pairs)), table, dataset)
 
 
 def _read(path: Path, name: str) -> str:

@@ -29,6 +29,7 @@ class ServedPolicy:
     reference: what was asked for, such as `clone@champion`, of which the version is what it meant.
     since_ms: when this worker began to serve it, in ms since 1970, UTC; 0 where nobody asked.
     promotion: the last move of an alias to it, and what the comparison before that said.
+    sha256: of the manifest of its package, which is logged with each decision.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ServedPolicy:
     about: Mapping[str, Any] = field(default_factory=dict)
     since_ms: int = 0
     promotion: Mapping[str, Any] | None = None
+    sha256: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ __all__ = [
     "Sequences",
     "Snapshot",
     "Text",
+    "Tokenizer",
     "TorchSampler",
     "TrainConfig",
     "Transitions",
@@ -57,6 +58,8 @@ __all__ = [
     "open",
     "prefetch",
     "purge",
+    "read_role_table",
+    "readmit",
     "record",
     "resume",
     "resume_online",
@@ -84,6 +87,7 @@ if TYPE_CHECKING:
         Text,
         Tuple,
     )
+    from replaylake.datastore.episodes.tokenizer import Tokenizer
     from replaylake.datastore.errors import ReplayLakeError
     from replaylake.datastore.feedback.join import join_feedback
     from replaylake.datastore.interchange.export.export import export
@@ -93,11 +97,12 @@ if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
     from replaylake.datastore.lake.lake import open_lake as open
     from replaylake.datastore.lake.policies.package import load_policy
+    from replaylake.datastore.lake.roles import read_role_table
     from replaylake.datastore.lake.snapshot import Snapshot
     from replaylake.datastore.lake.versions.diff import diff
     from replaylake.datastore.maintenance.compact import compact
     from replaylake.datastore.maintenance.copy.copy import copy
-    from replaylake.datastore.maintenance.delete import delete
+    from replaylake.datastore.maintenance.delete import delete, readmit
     from replaylake.datastore.maintenance.fsck.fsck import fsck
     from replaylake.datastore.maintenance.labels.annotate import annotate
     from replaylake.datastore.maintenance.maintain import maintain
@@ -154,6 +159,7 @@ _LOCATIONS = {
     "Sequences": ("datastore.replay.items.sequences", "Sequences"),
     "Snapshot": ("datastore.lake.snapshot", "Snapshot"),
     "Text": ("datastore.episodes.spaces", "Text"),
+    "Tokenizer": ("datastore.episodes.tokenizer", "Tokenizer"),
     "TorchSampler": ("datastore.replay.to_torch", "TorchSampler"),
     "TrainConfig": ("offline.running.training.config", "TrainConfig"),
     "Transitions": ("datastore.replay.items.transitions", "Transitions"),
@@ -175,7 +181,9 @@ _LOCATIONS = {
     "mixture": ("datastore.replay.mixture", "mixture"),
     "open": ("datastore.lake.lake", "open_lake"),
     "prefetch": ("datastore.replay.prefetch", "prefetch"),
+    "readmit": ("datastore.maintenance.delete", "readmit"),
     "purge": ("datastore.maintenance.purge.purge", "purge"),
+    "read_role_table": ("datastore.lake.roles", "read_role_table"),
     "record": ("offline.environments.recording_wrapper", "record"),
     "resume": ("offline.running.train", "resume"),
     "resume_online": ("online.train", "resume_online"),

@@ -30,9 +30,13 @@ class Ran:
         return value
 
     def failed(self, *said: str) -> None:
-        """Check that it was one clear line and exit code 1."""
+        """Check that it was one clear line and exit code 1; an error in SQL also shows where."""
         assert self.code == 1, self
-        (line,) = self.err.splitlines()
+        line, *excerpt = self.err.splitlines()
+        if excerpt:
+            assert excerpt[0].startswith("LINE ")
+            assert excerpt[1].strip(" ^") == ""
+            assert len(excerpt) == 2
         assert line.startswith("error: ")
         assert "fault in ReplayLake" not in line
         for text in said:

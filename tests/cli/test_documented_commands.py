@@ -30,8 +30,10 @@ _PAGES = (
     "docs/HTTP.md",
     "docs/LABELS.md",
     "docs/MAINTENANCE.md",
+    "docs/NIGHTLY.md",
     "docs/ONLINE.md",
     "docs/OPE.md",
+    "docs/OPERATIONS.md",
     "docs/SERVING.md",
     "docs/STORAGE.md",
     "docs/TRAINING.md",
@@ -39,13 +41,13 @@ _PAGES = (
     "docs/TUTORIAL.md",
 )
 # What ends a command in a shell.
-_ENDS = {"|", ">", "<", "&", "&&"}
+_ENDS = {"|", ">", ">>", "<", "&", "&&"}
 
 
 def _shown(page: str) -> Iterator[list[str]]:
     """Yield the words of each command; one that leaves some out ("...") is not looked at."""
     text = (_ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    for line in re.findall(r"^ {4}(?:\$ )?(replaylake (?!-).*)", text, re.MULTILINE):
+    for line in re.findall(r"^(?: {4})?(?:\$ )?(replaylake (?!-).*)", text, re.MULTILINE):
         without_placeholders = re.sub(r"<(\w+)>", r"\1", line)
         tokens = shlex.shlex(without_placeholders, posix=True, punctuation_chars=True)
         tokens.whitespace_split = True

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import platform
 import re
 import resource
 import subprocess
@@ -17,13 +18,17 @@ import pytest
 import typer
 
 import replaylake.cli.commands.datasets
-from replaylake.cli.main import GROUPS, SHORT_FORMS, app, main
+from replaylake.cli.main import GROUPS, SHORT_FORMS, _build_commands, app
+from replaylake.cli.main import run as run_command
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.version import VERSION
 
 DOCS = (Path(__file__).parents[2] / "docs" / "CLI.md").read_text(encoding="utf-8")
 COMMANDS = [
     "ingest",
+    "quarantine list",
+    "quarantine show",
+    "quarantine clear",
     "rollout",
     "feedback join",
     "feedback status",
@@ -34,6 +39,11 @@ COMMANDS = [
     "datasets diff",
     "datasets tag",
     "datasets copy",
+    "datasets merge",
+    "datasets split",
+    "datasets rename-column",
+    "datasets drop-column",
+    "datasets set-reference",
     "datasets delete",
     "sql",
     "lineage",
@@ -68,6 +78,8 @@ COMMANDS = [
     "maintain vacuum",
     "maintain retention",
     "fsck",
+    "doctor",
+    "completion",
 ]
 SHORT = {
     "list": "datasets list",
@@ -111,6 +123,14 @@ def started(*arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
 
 def test_the_commands_are_those_that_were_promised() -> None:
     assert sorted(TREE) == sorted([*COMMANDS, *SHORT])
+
+
+def test_the_named_command_alone_is_built_where_there_is_one() -> None:
+    assert list(_build_commands("show").commands) == ["show"]
+    assert "join" in _build_commands("feedback").commands["feedback"].commands
+    for name in ("", "--help", "unknown"):
+        assert list(_build_commands(name).commands) == list(_build_commands("").commands)
+        assert "datasets" in _build_commands(name).commands
 
 
 def test_a_short_form_is_the_command_itself(run: Any) -> None:
@@ -241,7 +261,7 @@ def test_every_option_and_argument_is_explained_and_documented(name: str) -> Non
 
 def test_the_docs_describe_no_option_that_is_not_there() -> None:
     known = {option for command in TREE.values() for p in command.params for option in p.opts}
-    described = re.findall(r"^\| `(--[a-z-]+)", DOCS, re.M)
+    described = re.findall(r"^\| `(--[a-z0-9-]+)", DOCS, re.M)
     assert set(described) <= known | {"--version", "--help"}
 
 
@@ -277,16 +297,22 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert spent["help"] < 8 * spent["typer"]
 
 
-def test_the_console_script_is_main() -> None:
+def test_the_console_script_runs_main_and_ends() -> None:
     (script,) = [
         e for e in metadata.entry_points(name="replaylake") if e.group == "console_scripts"
     ]
-    assert script.load() is main
+    assert script.load() is run_command
 
 
 def test_version(run: Any) -> None:
     ran = run("--version")
-    assert (ran.code, ran.out) == (0, f"replaylake {VERSION}\n")
+    assert ran.code == 0
+    first, python, packages, extras, *_ = ran.out.splitlines()
+    assert first == f"replaylake {VERSION}"
+    assert python.startswith(f"Python {platform.python_version()}, ")
+    assert f"duckdb {metadata.version('duckdb')}, " in packages
+    assert extras.startswith("extras: ")
+    assert "serve" in extras
 
 
 @pytest.mark.parametrize(
@@ -294,6 +320,7 @@ def test_version(run: Any) -> None:
     [
         ("nonsense",),
         ("list", "--nonsense"),
+        ("list", "--nonsense", "--json"),
         ("sql",),
         ("sql", "select 1", "--file", "x.sql"),
         ("sql", "select 1", "--param", "n"),
@@ -312,11 +339,15 @@ def test_version(run: Any) -> None:
         ("promote", "p:1"),
     ],
 )
-def test_wrong_usage_is_exit_code_2_and_nothing_on_stdout(
+def test_wrong_usage_is_exit_code_2_and_no_result_on_stdout(
     run: Any, lake: Path, arguments: tuple[str, ...]
 ) -> None:
     ran = run(*arguments)
-    assert (ran.code, ran.out) == (2, "")
+    assert ran.code == 2
+    if "--json" in arguments:
+        assert ran.json["error"]["kind"] == "UsageError"
+    else:
+        assert ran.out == ""
     assert "Usage: replaylake" in ran.err
     assert "Traceback" not in ran.err
     assert not lake.exists()
@@ -454,6 +485,7 @@ def test_a_missing_dependency_names_its_extra(
     assert ran.json["error"]["kind"] == "ExtraMissingError"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments", "extra"),
     [
@@ -478,6 +510,7 @@ def test_a_command_without_its_extra(
     assert f"replaylake[{extra}]" in line
 
 
+@pytest.mark.slow
 def test_as_a_process_the_streams_stay_apart(tmp_path: Path) -> None:
     environment = {**os.environ, "REPLAYLAKE_LAKE": str(tmp_path / "none")}
     ran = started("list", "--json", env=environment, cwd=tmp_path)
@@ -488,6 +521,7 @@ def test_as_a_process_the_streams_stay_apart(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout) == (2, "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path, log: Path) -> None:
     lake = str(tmp_path / "lake")
     ran = started("ingest", str(log), "--dataset", "d", "--map", "observation=x,y", "--lake", lake)

@@ -78,6 +78,7 @@ def test_the_page_of_a_log(run: Any, log: Path, tmp_path: Path) -> None:
     assert any("mean 6.5, from 3 to 10" in text for text in page.texts)
 
 
+@pytest.mark.slow
 def test_json_has_the_numbers_of_the_page(run: Any, log: Path, tmp_path: Path) -> None:
     run("ingest", log, "--dataset", "d", "--map", "observation=x,y")
     body = run("show", "d", "--report", tmp_path / "r.html", "--json").json
@@ -121,6 +122,7 @@ def test_odd_numbers_make_a_page_too(
     assert _page(path).headings == _SECTIONS
 
 
+@pytest.mark.slow
 def test_what_is_encoded_keeps_its_names(run: Any, tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     log.write_text(

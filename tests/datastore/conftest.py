@@ -48,6 +48,33 @@ def make_episode() -> Callable[..., Episode]:
     return _make_episode
 
 
+def _make_dialogue(name: str = "d", num_steps: int = 3, **fields: Any) -> Episode:
+    """Generation t of a dialogue reads [10t, 10t + 1], and generates t + 1 ids from 100t on.
+
+    Each token has the log-prob -0.5, and the last generation the reward 1.
+    """
+    extras: dict[str, Any] = {
+        "observation_tokens": [[10 * t, 10 * t + 1] for t in range(num_steps)],
+        "action_tokens": [[100 * t + i for i in range(t + 1)] for t in range(num_steps)],
+        "action_log_probs": [[-0.5] * (t + 1) for t in range(num_steps)],
+    }
+    rewards = np.zeros(num_steps)
+    rewards[-1] = 1
+    given: dict[str, Any] = {
+        "episode_id": name,
+        "observations": np.array([f"question {t}" for t in range(num_steps)], object),
+        "actions": np.array([f"answer {t}" for t in range(num_steps)], object),
+        "rewards": rewards,
+        "terminated": True,
+    }
+    return Episode(**(given | fields | {"extras": extras | fields.get("extras", {})}))
+
+
+@pytest.fixture
+def make_dialogue() -> Callable[..., Episode]:
+    return _make_dialogue
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A policy package that passes every check but loading: its graph is no ONNX."""

@@ -100,6 +100,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found.tobytes() == expected.astype(found.dtype).tobytes()
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25,
     deadline=None,

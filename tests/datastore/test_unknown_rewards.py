@@ -206,6 +206,7 @@ def test_labels_fill_them(lake: Lake, dataset: Dataset) -> None:
     assert done.steps == 0
 
 
+@pytest.mark.slow
 def test_diff_compact_copy_and_fsck(lake: Lake, dataset: Dataset, tmp_path: Path) -> None:
     before = dataset.snapshot()
     labels = pa.table({"episode_id": ["c"], "score": [7.0]})

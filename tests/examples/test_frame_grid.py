@@ -159,7 +159,7 @@ def test_recorded_episodes_earn_what_is_expected(tmp_path: Path) -> None:
             "dqn",
             1500,
             1200,
-            {"learning_rate": 5e-4, "target_update_period": 1, "tau": 0.02, "double": True},
+            {"learning_rate": 1e-3, "target_update_period": 1, "tau": 0.05, "double": True},
         ),
     ],
 )

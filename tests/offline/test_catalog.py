@@ -65,6 +65,7 @@ def test_the_list_says_what_gives_priorities(batch, info):
     assert (learner.update(drawn).priorities is not None) == info.gives_priorities
 
 
+@pytest.mark.slow
 @pytest.mark.needs_d3rlpy
 def test_ours_comes_first_and_theirs_on_request():
     assert isinstance(make("bc"), GradientLearner)
@@ -122,6 +123,7 @@ def test_a_device_that_is_not_there_is_refused(device):
         make_learner("bc", OBSERVATION, Discrete(2), options={}, seed=0, device=device)
 
 
+@pytest.mark.slow
 def test_the_catalog_does_not_import_d3rlpy():
     code = (
         "import sys, replaylake.offline.algorithms.catalog as c; c.algorithms(); "

@@ -76,7 +76,11 @@ def same_bits(found, expected):
 def logged(lake, run_id):
     """What the metrics say but for times."""
     curves = read_curves(lake.storage, run_id)
-    return {name: (list(c.updates), list(c.values)) for name, c in curves.items()}
+    return {
+        name: (list(c.updates), list(c.values))
+        for name, c in curves.items()
+        if not name.startswith("profile/")
+    }
 
 
 def the_run(lake, run_id=None):
@@ -153,6 +157,7 @@ def test_every_algorithm_goes_on_to_the_bit(tmp_path, line_world, algorithm, act
     assert logged(lake, run_id) == logged(lake, whole.run_id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 6, 12])
 def test_killed_at_any_update_it_goes_on_to_the_bit(lake, at):
     config = quick(algorithm="dqn", holdout=0.3, selection_fqe_updates=20, checkpoint_updates=5)
@@ -285,6 +290,7 @@ def test_a_run_that_was_taken_over_registers_nothing(lake):
     def taken_over():
         path = f"_lake/runs/{the_run(lake)['run_id']}/heartbeat.json"
         body = json.loads(lake.storage.get(path))
+        body.pop("checksum")
         lake.storage.put(path, json.dumps({**body, "owner": "another", "host": "far"}).encode())
 
     with pytest.raises(CommitConflictError, match="goes on with it"):
@@ -319,7 +325,9 @@ def test_other_numbers_to_normalize_by_are_refused(lake):
     run = the_run(lake, run_id)
     run["normalization"]["observations"][""]["mean"][0] += 0.5
     lake.registry.record_run(run_id, {k: v for k, v in run.items() if k != "run_id"})
-    with pytest.raises(SchemaMismatchError, match="other numbers to normalize by"):
+    with pytest.raises(
+        SchemaMismatchError, match="other normalization statistics than it began with"
+    ):
         resume(lake, run_id)
 
 
@@ -405,6 +413,7 @@ def test_what_is_not_finite_fails_again_when_it_is_resumed(lake):
     assert lake.registry.list() == []
 
 
+@pytest.mark.slow
 def test_in_a_lake_on_an_object_store(bucket, line_world):
     lake = open_lake(f"s3://{bucket}/lake", create=True)
     lake.dataset("line").append(line_world(num_episodes=8))

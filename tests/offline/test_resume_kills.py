@@ -104,6 +104,9 @@ def test_killed_again_and_again_it_ends_with_the_same_weights(tmp_path, line_wor
     curves = [read_curves(lake.storage, runs[name]["run_id"]) for name in ("whole", "killed")]
     assert curves[0].keys() == curves[1].keys()
     for name, curve in curves[0].items():
+        if name.startswith("profile/"):
+            # Times.
+            continue
         assert curves[1][name].updates.tolist() == curve.updates.tolist()
         assert curves[1][name].values.tobytes() == curve.values.tobytes()
     assert lake.storage.names(f"_lake/runs/{run_id}/checkpoints") == []

@@ -576,7 +576,8 @@ def test_what_can_be_resumed(folder: Path) -> None:
     assert account(lake, run_id) == found
     life = Life(folder / "lake", folder, "--resume", "01nothing")
     life.end(code=1)
-    assert f"error: run '01nothing': not in this lake, whose latest are {run_id}" in life.said
+    said = "error: run '01nothing': found no run or policy of that name in this lake, whose latest"
+    assert f"{said} runs are {run_id}" in life.said
 
 
 @pytest.mark.slow

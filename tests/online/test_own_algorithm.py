@@ -21,6 +21,7 @@ SMALL = OnlineConfig(
 )
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_ones_own_learns_online_and_offline(lake):
     result = train_online(lake, "live", replace(SMALL, env="CartPole-v1", policy="own"))
     assert result.num_updates == 800

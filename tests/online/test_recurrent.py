@@ -27,6 +27,7 @@ def request(algorithm, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["ppo", "impala"])
 def test_one_is_learned_into_a_dataset_that_is_new(lake, algorithm):
     done = train_online(lake, "pole", request(algorithm))
@@ -37,6 +38,7 @@ def test_one_is_learned_into_a_dataset_that_is_new(lake, algorithm):
     assert row["n"] == row["states"] == 400
 
 
+@pytest.mark.slow
 def test_one_is_learned_into_a_dataset_of_those_that_remember_nothing(lake):
     rollout(lake, "pole", "random", RolloutConfig("CartPole-v1", episodes=3))
     train_online(lake, "pole", request("ppo"))
@@ -46,6 +48,7 @@ def test_one_is_learned_into_a_dataset_of_those_that_remember_nothing(lake):
     assert row["states"] == 400
 
 
+@pytest.mark.slow
 def test_one_that_remembers_more_than_the_dataset_keeps_is_refused(lake):
     train_online(lake, "pole", request("ppo"))
     version = lake.dataset("pole").snapshot().version

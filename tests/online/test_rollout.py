@@ -131,7 +131,7 @@ def test_a_failure_leaves_whole_episodes_and_says_how_many(lake, toys):
         rollout(lake, "toys", "random", replace(config, episodes=20))
     message = str(caught.value)
     assert "ValueError: the gripper" in message
-    assert "Committed to 'toys' before it: 6 of 20 episodes" in message
+    assert "Committed to 'toys' before: 6 of 20 episodes" in message
     episodes = _steps(lake, "select num_steps, complete from toys.episodes order by 1")
     # Seeds 0 to 5; that of seed 6 ended in the two steps that failed, and was not handed over.
     assert [row["num_steps"] for row in episodes] == [1, 1, 2, 2, 3, 3]
@@ -180,6 +180,7 @@ def test_a_dataset_without_masks_refuses_an_environment_with_them(lake, toys):
     assert lake.dataset("masked").spec.mask_size == 3
 
 
+@pytest.mark.slow
 def test_a_full_disk_makes_a_pause(lake, toys, nearly_full_disk):
     config = RolloutConfig("CartPole-v1", flush_steps=2000)
     said = []
@@ -219,6 +220,7 @@ def test_fresh_seeds_differ():
     assert 0 <= fresh_seed() < 2**30
 
 
+@pytest.mark.slow
 def test_a_local_rollout_imports_neither_ray_nor_torch(tmp_path):
     program = f"""
 import sys

@@ -115,7 +115,7 @@ def test_agents_have_policies_of_their_own(lake, games, coin):
             lake, "pings", "random", replace(config, episodes=1, agent_policies={"zoe": "coin"})
         )
     alone = RolloutConfig("CartPole-v1")
-    with pytest.raises(ConfigInvalidError, match="environment of one agent"):
+    with pytest.raises(ConfigInvalidError, match="environment has one agent"):
         rollout(lake, "poles", "random", replace(alone, episodes=1, agent_policies={"bob": "coin"}))
 
 
@@ -137,6 +137,7 @@ def test_noughts_and_crosses_at_random_is_as_it_is_known_to_be(lake):
     assert receipt.mean_return == 0
 
 
+@pytest.mark.slow
 def test_a_random_policy_returns_what_the_frozen_lake_gives_it(lake, shared_data):
     exact = json.loads((shared_data / "gym_exact_values.json").read_text())
     expected = exact["FrozenLake-v1"]["uniform_random"]["gamma1.0_H100"]

@@ -74,13 +74,23 @@ def test_a_run_collects_learns_and_registers(lake):
     last = points[-2][1]
     # A row: two observations of 4 floats, an action, 4 floats more, key, number and a flag.
     row_bytes = 2 * 16 + 8 + 4 * 4 + 16 + 8 + 1
-    assert last["profile/sample/bytes"] == last["profile/sample/items"] * 16 * row_bytes
+    assert (
+        last["profile/trainer/sample/bytes"]
+        == last["profile/trainer/sample/items"] * 16 * row_bytes
+    )
     shards = lake.snapshot("live").files
-    assert last["profile/commit/bytes"] == sum(one.size_bytes for one in shards)
+    assert last["profile/background/commit/bytes"] == sum(one.size_bytes for one in shards)
     names = {name for _, values in points for name in values}
-    assert {"return", "env_steps", "q_loss", "profile/update/seconds", "steps_per_s"} <= names
+    assert {
+        "return",
+        "env_steps",
+        "q_loss",
+        "profile/trainer/update/seconds",
+        "steps_per_s",
+    } <= names
 
 
+@pytest.mark.slow
 def test_lineage_says_what_a_run_collected_and_not_what_was_there_before(lake):
     train_online(lake, "live", request(steps=400))
     before = lake.dataset("live").snapshot()
@@ -94,6 +104,7 @@ def test_lineage_says_what_a_run_collected_and_not_what_was_there_before(lake):
     assert run["datasets"][0]["content_hash"] == digest
 
 
+@pytest.mark.slow
 def test_every_step_has_the_log_probability_that_its_epsilon_gives(lake):
     train_online(lake, "live", request(epsilon_start=0.5, epsilon_end=0.5))
     probs = rows(lake, "select distinct round(exp(behavior_log_prob), 4) p from live.steps")
@@ -101,6 +112,7 @@ def test_every_step_has_the_log_probability_that_its_epsilon_gives(lake):
     assert sorted(row["p"] for row in probs) == [0.25, 0.75]
 
 
+@pytest.mark.slow
 def test_the_local_run_is_the_same_again(lake, tmp_path):
     from replaylake.datastore.lake.lake import open_lake
 
@@ -112,6 +124,7 @@ def test_the_local_run_is_the_same_again(lake, tmp_path):
     assert lake.sql(of).equals(other.sql(of))
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_where_that_is_off(lake):
     result = train_online(lake, "live", request(record=False))
     assert (result.num_steps, result.num_updates) == (1200, 1000)
@@ -120,6 +133,7 @@ def test_nothing_is_recorded_where_that_is_off(lake):
     assert (own["num_steps"], own["content_hash"]) == (0, None)
 
 
+@pytest.mark.slow
 def test_a_continuous_policy_begins_with_uniform_actions(lake):
     config = replace(
         SMALL, algorithm="sac", steps=500, evaluate_steps=None, options={"hidden_sizes": [16]}
@@ -131,6 +145,7 @@ def test_a_continuous_policy_begins_with_uniform_actions(lake):
     assert 200 <= found[0]["n"] <= 264  # and the rest of a round
 
 
+@pytest.mark.slow
 def test_noise_has_no_density(lake):
     config = replace(
         SMALL, algorithm="td3", steps=400, evaluate_steps=None, options={"hidden_sizes": [16]}
@@ -149,6 +164,7 @@ def test_a_run_ends_once_it_returns_enough(lake):
     assert result.selection["value"] >= 8.0
 
 
+@pytest.mark.slow
 def test_a_run_that_gets_no_better_ends(lake):
     result = train_online(
         lake,
@@ -165,6 +181,7 @@ def test_a_run_that_gets_no_better_ends(lake):
     assert result.num_steps < 10_000
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_all_that_it_collected(lake):
     seen = []
 
@@ -194,6 +211,7 @@ def test_an_interrupted_run_goes_on_with_all_that_it_collected(lake):
     assert resume_online(lake, result.run_id).already_finished
 
 
+@pytest.mark.slow
 def test_steps_are_taken_once_over_an_interrupt(lake):
     points = []
     ppo = request(
@@ -217,6 +235,7 @@ def test_steps_are_taken_once_over_an_interrupt(lake):
     assert 0.9 < points[-2]["samples_per_insert"] < 1.02
 
 
+@pytest.mark.slow
 def test_offline_data_are_mixed_in(lake):
     train_online(lake, "live", request(steps=600))
     result = train_online(lake, "more", request(mix={"live@1": 0.5}))
@@ -224,6 +243,7 @@ def test_offline_data_are_mixed_in(lake):
     assert [(d["dataset"], d["named"]) for d in datasets] == [("more", "more"), ("live", "live@1")]
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_policy(lake):
     first = train_online(lake, "live", request())
     again = train_online(lake, "live", request(steps=300, start_from="learned", options=OPTIONS))

@@ -57,7 +57,7 @@ def test_workers_collect_what_the_learner_learns_from(lake, mode):
     assert result.num_updates == result.num_steps - 200
     # Each round of a synchronous run is acted by the policy that learned from the one before.
     assert row["v"] > 3
-    links = {name.split("/")[1] for name in points if name.startswith("profile/")}
+    links = {name.split("/")[2] for name in points if name.count("/") == 3}
     assert {"env_step", "inference", "shard_write", "commit", "decode", "update"} <= links
     assert 0 < points["latency_ms"] < 10_000
 

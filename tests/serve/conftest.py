@@ -152,12 +152,14 @@ def await_ready(process) -> Server:
         process.stdout.close()
         raise AssertionError("".join(lines))
 
+    address = line.split(" on ")[1].split(",")[0]
+
     def read_on():
         with process.stdout:
             lines.extend(process.stdout)
 
     threading.Thread(target=read_on, daemon=True).start()
-    return Server(process, lines[-1].split(" on ")[1].split(",")[0], lines)
+    return Server(process, address, lines)
 
 
 class AppClient:
@@ -299,8 +301,9 @@ def logged(app_client, policy, tmp_path):
     lake = open_lake(tmp_path / "lake", create=True)
     signer = DecisionSigner(lake.signing_key(), "d")
     log = DecisionLog(lake.dataset("d"), policy.spec, signer.worker, window_s=60)
-    with app_client(create_app(lambda: make_serving(policy, log=log, signer=signer))) as client:
-        client.lake, client.log, client.signer = lake, log, signer
+    serving = make_serving(policy, log=log, signer=signer)
+    with app_client(create_app(lambda: serving)) as client:
+        client.lake, client.log, client.signer, client.serving = lake, log, signer, serving
         yield client
 
 

@@ -1,12 +1,16 @@
 """The HTTP API in process: what it answers, and every way in which it refuses."""
 
 import json
+import shutil
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.app import create_app
+from replaylake.serve.recording.decision_log import DecisionLog
 
 GOOD = [0.1, 0.2, 0.3, 0.4]
 
@@ -28,6 +32,7 @@ FIELDS = st.sampled_from(
 ROUTES = st.sampled_from(["/act", "/feedback"])
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=300)
 @hypothesis.given(body=st.dictionaries(FIELDS, JSON, max_size=4) | JSON, path=ROUTES)
 def test_no_body_is_beyond_us(client, body, path):
@@ -70,7 +75,7 @@ def test_health(app_client, policy, serving):
     with app_client(app) as client:
         assert app.state.is_ready()
         assert client.get("/livez").status_code == 200
-        assert client.get("/readyz").json() == {"ready": True}
+        assert client.get("/readyz").json() == {"ready": True, "degraded": []}
     assert not app.state.is_ready()
 
 
@@ -99,3 +104,25 @@ def test_the_unforeseen_is_500_without_internals(app_client, policy, caplog, ser
     refused(response, 500, "server")
     assert "secret" not in response.text
     assert "secret/path" in caplog.text
+
+
+def test_a_dataset_that_is_removed_under_a_server(
+    app_client, policy, serving, refused, tmp_path, caplog
+):
+    """Nothing more is acknowledged, probes report it, and the end is one line for each journal."""
+    lake = open_lake(tmp_path / "lake", create=True)
+    signer = DecisionSigner(lake.signing_key(), "d")
+    log = DecisionLog(lake.dataset("d"), policy.spec, signer.worker)
+    with app_client(create_app(lambda: serving(policy, log=log, signer=signer))) as client:
+        assert client.post("/act", json={"observation": GOOD}).status_code == 200
+        shutil.rmtree(tmp_path / "lake" / "d")
+        refused(client.post("/act", json={"observation": GOOD}), 503, "log")
+        report = {"request_id": "r", "reward": 1.0}
+        refused(client.post("/feedback", json=report), 503, "log")
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/livez").status_code == 200
+        assert "replaylake_log_failures_total 2.0" in client.get("/metrics").text
+    at_end = [record for record in caplog.records if "not committed at the end" in record.message]
+    assert [record.message.split()[0] for record in at_end] == ["decisions", "rewards"]
+    assert all("Restore the dataset" in record.message for record in at_end)
+    assert not any(record.exc_info for record in caplog.records)

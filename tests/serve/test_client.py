@@ -55,6 +55,7 @@ def joined(lake, num_steps, timeout_s=20.0):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_act_and_every_way_to_report(client, lake):
     first = client.act(GOOD, episode_id="c1", step=0)
     assert isinstance(first, Action)
@@ -101,6 +102,7 @@ def test_act_batch(client, num):
     assert set(named.actions.tolist()) == {0}
 
 
+@pytest.mark.slow
 def test_a_state_too_long_for_a_query_is_sent_all_the_same(kit, tmp_path):
     """As of a policy that sees the last frames; its state goes back as it came."""
     spec = PolicySpec(Box((4, 1000)), Discrete(2), "categorical", state_size=20_000)

@@ -73,30 +73,32 @@ def export(
     force: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ExportReceipt:
-    """Write `NAME`, `NAME@VERSION` or `NAME@TAG` as a file, or a folder, of another format.
+    """Write `NAME`, `NAME@VERSION` or `NAME@TAG` as a file, or a directory, of another format.
 
-    It is written beside its name and renamed once it is durable: it is there whole or not at all.
-    Episodes come in the order of their first rows, under the ids that their source gave them where
-    these are unique, each whole unless steps are missing. Read again, the rows are equal as far as
-    the format has a place for them; the receipt's notes say for what it has none.
+    The export is written under a temporary name and renamed when it is durable, so it exists
+    completely or not at all. Episodes are written in the order of their first rows, each as a whole
+    unless steps are missing, and with the ids of their source if these are unique. Ingesting the
+    export gives equal rows, except for values that the format cannot store, which the receipt's
+    notes list.
 
     Args:
-        lake: where from.
+        lake: the lake.
         name: the snapshot.
-        path: where to; nothing may be there.
+        path: the path to write; it must not exist.
         format: a name from `formats.catalog.FORMATS` that can be written.
         where: SQL condition over the columns of `episodes`; selects whole episodes.
-        where_steps: SQL condition over the columns of `steps`; keeps these steps alone. Consecutive
-            ones become a piece, whose first_step is theirs.
-        force: replace what is there. A folder must be of the same format.
-        on_progress: called as rows are read.
+        where_steps: SQL condition over the columns of `steps`; selects steps. Each run of
+            consecutive steps becomes a piece with its step numbers.
+        force: replace an existing file, or a directory of the same format.
+        on_progress: called while rows are read.
 
-    Cost: memory stays below 1 GiB whatever the size; what episodes that are written in turns need
-    beyond it is put beside `path` meanwhile.
-    Raises: NotFoundError, InvalidNameError; ConfigInvalidError for another format;
-    AlreadyExistsError; QueryRefusedError, QueryError for a condition; EmptyReplayError if it
-    selects nothing; SpaceUnsupportedError where the format has no place for the observations or
-    actions; ShardCorruptError; StorageError.
+    Cost: memory stays below 1 GiB, whatever the size of the dataset; episodes whose steps were
+    written in alternation are buffered on disk, next to `path`.
+
+    Raises: NotFoundError, InvalidNameError; ConfigInvalidError for an unknown format;
+    AlreadyExistsError; QueryRefusedError or QueryError for a condition; EmptyReplayError if it
+    selects nothing; SpaceUnsupportedError if the format cannot store the observations or actions;
+    ShardCorruptError; StorageError.
     """
     known = writable_format(format)
     snapshot = lake.snapshot(name)
@@ -155,8 +157,9 @@ class _Export:
             _publish(path, target, force)
         except OSError as error:
             raise StorageError(
-                f"{target}: {error.strerror or error}, expected to write there. Nothing was; make "
-                "room or choose another path."
+                f"{target}: {error.strerror or error}, expected to write there. Nothing was "
+                "written; "
+                "free some space or choose another path."
             ) from error
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -193,8 +196,8 @@ class _Export:
     def _check_not_empty(self) -> None:
         if not self._num_steps:
             raise EmptyReplayError(
-                f"{self._snapshot.dataset}@{self._snapshot.version}: found no step that the "
-                "selection leaves, expected one or more. Nothing was written; widen `where`."
+                f"{self._snapshot.dataset}@{self._snapshot.version}: found no step that meets "
+                "the conditions, expected one or more. Nothing was written; widen `where`."
             )
 
     def _notes(self) -> Iterator[str]:
@@ -225,13 +228,14 @@ def _check_target(target: Path, known: WritableFormat, force: bool) -> None:
         return
     if not force:
         raise AlreadyExistsError(
-            f"{target}: found something there, expected a free name. Choose another, or replace "
+            f"{target}: found an existing file or folder, expected a path that does not exist. "
+            "Choose another, or replace "
             "it with `force`."
         )
     if target.is_dir() and not target.is_symlink() and not _is_of_format(target, known):
         raise AlreadyExistsError(
             f"{target}: found a folder that holds no {known.name}, expected an earlier export. "
-            "Remove it yourself, or choose another name."
+            "Remove it yourself, or choose another path."
         )
 
 
@@ -261,7 +265,8 @@ def _publish(path: Path, target: Path, force: bool) -> None:
         os.rename(path, target)
     elif not force:
         raise AlreadyExistsError(
-            f"{target}: found something that came there meanwhile, expected a free name. Choose "
+            f"{target}: found that another process created it meanwhile, expected a path that "
+            "does not exist. Choose "
             "another, or replace it with `force`."
         )
     elif path.is_file() and not (target.is_dir() and not target.is_symlink()):

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.query.conditions import episodes_where
 from replaylake.datastore.query.expressions import (
+    canonical_condition,
     canonical_expression,
     select_episode_keys,
     select_steps,
@@ -61,7 +63,7 @@ def select_for_export(
     Memory: the ids of the selected episodes, and a byte a row with `where_steps`. Raises:
     QueryRefusedError where a condition cannot be reproduced, QueryError.
     """
-    by_episode = None if where is None else canonical_expression(where)
+    by_episode = None if where is None else canonical_condition(where)
     by_step = None if where_steps is None else canonical_expression(where_steps)
     episodes = None
     if by_episode is not None:
@@ -76,8 +78,9 @@ def select_for_export(
 
 def _find_shared_ids(snapshot: Snapshot, where: str | None) -> frozenset[str]:
     source = schema.SOURCE_EPISODE_ID
+    selected = episodes_where(where or "true", snapshot.table.schema.names)
     rows = snapshot.sql(
-        f"SELECT {source} FROM episodes WHERE {source} IS NOT NULL AND ({where or 'true'}) "
+        f"SELECT {source} FROM ({selected}) WHERE {source} IS NOT NULL "
         f"GROUP BY {source} HAVING count(DISTINCT {schema.EPISODE_ID}) > 1"
     )
     return frozenset(rows[source].to_pylist())

@@ -318,8 +318,8 @@ class PendingEpisodes:
             self._write(path)
         except OSError as error:
             raise StorageError(
-                f"{path}: {error.strerror or error}, expected room for rows of episodes that are "
-                "not whole yet. Free disk space beside the target, or export to another disk."
+                f"{path}: {error.strerror or error}, expected space for rows of incomplete "
+                "episodes. Free disk space beside the target, or export to another disk."
             ) from error
         self._in_memory, self._num_bytes = [], 0
 

@@ -6,10 +6,11 @@ are mapped. Slates, several actions of one decision, are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -40,7 +41,7 @@ _CONTEXT: Final = ("user_feature_*", "position")
 _ITEM_FEATURE: Final = "item_feature_"
 # What other logs of this kind call theirs; mapped where `--format bandit` says that it is one.
 _CONTEXTS: Final = ("context", "context_*", "position")
-_PROPENSITY_NAMES: Final = ("propensity", "prob", "probability")
+_PROPENSITY_NAMES: Final = ("prob", "probability")
 # Files that are asked whether they are of this kind: an item table may come first.
 _NUM_PROBED: Final = 16
 # Several rows of one of these are several actions of one decision.
@@ -51,7 +52,7 @@ class BanditFormat:
     """One-step logs: the Open Bandit Dataset by itself, others by `--map`."""
 
     name = "bandit"
-    about = "one decision a row: the Open Bandit Dataset, or any table of that kind by `mapping`"
+    about = "one decision per row: the Open Bandit Dataset, or a similar table with `mapping`"
     is_folder = False
 
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
@@ -62,8 +63,8 @@ class BanditFormat:
         decisions = [file for file in files if file not in items]
         if not decisions:
             raise SourceInvalidError(
-                f"{items[0].name}: found a table of items and their features, expected one with a "
-                "row a decision. Ingest the log of decisions that it belongs to."
+                f"{items[0].name}: found a table of items and their features, expected one row per "
+                "decision. Ingest the log of decisions that it belongs to."
             )
         names = _columns(decisions[0])
         notes = [
@@ -141,8 +142,8 @@ def _refuse_slates(
     kind = kinds.get(action)
     if kind is not None and _is_slate(kind):
         raise SourceInvalidError(
-            f"column {action!r}: found {kind}, expected one action a row: a list of actions is a "
-            "slate, and slates are not supported. Write one row for each position, with the "
+            f"column {action!r}: found {kind}, expected one action per row: a list of actions is "
+            "a slate, and slates are not supported. Write one row for each position, with the "
             "position in the context and the propensity of the item at that position."
         )
     mapped = {*options.mapping.values()}  # kept under another name: the caller knows what it is
@@ -153,7 +154,8 @@ def _refuse_slates(
             and (example := _find_repeated(tables, name)) is not None
         ):
             raise SourceInvalidError(
-                f"column {name!r}: found {example!r} in several rows, expected one row a decision: "
+                f"column {name!r}: found {example!r} in several rows, expected one row per "
+                "decision: "
                 "several are a slate, and slates are not supported. Keep one row of each, or, if "
                 "each row was decided by itself (as at a position of its own, which is in the "
                 f"context), say so with `mapping` {name}_={name}."
@@ -168,12 +170,29 @@ def _is_slate(kind: pa.DataType) -> bool:
 
 
 def _find_repeated(tables: CachedTables, name: str) -> Any:
-    """Return a value that stands in two rows, or None."""
+    """Return a value that stands in two rows, or None; memory: 8 bytes a value."""
+    hashes = [np.zeros(0, np.int64)]
+    is_repeated = False
+    for values in _distinct_values(tables, name):
+        is_repeated |= any(num > 1 for _, num in values)
+        hashes.append(np.fromiter(map(hash, (value for value, _ in values)), np.int64))
+    found = np.sort(np.concatenate(hashes))
+    several = {*found[1:][found[1:] == found[:-1]].tolist()}
+    if not several and not is_repeated:
+        return None
     seen: set[Any] = set()
+    for values in _distinct_values(tables, name):
+        for value, num in values:
+            if num > 1 or value in seen:
+                return value
+            if hash(value) in several:
+                seen.add(value)
+    return None
+
+
+def _distinct_values(tables: CachedTables, name: str) -> Iterator[list[tuple[Any, int]]]:
+    """Yield each value of a chunk's column with how often it is there, one chunk at a time."""
     for chunk in tables.chunks([name]):
         counts = pc.value_counts(chunk.table.column(name).combine_chunks().drop_null())
-        for count in counts.to_pylist():
-            if count["counts"] > 1 or count["values"] in seen:
-                return count["values"]
-            seen.add(count["values"])
-    return None
+        values, nums = counts.field("values").to_pylist(), counts.field("counts").to_pylist()
+        yield [*zip(values, nums, strict=True)]

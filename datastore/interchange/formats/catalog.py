@@ -14,6 +14,7 @@ from replaylake.datastore.interchange.formats.generic.jsonl import JsonlFormat
 from replaylake.datastore.interchange.formats.generic.parquet import ParquetFormat
 from replaylake.datastore.interchange.formats.lerobot import LeRobotFormat
 from replaylake.datastore.interchange.formats.minari.minari import MinariFormat
+from replaylake.datastore.interchange.formats.nemorl import NemoRlFormat
 from replaylake.datastore.interchange.formats.npz.npz import NpzFormat
 from replaylake.datastore.interchange.formats.reagent.reagent import ReagentFormat
 from replaylake.datastore.interchange.formats.rlds.rlds import RldsFormat
@@ -33,6 +34,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     NpzFormat(),
     ParquetFormat(),
     ArrowFormat(),
+    NemoRlFormat(),
     TranscriptsFormat(),
     JsonlFormat(),
     CsvFormat(),

@@ -40,6 +40,8 @@ CHECKS: Final[dict[str, str]] = {
     "the rows are out of order, shifted, or another log's",
     "space": "found a value outside the space",
     "action_mask": "found an action that its own mask forbids",
+    "tokens": "found token columns that do not go together, or an id outside the vocabulary",
+    "parent": "found a parent that the episode does not have, or that does not precede the step",
     "name": "found an id that no table can hold",
     "no_end": "found no end of episode",
     "time_limit": "found a termination at the greatest length, which may be a time limit",
@@ -51,13 +53,15 @@ CHECKS: Final[dict[str, str]] = {
 class Finding:
     """One thing wrong with an episode: the door check's name, and what was found where.
 
-    num_rows: how many of its rows fail. place: the first of them, as `FILE row N`.
+    num_rows: how many of its rows fail. place: the first of them, as `FILE row N`. column: the
+    field of ours that fails, where a check is counted for each.
     """
 
     check: str
     message: str
     num_rows: int = 1
     place: str = ""
+    column: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class Check:
 
     outcome: the episodes were `rejected`; `corrected`, as by putting rows in order; or `noted` and
     kept as they are. example: in full, with the episode's id; place: its first row alone, as
-    `FILE row N`. advice: what to do about it, where there is a choice.
+    `FILE row N`. advice: what to do about it, where there is a choice. column: the field that it
+    was found in, where a check is counted for each.
     """
 
     name: str
@@ -76,9 +81,16 @@ class Check:
     example: str
     advice: str = ""
     place: str = ""
+    column: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return a JSON object; `column` is in it only where there is one."""
+        body = asdict(self)
+        return body if self.column else {n: v for n, v in body.items() if n != "column"}
+
+
+# The files' names, and the rows' numbers in them, of rows by their numbers in the whole source.
+Locate = Callable[[Array], tuple[list[str], list[int]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +101,7 @@ class RowLocations:
     """
 
     rows: Array
-    locate: Callable[[Array], tuple[list[str], list[int]]]
+    locate: Locate
 
     def locate_rows(self, start: int, end: int) -> tuple[list[str], list[int]]:
         """Return the files and row numbers of the episode's rows start..end."""
@@ -102,16 +114,16 @@ class RowLocations:
 
 
 class CheckCounts:
-    """Adds up what checks found, by name and outcome; the first example stays."""
+    """Adds up what checks found, by name, column and outcome; the first example stays."""
 
     def __init__(self) -> None:
-        self._all: dict[tuple[str, str], Check] = {}
+        self._all: dict[tuple[str, str, str], Check] = {}
 
     def add(self, check: Check) -> None:
         """Count what was found in some episodes; nothing if it is none."""
         if not check.num_episodes:
             return
-        key = (check.name, check.outcome)
+        key = (check.name, check.column, check.outcome)
         known = self._all.get(key)
         if known is not None:
             check = replace(

@@ -225,7 +225,7 @@ class _EpisodeReader:
         if {*leaf_lengths(final).values()} != {1}:
             raise SourceInvalidError(
                 f"{self._file.name}: {path} has {leaf_lengths(final)} rows, expected one. The file "
-                "may be torn: write it again."
+                "may be damaged: write it again."
             )
         return final
 
@@ -239,7 +239,7 @@ class _EpisodeReader:
         if not parts:
             raise SourceInvalidError(
                 f"{self._file.name}: found no dataset {path!r}, expected it, as num_episodes "
-                "counts it. The file may be cut: write it again."
+                "counts it. The file may be truncated: write it again."
             )
         return parts
 
@@ -253,7 +253,7 @@ def _num_episodes(hdf5: Hdf5File, file: SourceFile, names: set[str]) -> int:
         there = sum(name.startswith("rewards_") for name in names)
         raise SourceInvalidError(
             f"{file.name}: num_episodes is {num!r} and there are rewards of {there} episodes, "
-            "expected as many. The file may be cut: write it again."
+            "expected the same number. The file may be truncated: write it again."
         )
     return num
 
@@ -278,12 +278,12 @@ def _refuse_spaces(spec: DatasetSpec) -> None:
     if not all(isinstance(part, Box) for part in parts):
         raise SpaceUnsupportedError(
             f"d3rlpy: the observation space is {describe_space(observation)}, expected a Box or a "
-            "Tuple of them. Export to minari, which holds it."
+            "Tuple of them. Export to minari, which can store it."
         )
     if not isinstance(action, Discrete | Box):
         raise SpaceUnsupportedError(
             f"d3rlpy: the action space is {describe_space(action)}, expected Discrete or a Box. "
-            "Export to minari, which holds it."
+            "Export to minari, which can store it."
         )
 
 

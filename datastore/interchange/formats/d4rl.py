@@ -177,8 +177,8 @@ class _D4rlWriter:
         if self._open is not None:
             raise SpaceUnsupportedError(
                 f"D4RL: episode {self._open} has no end and is not the last one, expected one "
-                "terminated or truncated: readers would take the next episode for its "
-                "continuation. Leave open ones out with `where`, or export to minari."
+                "terminated or truncated: readers would join it with the next episode. "
+                "Leave open ones out with `where`, or export to minari."
             )
         if not (episode.terminated or episode.truncated):
             self._open = episode.episode_id
@@ -201,5 +201,5 @@ def _refuse_nested(spec: DatasetSpec) -> None:
         if isinstance(space, Dict | Tuple | Text):
             raise SpaceUnsupportedError(
                 f"D4RL: the {what} space is {describe(space)}, expected one array of numbers. "
-                "Export to minari, which holds it."
+                "Export to minari, which can store it."
             )

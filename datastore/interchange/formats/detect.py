@@ -88,7 +88,7 @@ def _unknown_format_error(file: SourceFile) -> SourceInvalidError:
         return SourceInvalidError(f"{file.name}: {known}")
     found = f"content that begins with {file.head(8)!r}" if kind == _TEXT else f"{kind} file"
     return SourceInvalidError(
-        f"{file.name}: found {found} of no format that is known here (`replaylake formats` lists "
+        f"{file.name}: found {found} of an unknown format (`replaylake formats` lists "
         "them). Convert it, or name the format with `format`."
     )
 

@@ -108,6 +108,6 @@ def _pixels(image: Any) -> Array:
 def _undecodable_error(where: str, error: Exception) -> SourceInvalidError:
     reason = " ".join(str(error).split())
     return SourceInvalidError(
-        f"{where}: could not be decoded ({reason}), expected a whole PNG or JPEG. Write it "
+        f"{where}: could not be decoded ({reason}), expected a complete PNG or JPEG. Write it "
         "again, or leave its episode out."
     )

@@ -211,14 +211,15 @@ def _gather(columns: dict[str, Any], ours: str, meta: LeRobotMeta) -> None:
     members = {column_name(n.removeprefix(f"{ours}."), i): n for i, n in enumerate(theirs)}
     if len(members) < len(theirs):
         raise SourceInvalidError(
-            f"{meta.data[0].name}: found the columns {', '.join(theirs)}, expected names that stay "
-            "distinct once characters outside [A-Za-z0-9_] are replaced. Rename one."
+            f"{meta.data[0].name}: found the columns {', '.join(theirs)}, expected names that "
+            "remain "
+            "distinct after characters outside [A-Za-z0-9_] are replaced. Rename one."
         )
     if not members:
         raise SourceInvalidError(
             f"{meta.data[0].name}: found the columns {', '.join(columns)}, expected {ours} or "
-            f"{ours}.* with numbers. What is only in videos is not read: write the dataset with "
-            "such a feature."
+            f"{ours}.* with numbers. Videos are not read: write the dataset with such a "
+            "feature."
         )
     arrays = {key: combine_chunks(columns.pop(name)) for key, name in members.items()}
     if len(arrays) == 1:
@@ -244,7 +245,7 @@ def _decode_images(column: Any, shape: tuple[int, ...], where: str) -> Any:
     if images.shape[1:] not in (shape, (*shape[1:], shape[0])) and len(images):
         raise SourceInvalidError(
             f"{where}: found images of {list(images.shape[1:])}, expected {list(shape)} as in "
-            "info.json. The two do not belong together: leave the file out."
+            "info.json. The files do not match: leave the file out."
         )
     flat: pa.Array = pa.array(images.reshape(-1))
     # LeRobot declares channels first or last; Pillow gives them last.
@@ -337,7 +338,7 @@ def read_meta(files: Sequence[SourceFile]) -> LeRobotMeta:
     if len(paths) != 1:
         raise SourceInvalidError(
             f"{files[0].name}: found {len(paths)} {_INFO} in the source, expected one LeRobot "
-            "dataset. Pass its folder, with meta and data; several are ingested one by one."
+            "dataset. Pass its folder, with meta and data; ingest several datasets one by one."
         )
     root = paths[0].relative.removesuffix(_INFO)
     inside = {f.relative.removeprefix(root): f for f in files if f.relative.startswith(root)}
@@ -346,7 +347,7 @@ def read_meta(files: Sequence[SourceFile]) -> LeRobotMeta:
     if version not in (*_V2, *_V3):
         raise SourceInvalidError(
             f"{paths[0].name}: found codebase_version {version}, expected "
-            f"{', '.join((*_V2, *_V3))}. Convert it with LeRobot's own script first."
+            f"{', '.join((*_V2, *_V3))}. Convert it with LeRobot's script first."
         )
     read = _read_v2 if version in _V2 else _read_v3
     try:
@@ -429,7 +430,7 @@ def _require_file(inside: Mapping[str, SourceFile], name: str) -> SourceFile:
 def _to_int(value: Any) -> int:
     number = int(value)
     if not 0 <= number < 1 << 62 or number != value:
-        raise ValueError(f"{value!r} is no whole number of 0 or more")
+        raise ValueError(f"{value!r} is not a whole number of 0 or more")
     return number
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.episode_columns import EpisodeColumns
 from replaylake.datastore.episodes.spaces import Values, take
 
 # Runs of consecutive steps, as the usual mistakes show only beside the neighboring rows.
@@ -78,12 +79,17 @@ class SampledWindows:
 
     def add(self, episodes: Sequence[Episode]) -> None:
         """Offer episodes; each run has the same chance to stay."""
-        for episode in episodes:
-            for _ in range(-(-len(episode) // _STEPS_PER_WINDOW)):
+        if isinstance(episodes, EpisodeColumns):
+            lengths = episodes.lengths.tolist()
+        else:
+            lengths = [*map(len, episodes)]
+        for number, length in enumerate(lengths):
+            for _ in range(-(-length // _STEPS_PER_WINDOW)):
                 key = float(self._rng.random())
                 self._num_seen += 1
                 if len(self._heap) >= _NUM_WINDOWS and key > -self._heap[0][0]:
                     continue
+                episode = episodes[number]
                 start = int(self._rng.integers(max(1, len(episode) - _WINDOW_STEPS + 1)))
                 window = _window(episode, start, _WINDOW_STEPS)
                 heapq.heappush(self._heap, (-key, self._num_seen, window))

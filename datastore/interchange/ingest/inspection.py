@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -10,7 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.episode_columns import EpisodeColumns
 from replaylake.datastore.episodes.schema import DatasetSpec, arrow_schema
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.interchange.formats.checks import (
     NOTED,
@@ -20,15 +24,22 @@ from replaylake.datastore.interchange.formats.checks import (
     RowLocations,
 )
 from replaylake.datastore.interchange.formats.format import (
+    DescribedReader,
     EncodingReader,
+    LoggedColumns,
     LoggedEpisode,
     RejectedEpisode,
+    RowReader,
     SourceReader,
+    TokenizedReader,
 )
 from replaylake.datastore.interchange.ingest.alignment import SampledWindows
 from replaylake.datastore.interchange.ingest.quarantine import make_rows
 from replaylake.datastore.interchange.ingest.receipt import RejectionTally
-from replaylake.datastore.interchange.ingest.source_validator import Rejection, SourceValidator
+from replaylake.datastore.interchange.ingest.source_validator import (
+    SourceValidator,
+    episode_form,
+)
 from replaylake.datastore.storage.table.delta_schema import to_delta
 
 ABORT: Final = "abort"
@@ -39,6 +50,11 @@ _KEEP_BYTES: Final = 128 << 20
 # What a rejected episode takes beside its values: a table of one row has many parts. Measured on
 # 99,000 of them with six columns, 12 kB each.
 _REJECTED_BYTES: Final = 16 << 10
+# Rows of refused episodes that are fetched from the log at once, in one pass over it.
+_FETCH_ROWS: Final = 65_536
+_FETCH_BYTES: Final = 64 << 20
+# What an episode takes beside the values of its steps: its id, its length, its ends.
+_EPISODE_BYTES: Final = 100
 # Steps that are checked at once: enough that numpy and not Python does the work on short episodes.
 _CHECK_STEPS: Final = 65_536
 # About 150 bytes each.
@@ -66,9 +82,6 @@ class IngestProgress:
     total_bytes: int | None = None
 
 
-# An episode or, where one has gaps and is split, a run of it.
-_Key = tuple[str, str, int]
-
 OnProgress = Callable[[IngestProgress], None]
 
 
@@ -86,10 +99,12 @@ class Inspection:
         self._validator = validator
         self._aborts = on_invalid == ABORT
         self._on_progress = on_progress
-        self._refused: set[_Key] = set()
-        self._last: tuple[str, str] | None = None
-        self._first_pass: list[Episode | RejectedEpisode] | None = []
+        # Of runs, by their number among all those that were read as valid.
+        self._refused = array("q")
+        self._num_read = 0
+        self._first_pass: list[LoggedColumns | RejectedEpisode] | None = []
         self._kept_bytes = 0
+        self._row_bytes = 1
         self._duplicates = Duplicates()
         self.tally = RejectionTally()
         self.windows: SampledWindows | None = None
@@ -101,19 +116,24 @@ class Inspection:
 
         Raises: EpisodeInvalidError at the first invalid episode, when aborting.
         """
-        batch: list[Episode] = []
+        batch: list[LoggedColumns] = []
         num_steps = 0
-        for item in self._reading:
+        for item in self._reading.iter_columns():
             if isinstance(item, RejectedEpisode):
                 self._reject(item)
                 self._buffer([_copy_rows(item)])
                 continue
-            # Runs of one episode are never parted.
-            if num_steps >= _CHECK_STEPS and episode_key(item) != episode_key(batch[-1]):
-                self._check(batch)
-                batch, num_steps = [], 0
-            batch.append(item)
-            num_steps += len(item)
+            rest = item
+            while len(rest):
+                # Runs of one episode are never parted.
+                if num_steps >= _CHECK_STEPS:
+                    self._check(batch)
+                    batch, num_steps = [], 0
+                cut = rest.find_cut(_CHECK_STEPS - num_steps)
+                part = rest if cut == len(rest) else rest.part(0, cut)
+                rest = rest.part(cut, len(rest))
+                batch.append(part)
+                num_steps += part.num_steps
         self._check(batch)
 
     def spec(self) -> DatasetSpec:
@@ -126,8 +146,21 @@ class Inspection:
         spec = replace(spec, extras={**self._reading.extras, **spec.extras})
         if isinstance(self._reading, EncodingReader):
             spec = replace(spec, encoding=spec.encoding or self._reading.encoding)
+        if isinstance(self._reading, DescribedReader):
+            spec = replace(
+                spec,
+                score_reference=self._reading.score_reference,
+                env_spec=self._reading.env_spec,
+            )
+        if isinstance(self._reading, TokenizedReader):
+            spec = replace(spec, tokenizer=spec.tokenizer or self._reading.tokenizer)
         to_delta(arrow_schema(spec))
         return spec
+
+    @property
+    def known_columns(self) -> Mapping[str, str]:
+        """Which column of the log is which field of ours; nothing for a log without rows."""
+        return self._reading.known_columns if isinstance(self._reading, RowReader) else {}
 
     def checks(self) -> tuple[Check, ...]:
         """Return what the door found: rejected first, then corrected and noted."""
@@ -137,41 +170,100 @@ class Inspection:
                 counts.add(check)
         return counts.checks()
 
-    def iter_found(self) -> Iterator[Episode | RejectedEpisode]:
-        """Return all that was found, with the rows of what was rejected: kept, or read again."""
+    def iter_found(self) -> Iterator[LoggedColumns | RejectedEpisode]:
+        """Return all that was found, with the rows of what was rejected: kept, or read again.
+
+        The rows are as the log has them. Those of episodes that were refused only once they were
+        laid out are fetched for many at a time, so these may come later than in the log.
+        """
+        waiting: list[RejectedEpisode] = []
+        num_rows = 0
+        for item in self._iter_read():
+            if isinstance(item, RejectedEpisode) and self._is_fetched(item):
+                waiting.append(item)
+                num_rows += item.num_steps
+                if num_rows >= min(_FETCH_ROWS, _FETCH_BYTES // self._row_bytes):
+                    yield from self._fetch_rows(waiting)
+                    waiting, num_rows = [], 0
+            else:
+                yield item
+        yield from self._fetch_rows(waiting)
+
+    def _iter_read(self) -> Iterator[LoggedColumns | RejectedEpisode]:
         if self._first_pass is not None:
             yield from self._first_pass
             return
-        for item in group_runs(self._reading):
+        refused, num_read = np.sort(np.asarray(self._refused, np.int64)), 0
+        for item in self._reading.iter_columns():
             if isinstance(item, RejectedEpisode):
                 yield item
-            elif reasons := [
-                self._validator.explain_rejection(r) for r in item if _key(r) in self._refused
-            ]:
-                yield with_rows(merge_rejections(reasons, item), item)
-            else:
-                yield from map(self._validator.reshape, item)
+                continue
+            columns = self._validator.reshape_columns(item)
+            first, last = np.searchsorted(refused, [num_read, num_read + len(item)])
+            numbers = refused[first:last] - num_read
+            num_read += len(item)
+            start = 0
+            for runs in _whole_episodes(item, numbers):
+                if runs.start > start:
+                    yield columns.part(start, runs.start)
+                start = runs.stop
+                reasons = [
+                    self._validator.explain_rejection(item[number])
+                    for number in numbers[(numbers >= runs.start) & (numbers < runs.stop)].tolist()
+                ]
+                yield self._with_rows(merge_rejections(reasons, item[runs]), item[runs])
+            if start < len(columns):
+                yield columns.part(start, len(columns))
 
-    def _check(self, batch: list[Episode]) -> None:
-        accepted, rejections = self._validator.check(batch)
-        self._refused |= {_key(run) for _, run in rejections}
-        accepted, rejected = reject_whole(accepted, rejections)
-        for one, runs in rejected:
-            self._reject(one)
-            if self._first_pass is not None:
-                self._buffer([with_rows(one, runs)])
-        self.num_episodes += count_whole(accepted, self._last)
-        if accepted:
-            self._last = episode_key(accepted[-1])
-        self.num_steps += sum(map(len, accepted))
-        self._buffer(accepted)
-        self._duplicates.add(accepted)
-        if self.windows is not None:
-            self.windows.add(accepted)
+    def _is_fetched(self, rejected: RejectedEpisode) -> bool:
+        """Whether the rows of a refused episode are fetched from the log."""
+        is_known = rejected.rows is None and rejected.places is not None
+        return is_known and isinstance(self._reading, RowReader)
+
+    def _with_rows(self, rejected: RejectedEpisode, runs: Sequence[Episode]) -> RejectedEpisode:
+        """Return a refusal with its rows, unless they are fetched later."""
+        return rejected if self._is_fetched(rejected) else with_rows(rejected, runs)
+
+    def _fetch_rows(self, rejected: Sequence[RejectedEpisode]) -> Iterator[RejectedEpisode]:
+        origins = [one.places.rows for one in rejected if one.places is not None]
+        if not origins or not isinstance(self._reading, RowReader):
+            return
+        rows, start = self._reading.read_rows(np.concatenate(origins)), 0
+        for one, own in zip(rejected, origins, strict=True):
+            part = rows.slice(start, len(own))
+            yield replace(one, rows=part, mapping=self._reading.mapping)
+            start += len(own)
+
+    def _check(self, batch: Sequence[LoggedColumns]) -> None:
+        for columns, rejected in self._validator.check_columns(join_alike(batch)):
+            self._refused.extend(self._num_read + one.number for one in rejected)
+            self._num_read += len(columns)
+            is_accepted = np.ones(len(columns), np.bool_)
+            by_number = {one.number: one.why for one in rejected}
+            for runs in _whole_episodes(columns, np.asarray([*by_number], np.int64)):
+                is_accepted[runs] = False
+                episodes = columns[runs]
+                reasons = [by_number[n] for n in range(runs.start, runs.stop) if n in by_number]
+                one = merge_rejections(reasons, episodes)
+                self._reject(one)
+                self._row_bytes = max(self._row_bytes, math.ceil(columns.num_bytes_per_step()))
+                if self._first_pass is not None:
+                    self._buffer([self._with_rows(one, episodes)])
+            accepted = columns if is_accepted.all() else columns.select(is_accepted)
+            if len(accepted):
+                self._accept(accepted)
         if self._on_progress is not None:
             self._on_progress(
                 IngestProgress("check", self.num_episodes, self.num_steps, self._reading.num_rows)
             )
+
+    def _accept(self, columns: LoggedColumns) -> None:
+        self.num_episodes += columns.num_whole
+        self.num_steps += columns.num_steps
+        self._buffer([columns])
+        self._duplicates.add(columns)
+        if self.windows is not None:
+            self.windows.add(columns)
 
     def _reject(self, rejected: RejectedEpisode) -> None:
         self.tally.add(rejected)
@@ -183,7 +275,7 @@ class Inspection:
                 f"{wrong}, or leave such episodes out with `on_invalid` reject."
             )
 
-    def _buffer(self, items: Sequence[Episode | RejectedEpisode]) -> None:
+    def _buffer(self, items: Sequence[LoggedColumns | RejectedEpisode]) -> None:
         if self._first_pass is None:
             return
         self._first_pass += items
@@ -192,21 +284,29 @@ class Inspection:
             self._first_pass = None
 
 
-def count_whole(episodes: Iterable[Episode], before: tuple[str, str] | None = None) -> int:
-    """Count episodes and agents, where the runs of one that was split follow one another.
-
-    `before` is the id and agent of the episode that came before these.
-    """
-    num = 0
-    for episode in episodes:
-        key = episode_key(episode)
-        num += key != before
-        before = key
-    return num
+def join_alike(parts: Sequence[LoggedColumns]) -> list[LoggedColumns]:
+    """Join parts that follow one another, where their values have the same shapes and kinds."""
+    runs: list[list[LoggedColumns]] = []
+    for part in parts:
+        if runs and episode_form(runs[-1][0].steps) == episode_form(part.steps):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [joined for run in runs for joined in _join(run)]
 
 
-def _key(episode: Episode) -> _Key:
-    return (episode.episode_id, episode.agent_id, episode.first_step)
+def _join(parts: list[LoggedColumns]) -> list[LoggedColumns]:
+    try:
+        return [parts[0].concatenate(parts[1:])]
+    except (ValueError, KeyError, TypeError, pa.ArrowException):
+        return parts  # as with final observations, or masks, of several shapes
+
+
+def _whole_episodes(columns: LoggedColumns, numbers: Array) -> Iterator[slice]:
+    """Yield the runs of each episode that one of these runs is of, in the order of these."""
+    whole = columns.whole_numbers()
+    for one in dict.fromkeys(whole[numbers].tolist()):
+        yield slice(*np.searchsorted(whole, [one, one + 1]).tolist())
 
 
 def _copy_rows(rejected: RejectedEpisode) -> RejectedEpisode:
@@ -216,29 +316,10 @@ def _copy_rows(rejected: RejectedEpisode) -> RejectedEpisode:
     return replace(rejected, rows=rejected.rows.take(pa.array(range(rejected.rows.num_rows))))
 
 
-def _num_bytes(item: Episode | RejectedEpisode) -> int:
+def _num_bytes(item: LoggedColumns | RejectedEpisode) -> int:
     if isinstance(item, RejectedEpisode):
         return _REJECTED_BYTES + (0 if item.rows is None else int(item.rows.nbytes))
-    return num_bytes(item)
-
-
-def num_bytes(episode: Episode) -> int:
-    """Return the bytes of an episode's observations, actions, rewards and further columns."""
-    arrays = [episode.observations, episode.actions, episode.rewards, *episode.extras.values()]
-    return sum(_nbytes(array) for array in arrays)
-
-
-def _nbytes(values: Any) -> int:
-    if isinstance(values, np.ndarray):
-        return values.nbytes
-    if isinstance(values, Mapping):
-        return sum(_nbytes(sub) for sub in values.values())
-    try:
-        # `nbytes` of a slice takes 1.9 us (2 cores, 2026-11), half the time of a one-step log of 40
-        # columns.
-        return int(len(values) * values.type.bit_width // 8)
-    except ValueError:  # of several widths
-        return int(values.nbytes)
+    return int(item.num_steps * item.num_bytes_per_step()) + len(item) * _EPISODE_BYTES
 
 
 class Duplicates:
@@ -254,9 +335,12 @@ class Duplicates:
 
     def add(self, episodes: Sequence[Episode]) -> None:
         """Look at episodes."""
-        for episode in episodes:
-            if len(episode) < 2:
-                continue
+        if isinstance(episodes, EpisodeColumns):
+            numbers = np.flatnonzero(episodes.lengths > 1).tolist()
+        else:
+            numbers = [i for i, episode in enumerate(episodes) if len(episode) > 1]
+        for number in numbers:
+            episode = episodes[number]
             name = episode.source_episode_id or episode.episode_id
             # Python's hash of bytes is 64 bits of SipHash: quick, and the same within a process.
             key = hash(tuple(_hashes(episode)))
@@ -294,60 +378,15 @@ def _hash_values(values: Any) -> Iterator[Any]:
         yield values.shape, values.dtype.str, hash(np.ascontiguousarray(values).tobytes())
 
 
-_EpisodeKey = tuple[str, str]
-
-
-def episode_key(episode: Episode) -> _EpisodeKey:
-    """Return the id and agent, which the runs of one episode share."""
-    return (episode.episode_id, episode.agent_id)
-
-
-def group_runs(
-    items: Iterable[Episode | RejectedEpisode],
-) -> Iterator[list[Episode] | RejectedEpisode]:
-    """Put the runs of one episode, which follow one another, together."""
-    runs: list[Episode] = []
-    for one in items:
-        if runs and (isinstance(one, RejectedEpisode) or episode_key(one) != episode_key(runs[0])):
-            yield runs
-            runs = []
-        if isinstance(one, RejectedEpisode):
-            yield one
-        else:
-            runs.append(one)
-    if runs:
-        yield runs
-
-
-def reject_whole(
-    accepted: list[Episode], rejections: Sequence[Rejection]
-) -> tuple[list[Episode], list[tuple[RejectedEpisode, list[Episode]]]]:
-    """Take the other runs of refused ones out of those accepted; return the refusals, one each.
-
-    An episode that is half in the dataset and half in quarantine would be counted as both.
-    """
-    by_key: dict[_EpisodeKey, list[RejectedEpisode]] = {}
-    runs: dict[_EpisodeKey, list[Episode]] = {}
-    for one, episode in rejections:
-        by_key.setdefault(episode_key(episode), []).append(one)
-        runs.setdefault(episode_key(episode), []).append(episode)
-    for episode in accepted if rejections else ():
-        if (known := runs.get(episode_key(episode))) is not None:
-            known.append(episode)
-    for known in runs.values():
-        known.sort(key=lambda run: run.first_step)
-    rest = [e for e in accepted if episode_key(e) not in by_key] if rejections else accepted
-    return rest, [(merge_rejections(by_key[whole], runs[whole]), runs[whole]) for whole in by_key]
-
-
 def merge_rejections(parts: Sequence[RejectedEpisode], runs: Sequence[Episode]) -> RejectedEpisode:
     """Return the refusal of an episode whose runs these are, from those of its runs."""
     if len(runs) == 1:
         return parts[0]
-    findings: dict[str, Finding] = {}
+    findings: dict[tuple[str, str], Finding] = {}
     for finding in (finding for one in parts for finding in one.findings):
-        known = findings.get(finding.check)
-        findings[finding.check] = (
+        key = (finding.check, finding.column)
+        known = findings.get(key)
+        findings[key] = (
             finding if known is None else replace(known, num_rows=known.num_rows + finding.num_rows)
         )
     return replace(
@@ -359,7 +398,7 @@ def merge_rejections(parts: Sequence[RejectedEpisode], runs: Sequence[Episode]) 
 
 
 def with_rows(refusal: RejectedEpisode, runs: Sequence[Episode]) -> RejectedEpisode:
-    """Return a refusal with the rows of all runs, as `rows_of` has them: under our names."""
+    """Return a refusal with the rows of all runs under our names, for a log without rows."""
     tables = [make_rows(run) for run in runs]
     rows = pa.concat_tables(tables, promote_options="default") if len(tables) > 1 else tables[0]
     return replace(refusal, rows=rows, mapping={name: name for name in rows.column_names})

@@ -22,12 +22,17 @@ def source_producer(source: Source) -> str:
     return f"ingest/{source.content_hash[:32]}"
 
 
-def note_changed_files(source: Source, history: Sequence[Mapping[str, Any]]) -> list[str]:
+def note_changed_files(
+    source: Source, history: Sequence[Mapping[str, Any]], *, is_unique: bool
+) -> list[str]:
     """Note the files that came before under the same name with other content.
 
     Such a file may be a log that has grown: its earlier episodes are then there twice, because
-    nothing but the source's content tells one ingest from another (docs/LOG.md).
+    nothing but the source's content tells one ingest from another (docs/LOG.md). In a dataset with
+    a unique key they are not, and there is nothing to note.
     """
+    if is_unique:
+        return []
     names = {file.name for file in source.files}
     for commit in reversed(history):
         shared = sorted(names.intersection(commit.get("source_names", ())))
@@ -41,12 +46,12 @@ def note_changed_files(source: Source, history: Sequence[Mapping[str, Any]]) -> 
 
 
 def find_containing_commit(
-    source: Source, history: Sequence[Mapping[str, Any]], dataset: str
+    source: Source, history: Sequence[Mapping[str, Any]], dataset: str, *, is_unique: bool
 ) -> Mapping[str, Any] | None:
     """Return the commit of another ingest that brought in all these files, or None if none did.
 
     Raises: SourceInvalidError naming them if it brought in only some: their episodes would be there
-    twice.
+    twice; not in a dataset with a unique key.
     """
     names = {file.sha256[:DIGITS]: file.name for file in source.files}
     for commit in history:
@@ -55,11 +60,13 @@ def find_containing_commit(
         known = [names[d] for d in commit.get("source_files", ()) if d in names]
         new = [name for name in names.values() if name not in known]
         if known and not new:
+            if is_unique and not is_complete(_last_commit(commit, history)):
+                continue
             return _check_complete(commit, history, dataset)
-        if known:
+        if known and not is_unique:
             raise SourceInvalidError(
                 f"{known[0]}: {len(known)} of {len(names)} files are in dataset {dataset!r} "
-                f"already, from another ingest (version {commit['version']}), and would be there "
+                f"already, from another ingest (version {commit['version']}), and would be stored "
                 f"twice. Ingest only the new ones ({', '.join(new[:5])}), or ingest all into a new "
                 "dataset."
             )
@@ -69,10 +76,16 @@ def find_containing_commit(
 def _check_complete(
     commit: Mapping[str, Any], history: Sequence[Mapping[str, Any]], dataset: str
 ) -> Mapping[str, Any]:
-    last = [other for other in history if other.get("producer") == commit["producer"]][-1]
+    last = _last_commit(commit, history)
     if not is_complete(last):
         raise SourceInvalidError(
-            f"these files are part of an ingest into {dataset!r} that was cut short (version "
-            f"{last['version']}), expected it whole. Run that ingest again with all its files."
+            f"these files are part of an ingest into {dataset!r} that did not finish (version "
+            f"{last['version']}), expected all of them. Run that ingest again with all its files."
         )
     return last
+
+
+def _last_commit(
+    commit: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    return [other for other in history if other.get("producer") == commit["producer"]][-1]

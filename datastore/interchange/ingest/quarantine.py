@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import (
@@ -29,7 +28,12 @@ from replaylake.datastore.errors import AlreadyExistsError
 from replaylake.datastore.interchange.formats.checks import Check
 from replaylake.datastore.interchange.formats.format import RejectedEpisode
 from replaylake.datastore.interchange.formats.tabular.tables import MISFITS
-from replaylake.datastore.lake.dataset import REJECTED_SCHEMA, Dataset
+from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.rejected import (
+    REJECTED_SCHEMA,
+    temporal_as_text,
+    to_json_value,
+)
 from replaylake.datastore.storage.table.table import WrittenRows
 
 # As JSON, a row of numbers is a few hundred bytes, one of frames a hundred thousand.
@@ -38,6 +42,8 @@ _FLUSH_CHARACTERS: Final = 16 << 20
 # Of ids, places and checks; more or less.
 _ROW_CHARACTERS: Final = 256
 _OPERATION: Final = "QUARANTINE"
+# The entry of a commit's info with the types of the log's columns, as Arrow serializes a schema.
+COLUMNS: Final = "columns"
 
 
 def quarantine(
@@ -48,15 +54,19 @@ def quarantine(
     sequence: int,
     prefix: str = "",
     checks: Sequence[Check] = (),
+    readmit: bool = False,
 ) -> int:
     """Put rejected episodes into a dataset's quarantine, in one commit; return the rows added.
 
     The same (producer, sequence) again adds nothing. `prefix` is what the writer puts before
-    foreign ids, so that `episode_id` is the one that the episode would have had. Memory: about
+    foreign ids, so that `episode_id` is the one that the episode would have had. Rows of what was
+    deleted from the dataset are left out, unless `readmit` is set. Memory: about
     20 MiB, however many there are. Raises: NotFoundError if the dataset does not exist,
     StorageError.
     """
-    written = QuarantineWriter(dataset, producer=producer, sequence=sequence, prefix=prefix)
+    written = QuarantineWriter(
+        dataset, producer=producer, sequence=sequence, prefix=prefix, readmit=readmit
+    )
     for one in rejected:
         written.add(one)
     return written.commit(checks)
@@ -68,14 +78,24 @@ class QuarantineWriter:
     Nothing is made until there is something to keep.
     """
 
-    def __init__(self, dataset: Dataset, *, producer: str, sequence: int, prefix: str = "") -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        producer: str,
+        sequence: int,
+        prefix: str = "",
+        readmit: bool = False,
+    ) -> None:
         self._table = dataset.rejected
+        self._tombstones, self._readmit = dataset.tombstones, readmit
         self._producer, self._sequence, self._prefix = producer, sequence, prefix
         self._is_done = self._table.find_commit(producer, sequence) is not None
         self._now = datetime.now(UTC)
         self._written: list[WrittenRows] = []
         self._columns: dict[str, list[Any]] = {name: [] for name in REJECTED_SCHEMA.names}
         self._num_characters = 0
+        self._schema = pa.schema([])
 
     def add(self, rejected: RejectedEpisode) -> None:
         """Keep one, unless an earlier run has committed it."""
@@ -84,11 +104,16 @@ class QuarantineWriter:
         if rejected.rows is None:
             self._buffer(rejected, 0, [None])
             return
+        self._widen_schema(rejected.rows.schema)
         for start in range(0, rejected.rows.num_rows, _ROWS_AT_ONCE):
             self._buffer(rejected, start, _texts(rejected.rows.slice(start, _ROWS_AT_ONCE)))
 
-    def commit(self, checks: Sequence[Check] = ()) -> int:
-        """Make what was added readable; return the rows that are new. Raises: StorageError."""
+    def commit(self, checks: Sequence[Check] = (), reading: Mapping[str, Any] | None = None) -> int:
+        """Make what was added readable; return the rows that are new.
+
+        `reading` says in the commit's info how the rows were read, for a repair to read them in the
+        same way. Raises: StorageError.
+        """
         if self._is_done:
             return 0
         self._flush()
@@ -102,22 +127,51 @@ class QuarantineWriter:
             info={
                 "num_rows": sum(part.num_rows for part in self._written),
                 **make_checks_info(checks),
+                **(reading or {}),
+                COLUMNS: base64.b64encode(self._schema.serialize()).decode(),
             },
         )
         self._is_done = True
         return done.num_rows
 
+    def _widen_schema(self, schema: pa.Schema) -> None:
+        """Remember the types of the log's columns, which JSON does not keep."""
+        known = pa.schema([field for field in schema if field.name != MISFITS])
+        if known.equals(self._schema):
+            return
+        # Of rows of several kinds only the columns that agree, or that only some rows have.
+        names = dict.fromkeys([*self._schema.names, *known.names])
+        kinds = {n: {s.field(n).type for s in (self._schema, known) if n in s.names} for n in names}
+        self._schema = pa.schema(
+            [(n, several.pop()) for n, several in kinds.items() if len(several) == 1]
+        )
+
     def _flush(self) -> None:
         if not self._columns[EPISODE_ID]:
+            return
+        arrays = [pa.array(self._columns[field.name], field.type) for field in REJECTED_SCHEMA]
+        self._columns, self._num_characters = {name: [] for name in self._columns}, 0
+        rows = pa.Table.from_arrays(arrays, schema=REJECTED_SCHEMA)
+        if not self._readmit:
+            rows = rows.filter(pa.array(~self._find_deleted(rows)))
+        if not rows.num_rows:
             return
         if not self._table.exists():
             with suppress(AlreadyExistsError):  # another ingest was first
                 self._table.create(REJECTED_SCHEMA)
-        arrays = [pa.array(self._columns[field.name], field.type) for field in REJECTED_SCHEMA]
-        self._written.append(
-            self._table.write(pa.Table.from_arrays(arrays, schema=REJECTED_SCHEMA))
-        )
-        self._columns, self._num_characters = {name: [] for name in self._columns}, 0
+        self._written.append(self._table.write(rows))
+
+    def _find_deleted(self, rows: pa.Table) -> NDArray[np.bool_]:
+        """Return which rows are of what was deleted, by the log's own columns too."""
+        hidden = sorted(self._tombstones.columns.difference(rows.column_names))
+        if hidden:
+            texts = rows.column("row").to_pylist(), rows.column("mapping").to_pylist()
+            logged = [
+                _extract_texts(row, mapping, hidden) for row, mapping in zip(*texts, strict=True)
+            ]
+            for name, values in zip(hidden, zip(*logged, strict=True), strict=True):
+                rows = rows.append_column(name, pa.array(values, pa.string()))
+        return self._tombstones.find(rows)
 
     def _buffer(self, rejected: RejectedEpisode, start: int, texts: Sequence[str | None]) -> None:
         num = len(texts)
@@ -166,6 +220,14 @@ def _mapping(rejected: RejectedEpisode) -> str | None:
     if rejected.mapping is None:
         return None
     return json.dumps({o: t for o, t in rejected.mapping.items() if o in STANDARD_COLUMNS})
+
+
+def _extract_texts(row: str | None, mapping: str | None, names: Sequence[str]) -> list[str | None]:
+    """Return what a row of the log has for some columns of ours, as text."""
+    cells = json.loads(row) if row else {}
+    theirs = json.loads(mapping) if mapping else {}
+    values = [cells.get(theirs.get(name, name)) for name in names]
+    return [str(value) if isinstance(value, str | int) else None for value in values]
 
 
 def make_rows(episode: Episode) -> pa.Table:
@@ -221,13 +283,13 @@ def _texts(rows: pa.Table) -> list[str]:
         misfits = rows.column(MISFITS).to_pylist()
         rows = rows.drop_columns([MISFITS])
     by_name = {
-        name: _temporal_as_text(column).to_pylist()
+        name: temporal_as_text(column).to_pylist()
         for name, column in zip(rows.column_names, rows.columns, strict=True)
     }
     columns = list(by_name.values())
     return [
         json.dumps(
-            _to_json(dict(zip(by_name, cells, strict=True)) | _values(text)),
+            to_json_value(dict(zip(by_name, cells, strict=True)) | _values(text)),
             ensure_ascii=False,
             default=str,
         )
@@ -237,21 +299,3 @@ def _texts(rows: pa.Table) -> list[str]:
 
 def _values(misfits: str | None) -> dict[str, Any]:
     return {} if misfits is None else {n: value for n, (value, _) in json.loads(misfits).items()}
-
-
-def _temporal_as_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Cast times to text: Python's have no nanoseconds."""
-    return pc.cast(column, pa.string()) if pa.types.is_temporal(column.type) else column
-
-
-def _to_json(value: Any) -> Any:
-    """Return what JSON can say: NaN and the infinities by name, bytes as {"base64": ...}."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    if isinstance(value, Mapping):
-        return {str(key): _to_json(sub) for key, sub in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_json(sub) for sub in value]
-    return value

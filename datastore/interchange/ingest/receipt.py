@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from replaylake.datastore.interchange.formats.checks import REJECTED, Check, CheckCounts
+from replaylake.datastore.interchange.formats.checks import REJECTED, Check, CheckCounts, Finding
 from replaylake.datastore.interchange.formats.format import RejectedEpisode
 from replaylake.datastore.interchange.ingest.alignment import Alignment
+from replaylake.datastore.lake.commit import KeyCounts
 
 # Enough to look at; the counts are always whole.
 _MAX_SHOWN: Final = 100
@@ -16,28 +17,31 @@ _MAX_SHOWN: Final = 100
 
 @dataclass(frozen=True)
 class Counts:
-    """Episodes or steps; `read`, all that the source's files hold, is the sum of the other three.
+    """Episodes or steps; `read`, all that the source's files hold, is the sum of the others.
 
-    What is in a further file of the same bytes is already present.
+    What is in a further file of the same bytes is already present. deleted_before: left out, as it
+    is of what was deleted from the dataset.
     """
 
     committed: int = 0
     rejected: int = 0
     already_present: int = 0
+    deleted_before: int = 0
 
     @property
     def read(self) -> int:
         """All that were found in the source."""
-        return self.committed + self.rejected + self.already_present
+        return self.committed + self.rejected + self.already_present + self.deleted_before
 
     def to_json(self) -> dict[str, int]:
-        """Return the four counts."""
-        return {
+        """Return the counts; that of what was deleted before only where there is any."""
+        counts = {
             "read": self.read,
             "committed": self.committed,
             "rejected": self.rejected,
             "already_present": self.already_present,
         }
+        return counts | ({"deleted_before": self.deleted_before} if self.deleted_before else {})
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class IngestReceipt:
     """What `ingest` did. `version` is None when nothing new was committed.
 
     num_quarantined: rows that came into the dataset's quarantine now. checks: what the door found
-    in the source, be it rejected, corrected or only noted.
+    in the source, be it rejected, corrected or only noted. keys: what became of steps whose keys
+    were there; they are counted with what is already present, or rejected.
     """
 
     dataset: str
@@ -64,6 +69,7 @@ class IngestReceipt:
     notes: tuple[str, ...] = ()
     renames: Mapping[str, str] = field(default_factory=dict)
     alignment: Alignment | None = None
+    keys: KeyCounts = field(default_factory=KeyCounts)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object; at most 100 rejected episodes are listed one by one."""
@@ -78,6 +84,7 @@ class IngestReceipt:
             "format": self.format,
             "episodes": self.episodes.to_json(),
             "steps": self.steps.to_json(),
+            "keys": self.keys.to_json(),
             "checks": [check.to_json() for check in self.checks],
             "quarantined_rows": self.num_quarantined,
             "rejected_episodes": [
@@ -112,11 +119,15 @@ class RejectionTally:
         if len(self.shown) < _MAX_SHOWN:
             # Without what holds the memory that it was read with.
             self.shown.append(replace(rejected, rows=None, places=None))
-        for check in dict.fromkeys(finding.check for finding in rejected.findings):
-            findings = [finding for finding in rejected.findings if finding.check == check]
+        by_check: dict[tuple[str, str], list[Finding]] = {}
+        for finding in rejected.findings:
+            by_check.setdefault((finding.check, finding.column), []).append(finding)
+        for (check, column), findings in by_check.items():
             example = f"episode {rejected.name}: {findings[0].message}"
             num_rows = max(finding.num_rows for finding in findings)
-            self._counts.add(Check(check, REJECTED, 1, num_rows, example, place=findings[0].place))
+            place = findings[0].place
+            found = Check(check, REJECTED, 1, num_rows, example, place=place, column=column)
+            self._counts.add(found)
 
     def merge(self, other: RejectionTally) -> None:
         """Count what another one collected too."""

@@ -99,8 +99,8 @@ def _check(info: zipfile.ZipInfo, name: str) -> None:
         found, expected = f"compression method {info.compress_type}", "deflated or stored members"
     if found is not None:
         raise SourceInvalidError(
-            f"{name}: member {info.filename!r}: found {found}, expected {expected}. Nothing of it "
-            "was read: unpack it yourself, or zip it again."
+            f"{name}: member {info.filename!r}: found {found}, expected {expected}. None of it was "
+            "read: unpack it yourself, or zip it again."
         )
     refuse_bomb(f"{name}/{path}", info.file_size, info.compress_size)
 
@@ -111,7 +111,7 @@ def _check_distinct(infos: Sequence[zipfile.ZipInfo], name: str) -> None:
         path = _path(info)
         if path in seen:
             raise SourceInvalidError(
-                f"{name}: found the member {path!r} twice, expected each name once: which of them "
-                "is meant is not known. Zip it again."
+                f"{name}: found the member {path!r} twice, expected each name once, because it is "
+                "ambiguous. Zip it again."
             )
         seen.add(path)

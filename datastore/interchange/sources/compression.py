@@ -130,15 +130,17 @@ class _GuardedStream(io.RawIOBase):
         super().close()
 
 
-def refuse_bomb(name: str, declared_bytes: int, stored_bytes: int) -> None:
-    """Refuse what would unpack to more than 1 GiB and more than 1000 times its stored size.
+def refuse_bomb(
+    name: str, declared_bytes: int, stored_bytes: int, max_bytes: int = MAX_UNPACKED_BYTES
+) -> None:
+    """Refuse what would unpack to more than `max_bytes` and more than 1000 times its stored size.
 
     `name` is the file's in messages; `declared_bytes` what it says, or was counted, to unpack to.
     Raises: SourceInvalidError.
     """
-    if declared_bytes > MAX_UNPACKED_BYTES and declared_bytes > MAX_RATIO * stored_bytes:
+    if declared_bytes > max_bytes and declared_bytes > MAX_RATIO * stored_bytes:
         raise SourceInvalidError(
             f"{name}: {stored_bytes:,} stored bytes unpack to {declared_bytes:,} or more, expected "
-            f"at most {MAX_RATIO} times as many or {MAX_UNPACKED_BYTES:,}. If the data is really "
-            "that regular, unpack it yourself and pass what it holds."
+            f"at most {MAX_RATIO} times as many or {max_bytes:,}. If the data is "
+            "correct, unpack it yourself and pass its contents."
         )

@@ -130,12 +130,35 @@ def find_source(inputs: Sequence[Path | str], on_bytes: OnBytes | None = None) -
         search.add(path)
     files = list(search.iter_ordered())
     if not files:
-        videos = f" (but {len(search.references)} video files)" if search.references else ""
-        raise SourceInvalidError(
-            f"{', '.join(map(str, inputs))}: found no data file{videos}, expected at least one. "
-            "Pass files, or a folder of them."
-        )
+        raise _no_file_error(inputs, search)
     return _hash_files(files, search, on_bytes)
+
+
+def peek_source(inputs: Sequence[Path | str]) -> Source:
+    """Collect the same files without reading them: none has a hash, or is known to be repeated.
+
+    Raises: as find_source.
+    """
+    search = FileSearch()
+    for path in inputs:
+        search.add(path)
+    found = list(search.iter_ordered())
+    if not found:
+        raise _no_file_error(inputs, search)
+    files = [
+        # What tells one file from another here is its place.
+        SourceFile(one.stored, name, one.relative, one.stored.num_bytes, f"{i}")
+        for i, (one, name) in enumerate(zip(found, short_names(found), strict=True))
+    ]
+    return Source(tuple(files), "", references=tuple(search.references))
+
+
+def _no_file_error(inputs: Sequence[Path | str], search: FileSearch) -> SourceInvalidError:
+    videos = f" (but {len(search.references)} video files)" if search.references else ""
+    return SourceInvalidError(
+        f"{', '.join(map(str, inputs))}: found no data file{videos}, expected at least one. "
+        "Pass files, or a folder of them."
+    )
 
 
 def _hash_files(found: Sequence[FoundFile], search: FileSearch, on_bytes: OnBytes | None) -> Source:
@@ -300,8 +323,8 @@ class FileSearch:
                 shutil.copyfileobj(sys.stdin.buffer, file)
         except OSError as error:
             raise StorageError(
-                f"{_STDIN_NAME}: could not be kept in a temporary file ({error}), expected room "
-                "for it. Set TMPDIR to a folder with more room, or pass a file."
+                f"{_STDIN_NAME}: could not be stored in a temporary file ({error}), expected "
+                "enough space. Set TMPDIR to a folder with more space, or pass a file."
             ) from error
         for member, stored in find_source_bytes(path, _STDIN_NAME).items():
             name = f"{_STDIN_NAME}/{member}" if member else _STDIN_NAME

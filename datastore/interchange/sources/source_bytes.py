@@ -69,8 +69,8 @@ class SourceBytes:
                     file.write(block)
         except OSError as error:
             raise StorageError(
-                f"{name}: could not be unpacked to a temporary file ({error}), expected room for "
-                "it. Set TMPDIR to a folder with more room, or unpack it yourself."
+                f"{name}: could not be unpacked to a temporary file ({error}), expected enough "
+                "space. Set TMPDIR to a folder with more space, or unpack it yourself."
             ) from error
         return path
 
@@ -96,7 +96,8 @@ def find_source_bytes(path: Path, name: str) -> dict[str, SourceBytes]:
     stat = _stat(path, name)
     if not S_ISREG(stat.st_mode):
         raise SourceInvalidError(
-            f"{name}: found a pipe or device, expected a file: it is read more than once. Pipe "
+            f"{name}: found a pipe or device, expected a file, because it is read more than "
+            "once. Pipe "
             "into `replaylake ingest -` instead."
         )
     plain = SourceBytes(path, stat.st_size, stat.st_mtime_ns)

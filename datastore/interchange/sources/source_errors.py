@@ -11,7 +11,8 @@ def unreadable_error(name: str, error: Exception) -> SourceInvalidError:
     """Return the error for a file that the system or its format's library could not read."""
     reason = " ".join(str(error).split()) or type(error).__name__
     return SourceInvalidError(
-        f"{name}: could not be read to its end ({reason}). It may be torn: copy or write it again, "
+        f"{name}: could not be read to its end ({reason}). It may be damaged: copy or write it "
+        "again, "
         "or leave it out."
     )
 

@@ -19,7 +19,7 @@ from replaylake.datastore.episodes.spaces import (
     num_values,
 )
 from replaylake.datastore.errors import EpisodeInvalidError
-from replaylake.datastore.lake.policies.heads import act_from_head
+from replaylake.datastore.lake.policies.heads import act_from_head, or_default_rng
 from replaylake.datastore.lake.policies.log_probs import (
     check_has_density,
     head_action_probs,
@@ -163,11 +163,7 @@ def graph_inputs(
     if spec.state_size:
         inputs[STATE] = _check_state(spec, state, num_values(checked))
     if spec.noise_size:
-        if rng is None:
-            raise EpisodeInvalidError(
-                f"act: found no rng, expected a numpy Generator: head {spec.head} draws noise."
-            )
-        noise = rng.standard_normal((num_values(checked), spec.noise_size))
+        noise = or_default_rng(rng).standard_normal((num_values(checked), spec.noise_size))
         inputs["noise"] = noise.astype(np.float32)
     return inputs
 

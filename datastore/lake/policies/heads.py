@@ -18,7 +18,7 @@ from replaylake.datastore.episodes.spaces import (
     describe,
 )
 from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
-from replaylake.datastore.lake.policies import multi_categorical
+from replaylake.datastore.lake.policies import multi_categorical, truncated_normal
 from replaylake.datastore.lake.policies.policy import DISCRETE_HEADS, Act, PolicySpec
 
 LOG_2PI: Final = float(np.log(2 * np.pi))
@@ -88,7 +88,7 @@ def _act_multi(
     uniforms = None
     if temperature or epsilon:
         num_elements = len(multi_categorical.element_sizes(space))
-        uniforms = require_rng(rng).random((len(logits), 1 + num_elements))
+        uniforms = or_default_rng(rng).random((len(logits), 1 + num_elements))
     options = {"temperature": temperature, "epsilon": epsilon}
     actions = multi_categorical.draw(space, logits, uniforms, **options)
     log_probs = multi_categorical.log_probs(space, logits, actions, **options)
@@ -120,7 +120,7 @@ def _act_single(
         for action in range(len(row)):
             total += best if action == choice else other
             sums.append(total)
-        threshold, mode = float(require_rng(rng).random((1, 1))[0, 0]) * total, choice
+        threshold, mode = float(or_default_rng(rng).random((1, 1))[0, 0]) * total, choice
         choice = next((i for i, upto in enumerate(sums) if upto > threshold), 0)
         log_prob = np.log(best if choice == mode else other)
     q_values = np.asarray(scores, np.float32) if spec.head == "q_values" else None
@@ -152,7 +152,7 @@ def _act_discrete(
             mask=mask,
         )
         num = len(probs)
-        uniforms = require_rng(rng).random((num, 1))
+        uniforms = or_default_rng(rng).random((num, 1))
         cumulative = np.add.accumulate(probs, axis=1)
         # Scaled by the total, because float sums end at 1 - 1e-16 and argmax of all-False is 0.
         choices = (cumulative > uniforms * cumulative[:, -1:]).argmax(axis=1)
@@ -216,11 +216,11 @@ def _act_gaussian(
     deterministic: bool,
     temperature: float,
 ) -> Act:
-    """Sample N(mean, (temperature * std)^2), then squash.
+    """Sample N(mean, (temperature * std)^2), then squash, or sample it truncated to the bounds.
 
     The squashed density is that of Haarnoja et al. 2018, Appendix C, with the Jacobian of the
-    scaling to the action bounds. A clipped plain gaussian keeps the density of the unclipped draw
-    only where nothing was clipped; elsewhere the log-probability is NaN (unknown).
+    scaling to the action bounds. A plain gaussian is truncated rather than clipped: draws clipped
+    to a bound would have no density there, and so no propensity.
     """
     space = spec.action_space
     means = np.asarray(parameters["means"], np.float64)
@@ -232,16 +232,25 @@ def _act_gaussian(
         actions = center + scale * np.tanh(means) if squashed else means
         return Act(_to_box(space, actions), None)
     stds = np.exp(np.asarray(parameters["log_stds"], np.float64)) * temperature
-    noise = require_rng(rng).standard_normal(means.shape)
-    raw = means + stds * noise
-    log_probs = (-0.5 * (noise**2 + LOG_2PI) - np.log(stds)).sum(axis=1)
     if not squashed:
-        clipped = ((raw < low) | (raw > high)).any(axis=1)
-        return Act(_to_box(space, raw), np.where(clipped, np.nan, log_probs).astype(np.float32))
+        ends = (low - means) / stds, (high - means) / stds
+        noise = truncated_normal.draw(*ends, or_default_rng(rng))
+        log_probs = gaussian_log_density(noise, stds) - truncated_normal.log_mass(*ends)
+        actions = _to_box(space, means + stds * noise)
+        return Act(actions, log_probs.sum(axis=1).astype(np.float32))
+    noise = or_default_rng(rng).standard_normal(means.shape)
+    raw = means + stds * noise
+    log_probs = gaussian_log_density(noise, stds).sum(axis=1)
     # log(1 - tanh(x)^2) in the form that does not cancel for large |x|.
     log_jacobian = 2 * (np.log(2) - raw - np.logaddexp(0, -2 * raw)) + np.log(scale)
     log_probs -= log_jacobian.sum(axis=1)
     return Act(_to_box(space, center + scale * np.tanh(raw)), log_probs.astype(np.float32))
+
+
+def gaussian_log_density(noise: Array, stds: Array) -> Array:
+    """Return the log-density of mean + std * noise under N(mean, std^2), elementwise."""
+    found: Array = -0.5 * (noise**2 + LOG_2PI) - np.log(stds)
+    return found
 
 
 def _to_box(space: Space, actions: Array) -> Array:
@@ -295,10 +304,6 @@ def _check_mask(mask: Array, num: int, num_actions: int) -> Array:
     return mask
 
 
-def require_rng(rng: np.random.Generator | None) -> np.random.Generator:
-    """Return the generator. Raises: EpisodeInvalidError if there is none."""
-    if rng is None:
-        raise EpisodeInvalidError(
-            "act: found no rng, expected a numpy Generator, because this action is drawn at random."
-        )
-    return rng
+def or_default_rng(rng: np.random.Generator | None) -> np.random.Generator:
+    """Return the generator, or a new one of the operating system's entropy."""
+    return np.random.default_rng() if rng is None else rng

@@ -21,13 +21,13 @@ from replaylake.datastore.episodes.spaces import (
     check_bounds,
 )
 from replaylake.datastore.errors import SpaceUnsupportedError
-from replaylake.datastore.lake.policies import multi_categorical
+from replaylake.datastore.lake.policies import multi_categorical, truncated_normal
 from replaylake.datastore.lake.policies.heads import (
-    LOG_2PI,
     box_bounds,
     check_finite,
     check_head_takes,
     discrete_probs,
+    gaussian_log_density,
 )
 from replaylake.datastore.lake.policies.policy import PolicySpec
 
@@ -77,8 +77,7 @@ def head_log_probs(
 ) -> Array:
     """Return ln of the probability (density) of given actions [N, *act], float64 [N].
 
-    -inf where the head never chooses the action, NaN where it has no density: a plain gaussian's
-    action on a bound, where draws beyond it were clipped to. See Policy.log_probs. Raises:
+    -inf where the head never chooses the action. See Policy.log_probs. Raises:
     SpaceUnsupportedError naming the head if it has no density at all; EpisodeInvalidError for
     actions that are not of the space.
     """
@@ -141,16 +140,22 @@ def _gaussian(
 ) -> Array:
     """The density that `_act_gaussian` says of its own draws; see there for sources."""
     means = np.asarray(parameters["means"], np.float64)
-    log_stds = np.asarray(parameters["log_stds"], np.float64) + np.log(temperature)
+    stds = np.exp(np.asarray(parameters["log_stds"], np.float64)) * temperature
     low, high = (bound.reshape(-1) for bound in box_bounds(spec.action_space))
     flat = actions.reshape(means.shape)
-    log_jacobian: Any = 0.0
-    unknown = ((flat <= low) | (flat >= high)).any(axis=1)
-    if spec.head == "squashed_gaussian":
-        unit = (flat - (low + high) / 2) / ((high - low) / 2)
-        raw = np.arctanh(np.clip(unit, -UNIT_LIMIT, UNIT_LIMIT))
-        log_jacobian = 2 * (np.log(2) - raw - np.logaddexp(0, -2 * raw)) + np.log((high - low) / 2)
-        flat, unknown = raw, np.zeros(len(flat), np.bool_)
-    noise = (flat - means) / np.exp(log_stds)
-    log_probs = (-0.5 * (noise**2 + LOG_2PI) - log_stds - log_jacobian).sum(axis=1)
-    return np.where(unknown, np.nan, log_probs)
+    if spec.head == "gaussian":
+        mass = truncated_normal.log_mass((low - means) / stds, (high - means) / stds)
+        densities = gaussian_log_density((flat - means) / stds, stds) - mass
+        # A bound that the actions' type does not hold is the nearest number that it holds.
+        kind = spec.action_space.dtype  # type: ignore[union-attr]
+        least, greatest = low.astype(kind), high.astype(kind)
+        outside = ((flat < np.minimum(low, least)) | (flat > np.maximum(high, greatest))).any(
+            axis=1
+        )
+        return np.where(outside, -np.inf, densities.sum(axis=1))
+    unit = (flat - (low + high) / 2) / ((high - low) / 2)
+    raw = np.arctanh(np.clip(unit, -UNIT_LIMIT, UNIT_LIMIT))
+    log_jacobian = 2 * (np.log(2) - raw - np.logaddexp(0, -2 * raw)) + np.log((high - low) / 2)
+    densities = gaussian_log_density((raw - means) / stds, stds) - log_jacobian
+    log_probs: Array = densities.sum(axis=1)
+    return log_probs

@@ -79,7 +79,7 @@ def _list_files(manifest: Path) -> list[tuple[str, tuple[int, str]]]:
     try:
         files = json.loads(manifest.read_bytes())["files"].items()
         return [(str(name), (int(about["bytes"]), str(about["sha256"]))) for name, about in files]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):
         return []
 
 
@@ -102,7 +102,14 @@ def read_verified(
         hashes = {str(name): str(entry["sha256"]) for name, entry in body["files"].items()}
     except FormatTooNewError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, ReplayLakeError) as error:
+    except (
+        AttributeError,
+        KeyError,
+        RecursionError,
+        ReplayLakeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise PackageInvalidError(
             f"{path}: is no manifest of format {_STATELESS_VERSION} or {FORMAT_VERSION} "
             f"({type(error).__name__}: {error}). Package the policy again."
@@ -113,6 +120,11 @@ def read_verified(
         )
     files = {name: _read_verified(directory, name, sha256) for name, sha256 in hashes.items()}
     return Manifest(spec, body, _sha256(data)), files
+
+
+def hash_manifest(directory: Path) -> str:
+    """Return the sha256 of a package's manifest. Raises: NotFoundError, PackageInvalidError."""
+    return _sha256(_read_manifest(directory, None))
 
 
 def _read_manifest(directory: Path, sha256: str | None) -> bytes:

@@ -16,9 +16,14 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+
+# Since 1.31 onnxruntime reports its sessions to its vendor: from inside of a policy server, through
+# a database in the home directory, at up to two seconds of each process's end. Read at its import.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 import onnxruntime
 
 from replaylake.datastore.episodes.spaces import (
@@ -41,12 +46,16 @@ from replaylake.datastore.lake.policies.manifest import (
     LEARNER,
     MANIFEST,
     Manifest,
+    hash_manifest,
     manifest_bytes,
     read_verified,
 )
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.storage import fsync_folder
+
+# Where a Bento has its package.
+_IN_BENTO: Final = Path("src", "policy")
 
 
 class GraphSession:
@@ -159,11 +168,29 @@ def check_package(directory: Path, manifest_sha256: str | None = None) -> Manife
     return read_verified(Path(directory), manifest_sha256)[0]
 
 
-def load_policy(directory: Path, manifest_sha256: str | None = None) -> PackagedPolicy:
-    """Check a package and return its policy, which acts as the trained learner does.
+def find_package(path: Path, sha256: str | None = None) -> tuple[Path, Manifest]:
+    """Verify the package at a path; return its directory and its manifest.
 
-    manifest_sha256: as check_package.
-    Raises: as check_package; PackageInvalidError too if the graph does not fit its spec.
+    path: the package, or a Bento that contains one. sha256: the one that its manifest has to have.
+    Raises: as check_package.
+    """
+    path = Path(path)
+    in_bento = path / _IN_BENTO
+    directory = path if (path / MANIFEST).exists() or not in_bento.is_dir() else in_bento
+    if sha256 is not None and (found := hash_manifest(directory)) != sha256.lower():
+        raise PackageInvalidError(
+            f"{directory}: found a package of sha256 {found}, expected {sha256.lower()} as "
+            "`sha256` gives it. Check where the package comes from.",
+            parameter="sha256",
+        )
+    return directory, check_package(directory, None if sha256 is None else sha256.lower())
+
+
+def load_policy(directory: Path, manifest_sha256: str | None = None) -> PackagedPolicy:
+    """Verify a package and return its policy, which acts as the trained learner does.
+
+    manifest_sha256: as in check_package. Raises: as check_package; also PackageInvalidError if the
+    graph does not fit its spec.
     """
     directory = Path(directory)
     manifest, files = read_verified(directory, manifest_sha256)
@@ -196,8 +223,8 @@ def _safetensors(function: str) -> Any:
         import safetensors.numpy
     except ModuleNotFoundError as error:
         raise ExtraMissingError(
-            f"{LEARNER}: found no safetensors library, expected it for learner weights. Install "
-            "replaylake[offline]."
+            f"{LEARNER}: found no safetensors library, expected it for learner weights. Run: "
+            "pip install 'replaylake[offline]'."
         ) from error
     return getattr(safetensors.numpy, function)
 

@@ -53,7 +53,7 @@ class PolicySpec:
         multi_categorical   logits [N, sum of nvec], one categorical after another; of MultiBinary
                             actions two for each element: of 0 and of 1
         q_values            q_values [N, A]; greedy, or a softmax of them at temperature > 0
-        gaussian            means [N, D], log_stds [N, D]; clipped to the action bounds
+        gaussian            means [N, D], log_stds [N, D]; truncated to the action bounds
         squashed_gaussian   means [N, D], log_stds [N, D]; tanh, then scaled to the action bounds
         deterministic       actions [N, D] in the environment's units
         sampled             actions [N, D]; the graph's second input is noise [N, noise_size]
@@ -168,12 +168,13 @@ class Policy(Protocol):
 
         state float32 [N, S] is what the last call returned for the same episodes, initial_state for
         those that begin; a policy with a state refuses to go without, so none forgets unnoticed.
-        `deterministic` takes the mode; otherwise rng is required and the head is sampled at
-        `temperature`. With probability `epsilon` a countable action is drawn uniformly from the
-        allowed ones instead, all its elements at once, also when deterministic. log_probs are those
-        of the whole mixture. action_mask is bool [N, A], true where allowed. Raises:
-        EpisodeInvalidError on arrays that do not fit the spec, SpaceUnsupportedError where the head
-        cannot do what is asked.
+        `deterministic` takes the mode; otherwise the head is sampled at `temperature`. rng is what
+        is drawn from, a new generator of the system's entropy by default; policies with noise in
+        the graph (bcq, bear, crr) draw also when deterministic. With probability `epsilon` a
+        countable action is drawn uniformly from the allowed ones instead, all its elements at once,
+        also when deterministic. log_probs are those of the whole mixture. action_mask is bool
+        [N, A], true where allowed. Raises: EpisodeInvalidError on arrays that do not fit the spec,
+        SpaceUnsupportedError where the head cannot do what is asked.
         """
         ...
 

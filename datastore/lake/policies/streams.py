@@ -45,7 +45,7 @@ class EpisodeStreams:
         if drawn.shape[:1] != (len(self.streams),):
             raise SpaceUnsupportedError(
                 f"act: found a random draw of shape {list(drawn.shape)}, expected "
-                f"{len(self.streams)} rows, one an episode. Draw with the number of observations "
+                f"{len(self.streams)} rows, one per episode. Draw with the number of observations "
                 "as the first dim."
             )
         return drawn

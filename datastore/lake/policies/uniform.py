@@ -24,7 +24,7 @@ from replaylake.datastore.lake.policies.heads import (
     act_from_head,
     box_bounds,
     discrete_probs,
-    require_rng,
+    or_default_rng,
 )
 from replaylake.datastore.lake.policies.log_probs import gather_log_probs
 from replaylake.datastore.lake.policies.multi_categorical import element_sizes
@@ -77,7 +77,7 @@ class UniformPolicy:
         num = num_values(observations)
         space = self._spec.action_space
         if isinstance(space, Discrete) and action_mask is None:
-            scaled = require_rng(rng).random((num, 1))[:, 0] * self._cumulative[-1]
+            scaled = or_default_rng(rng).random((num, 1))[:, 0] * self._cumulative[-1]
             choices = self._cumulative[:-1].searchsorted(scaled, side="right")
             return Act(choices + space.start, np.full(num, self._log_prob, np.float32))
         if not isinstance(space, Box):
@@ -90,7 +90,7 @@ class UniformPolicy:
                 "random policy: found an action mask, which only Discrete actions have. Leave it "
                 "out."
             )
-        actions, log_prob = _draw(space, num, require_rng(rng))
+        actions, log_prob = _draw(space, num, or_default_rng(rng))
         return Act(actions, np.full(num, log_prob, np.float32))
 
     def action_probs(

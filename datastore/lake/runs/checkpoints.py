@@ -1,16 +1,16 @@
 """Checkpoints: what a training run can be continued from, whole or absent.
 
 Under `_lake/runs/<run_id>/checkpoints/` a checkpoint is two blobs: `<ulid>.safetensors` with the
-arrays, and then `<update>.json`, which names it with its sha256 and holds the rest. So a crash in
-between leaves the checkpoint before as the newest, and a name that nothing refers to.
+arrays, and then `<update>.json`, which names it with its sha256 and holds the rest, and has a
+checksum of its own. So a crash in between leaves the checkpoint before as the newest, and a name
+that nothing refers to.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,11 +22,14 @@ from safetensors import SafetensorError
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import FormatTooNewError, NotFoundError, PackageInvalidError
 from replaylake.datastore.names import LAKE_ROOT, new_ulid
+from replaylake.datastore.storage.seals import BrokenSealError, read_json, seal_json
 from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.version import VERSION
 
 _FORMAT: Final = 1
 _NAME: Final = re.compile(r"(\d{12})\.json")
+_PATH: Final = re.compile(rf"{LAKE_ROOT}/runs/([^/]+)/checkpoints/(\d{{12}})\.json")
+_ARRAYS_NAME: Final = re.compile(r"[0-9A-Za-z]+\.safetensors")
 # Arrays inside of `state`, by where they stand, beside the caller's own.
 _IN_STATE: Final = "state:"
 _ARRAY: Final = "__array__"
@@ -74,7 +77,7 @@ class Checkpoints:
         self._storage.put(f"{self._folder}/{name}", data)
         about |= {"arrays": name, "sha256": hashlib.sha256(data).hexdigest()}
         # Python's own floats and whole numbers come back from this text as they were.
-        self._storage.put(self._path(update), json.dumps(about).encode())
+        self._storage.put(self._path(update), seal_json(about))
 
     def updates(self) -> list[int]:
         """Return the updates of which there are checkpoints, ascending."""
@@ -127,9 +130,11 @@ class Checkpoints:
         path = self._path(update)
         data = self._storage.get(path)
         try:
-            about: dict[str, Any] = json.loads(data or b"")
-            number = about["format"]
-        except (ValueError, TypeError, KeyError) as error:
+            about: dict[str, Any] = read_json(data or b"")
+            number = int(about["format"])
+        except BrokenSealError as error:
+            raise self._damaged_error(path, str(error)) from error
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise self._damaged_error(
                 path, f"it does not parse ({type(error).__name__})"
             ) from error
@@ -142,18 +147,21 @@ class Checkpoints:
 
     def _read(self, update: int) -> Checkpoint:
         about = self._read_body(update)
-        path = f"{self._folder}/{about['arrays']}"
+        name, expected = str(about.get("arrays")), str(about.get("sha256"))
+        if not _ARRAYS_NAME.fullmatch(name):
+            raise self._damaged_error(self._path(update), f"it names {name[:60]!r} as its arrays")
+        path = f"{self._folder}/{name}"
         data = self._storage.get(path)
         if data is None:
             raise self._damaged_error(path, "it is not there")
-        if (digest := hashlib.sha256(data).hexdigest()) != about["sha256"]:
-            raise self._damaged_error(
-                path, f"its sha256 is {digest[:12]}, not {about['sha256'][:12]}"
-            )
+        if (digest := hashlib.sha256(data).hexdigest()) != expected:
+            raise self._damaged_error(path, f"its sha256 is {digest[:12]}, not {expected[:12]}")
         try:
             arrays = safetensors.numpy.load(data)
             state = _restore_arrays(about["state"], arrays)
-        except (SafetensorError, KeyError, TypeError) as error:
+            if not isinstance(state, dict):
+                raise TypeError(f"state is {type(state).__name__}")
+        except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise self._damaged_error(path, f"{type(error).__name__}: {error}") from error
         own = {name: a for name, a in arrays.items() if not name.startswith(_IN_STATE)}
         return Checkpoint(update, own, state)
@@ -163,6 +171,22 @@ class Checkpoints:
             f"run {self._run_id}: checkpoint {path}: found that {found}, expected what was saved. "
             "Remove it to continue from the one before."
         )
+
+
+def find_damaged_checkpoints(storage: Storage) -> Iterator[tuple[str, str]]:
+    """Yield (folder, what is wrong) for each checkpoint of any run that cannot be loaded.
+
+    Those that a newer release wrote are left alone. Raises: StorageError.
+    """
+    runs = f"{LAKE_ROOT}/runs/"
+    matches = (_PATH.fullmatch(file.path) for file in storage.files(runs.rstrip("/")))
+    for run_id, update in sorted((m.group(1), int(m.group(2))) for m in matches if m):
+        try:
+            Checkpoints(storage, run_id).load(update)
+        except PackageInvalidError as error:
+            yield f"{runs}{run_id}/checkpoints", str(error)
+        except (FormatTooNewError, NotFoundError):
+            continue  # a newer release's, or the run has removed it meanwhile
 
 
 def _extract_arrays(tree: Any, path: str, arrays: dict[str, Array]) -> Any:

@@ -9,11 +9,12 @@ another's, and gives up.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
+import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import CommitConflictError, StorageError
 from replaylake.datastore.names import LAKE_ROOT, new_ulid
+from replaylake.datastore.storage.seals import read_json, seal_json
 from replaylake.datastore.storage.storage import Storage, make_folder
 
 HEARTBEAT_S: Final = 15.0
@@ -29,6 +31,7 @@ HEARTBEAT_S: Final = 15.0
 STALE_AFTER_S: Final = 90.0
 # Whoever looks whether a run is alive holds its lock for a moment.
 _LOCK_WAIT_S: Final = 0.5
+_PATH: Final = re.compile(rf"{LAKE_ROOT}/runs/([^/]+)/heartbeat\.json")
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -46,6 +49,10 @@ class Heartbeat:
     def age_s(self) -> float:
         """Seconds since, by this machine's clock."""
         return max(0.0, time.time() - self.at_ms / 1000)
+
+
+class HeartbeatDamagedError(StorageError):
+    """A heartbeat is not what was written."""
 
 
 class RunLease:
@@ -127,14 +134,18 @@ class RunLease:
                 self._put()
 
     def _is_mine(self) -> bool:
-        heartbeat = last_heartbeat(self._storage, self._run_id)
+        try:
+            heartbeat = last_heartbeat(self._storage, self._run_id)
+        except HeartbeatDamagedError:
+            # Written again by whoever is at work on the run; of two, one then finds the other's.
+            return self._taken_by is None
         if heartbeat is not None and heartbeat.owner != self._heartbeat.owner:
             self._taken_by = heartbeat
         return self._taken_by is None
 
     def _put(self) -> None:
         body = asdict(self._heartbeat) | {"at_ms": round(time.time() * 1000)}
-        self._storage.put(self._path, json.dumps(body).encode())
+        self._storage.put(self._path, seal_json(body))
 
     def _lease_held_error(self, by: Heartbeat | None) -> CommitConflictError:
         who = "another process of this machine" if by is None else _describe_owner(by)
@@ -148,14 +159,38 @@ class RunLease:
 
 
 def last_heartbeat(storage: Storage, run_id: str) -> Heartbeat | None:
-    """Return the newest heartbeat of a run that did not end by itself. Raises: StorageError."""
-    data = storage.get(_blob(run_id))
+    """Return the newest heartbeat of a run that did not end by itself.
+
+    Raises: HeartbeatDamagedError, StorageError.
+    """
+    path = _blob(run_id)
+    data = storage.get(path)
     try:
-        body: Any = json.loads(data or b"null")
-        return None if body is None else Heartbeat(**body)
-    except (TypeError, ValueError):
+        body: Any = read_json(data or b"null")
+    except (ValueError, RecursionError) as error:
+        raise HeartbeatDamagedError(
+            f"{path}: {error}, expected the heartbeat of a run. A process at work on the run "
+            f"writes it again within {HEARTBEAT_S:.0f} s; where none is, remove the file."
+        ) from error
+    if not isinstance(body, dict):
+        return None
+    try:
+        # A member with another name is a checksum with a damaged one.
+        known = {name: body[name] for name in Heartbeat.__dataclass_fields__}
+        return Heartbeat(**known)
+    except KeyError:
         # Written by another version: as good as none.
         return None
+
+
+def find_damaged_heartbeats(storage: Storage) -> Iterator[tuple[str, str]]:
+    """Yield (path, what is wrong) for each heartbeat that cannot be read. Raises: StorageError."""
+    for file in storage.files(f"{LAKE_ROOT}/runs"):
+        if match := _PATH.fullmatch(file.path):
+            try:
+                last_heartbeat(storage, match.group(1))
+            except HeartbeatDamagedError as error:
+                yield file.path, str(error)
 
 
 def is_active(storage: Storage, run_id: str) -> bool:

@@ -21,6 +21,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from replaylake.datastore.errors import StorageError
+from replaylake.datastore.storage.seals import (
+    BrokenSealError,
+    add_parquet_seal,
+    check_parquet_seal,
+    fill_parquet_seal,
+)
 from replaylake.datastore.storage.storage import Storage
 
 RUNS: Final = "_lake/runs"
@@ -49,6 +55,8 @@ METRICS: Final = pa.schema(
         ("measured_at", pa.timestamp("us", tz="UTC")),
     ]
 )
+# By it, a file whose seal was damaged is told from one of an earlier release.
+_SEALED_KEY: Final = b"replaylake.sealed"
 _Row = tuple[int, str, float, int]
 
 
@@ -279,9 +287,9 @@ def _encode(rows: Sequence[_Row]) -> memoryview:
         pa.array(times, pa.int64()).cast(_ROWS.field("measured_at").type),
     ]
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        pa.table(columns, schema=_ROWS),
+    with pq.ParquetWriter(
         sink,
+        _ROWS,
         compression="zstd",
         compression_level=1,
         use_dictionary=["name"],
@@ -291,14 +299,17 @@ def _encode(rows: Sequence[_Row]) -> memoryview:
             "value": "BYTE_STREAM_SPLIT",
         },
         write_page_checksum=True,
-    )
-    return memoryview(sink.getvalue())
+    ) as writer:
+        writer.write_table(pa.table(columns, schema=_ROWS))
+        add_parquet_seal(writer, {_SEALED_KEY: "1"})
+    return fill_parquet_seal(sink.getvalue())
 
 
 def _decode(path: str, data: bytes | None) -> pa.Table:
     try:
         if data is None:
             raise pa.ArrowInvalid("it is gone")
+        check_parquet_seal(data, _SEALED_KEY)
         # Without threads, which so small a file does not need: of processes that end soon after one
         # of them worked, 2 in 480 aborted at their exit (pyarrow 26.0.1, apache/arrow issue 34314).
         file = pq.ParquetFile(
@@ -306,7 +317,7 @@ def _decode(path: str, data: bytes | None) -> pa.Table:
         )
         table = file.read(use_threads=False)
         return table.select(_ROWS.names).cast(_ROWS)
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except (pa.ArrowException, BrokenSealError, OSError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise StorageError(
             f"{path}: found a file that cannot be read ({reason}), expected metrics of a run. "

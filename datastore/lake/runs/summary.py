@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.errors import NotFoundError
+from replaylake.datastore.lake.policies.registry import Registry
 from replaylake.datastore.lake.runs.lease import is_active
 from replaylake.datastore.lake.runs.metrics import Curve, read_curves
 from replaylake.datastore.storage.storage import Storage
@@ -92,22 +93,37 @@ def summarize(storage: Storage, record: Mapping[str, Any]) -> RunSummary:
     )
 
 
-def find_run(runs: Sequence[Mapping[str, Any]], text: str) -> Mapping[str, Any]:
-    """Return the record whose id begins with `text`. Raises: NotFoundError for none, or several."""
-    matches = [run for run in runs if run["run_id"].startswith(text)]
-    matches = [run for run in matches if run["run_id"] == text] or matches
-    if len(matches) == 1 and text:
-        return matches[0]
-    # The latest are those that people look for.
-    near = ", ".join(run["run_id"] for run in list(matches or runs)[-3:])
-    if not matches:
-        raise NotFoundError(
-            f"run {text!r}: not in this lake, whose latest are {near or 'none'}. "
-            "`replaylake runs list` names them."
-        )
+def find_run(registry: Registry, text: str) -> Mapping[str, Any]:
+    """Return the record of the run whose id begins with `text`, or that trained a policy.
+
+    text: a beginning of an id; or a policy as `Registry.resolve` takes it: `name:version`,
+    `name@alias`, `name`. Raises: NotFoundError for none or several; InvalidNameError.
+    """
+    runs = registry.runs()
+    if ":" not in text and "@" not in text:
+        by_id = [run for run in runs if run["run_id"].startswith(text)]
+        by_id = [run for run in by_id if run["run_id"] == text] or by_id
+        if len(by_id) == 1 and text:
+            return by_id[0]
+        # The latest are those that people look for.
+        near = ", ".join(run["run_id"] for run in list(by_id or runs)[-3:])
+        if by_id:
+            raise NotFoundError(
+                f"run {text!r}: found {len(by_id)} runs that begin so, the latest {near}, expected "
+                "one. Give more of its id."
+            )
+        if not any(run.get("policy") == text for run in runs):
+            raise NotFoundError(
+                f"run {text!r}: found no run or policy of that name in this lake, whose latest "
+                f"runs are {near or 'none'}. `replaylake runs list` names them."
+            )
+    policy = registry.resolve(text)
+    for run in reversed(runs):
+        if (run.get("policy"), run.get("policy_version")) == (policy.name, policy.version):
+            return run
     raise NotFoundError(
-        f"run {text!r}: found {len(matches)} runs that begin so, the latest {near}, expected one. "
-        "Give more of its id."
+        f"run {text!r}: found no run that trained {policy.name}:{policy.version}, which was "
+        "registered without one. `replaylake policies show` has its lineage."
     )
 
 

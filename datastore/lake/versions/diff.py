@@ -17,7 +17,7 @@ import pyarrow as pa
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.errors import ConfigInvalidError, LogCorruptError, NotFoundError
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.query.connections import connect
+from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.scan import scan
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.storage.log.commit_log import CommitLog
@@ -80,22 +80,23 @@ class VersionDiff:
 
 
 def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> VersionDiff:
-    """Compare two versions of one dataset, from `a` to `b`.
+    """Compare two versions of one dataset.
 
-    Two rows of one step are alike if all columns of both versions are; a column that a version
-    lacks is NULL in it. Float values are alike if they are equal, or both NaN.
+    Two rows of a step are equal if all columns of both versions are equal; a column that a version
+    lacks is NULL in it. Float values are equal if they compare equal, or if both are NaN.
 
     Args:
-        a: the version from which.
-        b: the version to which.
-        limit: how many episodes each list names at most.
+        a: the version to compare from.
+        b: the version to compare to.
+        limit: the maximum number of episodes in each list.
 
-    Cost: nothing for shared shards, unless an episode began in one and goes on in another (then
-    their two id columns are read); two passes over the others. Memory grows with the episodes of
-    those, and with the steps of the episodes that differ.
+    Cost: shards that both versions have are not read, unless an episode begins in such a shard and
+    continues in another; then their two id columns are read. The other shards are read twice.
+    Memory grows with the number of episodes in those shards, and with the number of steps in the
+    episodes that differ.
 
-    Raises: ConfigInvalidError for snapshots of two datasets, ShardCorruptError if a file is not
-    there.
+    Raises: ConfigInvalidError for snapshots of two datasets, ShardCorruptError if a file is
+    missing.
     """
     if a.dataset != b.dataset:
         raise ConfigInvalidError(
@@ -124,7 +125,7 @@ def diff(a: Snapshot, b: Snapshot, *, limit: int = 1000) -> VersionDiff:
         return basis
     left, right = replace(a.table, files=only_a), replace(b.table, files=only_b)
     shared = replace(a.table, files=_without(a.files, only_a))
-    with connect() as connection, _release_on_exit(left, right):
+    with session() as connection, _release_on_exit(left, right):
         wide = _union(a.table.schema, b.table.schema)
         _compare(connection, replace(left, schema=wide), replace(right, schema=wide))
         _conclude(connection, shared)

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Final
 
+import numpy as np
+
 from replaylake.datastore.episodes.compatibility import find_spec_mismatch
 from replaylake.datastore.episodes.schema import AGENT_ID, EPISODE_ID, STEP
 from replaylake.datastore.errors import (
@@ -26,6 +28,7 @@ from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.maintenance.copy.shard_copier import ShardCopier
+from replaylake.datastore.maintenance.removal import find_returned
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
@@ -41,13 +44,16 @@ _PREFIX: Final = "copy/"
 # Those who commit without bringing in rows: a table with no other writers has only copied rows.
 _ROWLESS: Final = (
     "annotate/",
+    "columns/",
     "compact/",
     "create/",
     "delete/",
     "fsck/",
     "purge/",
+    "reference/",
     "retention/",
     "trim/",
+    "configure/",
 )
 
 # Called with (bytes moved, bytes) after each shard.
@@ -55,13 +61,26 @@ OnProgress = Callable[[int, int], None]
 _KEY: Final = (EPISODE_ID, AGENT_ID, STEP)
 # Changes of which every row was in a shard that they took out.
 _REWRITES: Final = frozenset(
-    ("ANNOTATE", "COMPACT", "DELETE", "LATE REWARDS", "PURGE", "REPAIR", "TRIM")
+    (
+        "ANNOTATE",
+        "COMPACT",
+        "DELETE",
+        "DROP COLUMN",
+        "LATE REWARDS",
+        "PURGE",
+        "RENAME COLUMN",
+        "REPAIR",
+        "TRIM",
+    )
 )
 
 
 @dataclass(frozen=True)
 class CopyReceipt:
-    """What a copy added to its target. `version` is the target's, None if nothing was added."""
+    """What a copy added to its target. `version` is the target's, None if nothing was added.
+
+    num_deleted_before_steps: left out, as they are of what the source or the target has deleted.
+    """
 
     source: str
     source_version: int
@@ -73,6 +92,7 @@ class CopyReceipt:
     num_shards: int
     num_bytes: int
     num_already_present_steps: int
+    num_deleted_before_steps: int = 0
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -86,25 +106,28 @@ def copy(
     *,
     as_name: str | None = None,
     on_progress: OnProgress | None = None,
+    readmit: bool = False,
 ) -> CopyReceipt:
     """Copy the steps of `NAME`, `NAME@VERSION` or `NAME@TAG` into a dataset of another lake.
 
-    The target is made with the same spaces and columns where it does not exist; else rows that it
-    lacks are added, in one commit. Earlier copies are remembered in the target's log: what came
-    since is moved, and a shard that the source rewrote in the meantime is compared row by row.
-    Killed and run again, it goes on. What was removed or changed in the source stays as it was
-    copied.
+    If the target does not exist, it is created with the same spaces and columns. Otherwise the rows
+    that it lacks are added in one commit. The target's log records earlier copies: only later rows
+    are copied, and shards that the source has rewritten since are compared row by row. A killed
+    copy continues when it is called again. Later deletions and changes in the source do not change
+    the copied rows. The source's tombstones are copied first; rows that
+    were deleted in the source or the target are left out.
 
     Args:
-        lake: where from.
+        lake: the source lake.
         name: the snapshot.
-        target: where to; another lake, or the same with `as_name`.
-        as_name: the dataset's name there, by default the same.
+        target: the target lake; it may be the same lake if `as_name` is given.
+        as_name: the name of the copy, by default that of the dataset.
         on_progress: called after each shard.
+        readmit: also copy what was deleted; it counts as deleted no more in the target.
 
     Raises: NotFoundError, InvalidNameError; ConfigInvalidError for a copy onto itself;
-    SchemaMismatchError if the target's spaces or columns are others, before anything is written;
-    ShardCorruptError if bytes of the source are not those committed; StorageError.
+    SchemaMismatchError, before anything is written, if the target has other spaces or column types;
+    ShardCorruptError if bytes of the source differ from those committed; StorageError.
     """
     snapshot = lake.snapshot(name)
     dataset = target.dataset(as_name or snapshot.dataset)
@@ -115,12 +138,21 @@ def copy(
         )
     source = lake.dataset(snapshot.dataset).table
     _ensure_target(dataset, snapshot)
-    job = _Copy(lake, source, snapshot, target, dataset, on_progress)
+    has_new = dataset.tombstones.copy_from(lake.dataset(snapshot.dataset).tombstones)
+    job = _Copy(lake, source, snapshot, target, dataset, on_progress, readmit=readmit)
     while True:
         try:
-            return job.run()
+            receipt = job.run()
         except _RaceLostError:
             continue
+        num_returned = len(find_returned(dataset).episodes) if has_new else 0
+        if not num_returned:
+            return receipt
+        note = (
+            f"the source deleted {num_returned:,} episodes that the target still has: "
+            f"`replaylake datasets delete {dataset.name} --again` deletes them there"
+        )
+        return replace(receipt, notes=(*receipt.notes, note))
 
 
 def _ensure_target(dataset: Dataset, snapshot: Snapshot) -> None:
@@ -128,7 +160,7 @@ def _ensure_target(dataset: Dataset, snapshot: Snapshot) -> None:
     if not dataset.exists():
         try:
             configuration = snapshot.spec.configuration()
-            dataset.table.create(snapshot.table.schema, configuration)
+            dataset.create_table(snapshot.table.schema, configuration)
         except AlreadyExistsError:
             pass  # another copy was first
         else:
@@ -144,6 +176,8 @@ def _ensure_target(dataset: Dataset, snapshot: Snapshot) -> None:
             f"{snapshot.dataset}, expected all known as in {dataset.name}. Copy it into another "
             "dataset with `as_name`."
         )
+    if snapshot.spec.tokenizer is not None:
+        dataset.set_tokenizer(snapshot.spec.tokenizer)
     try:
         merge_schemas(dataset.snapshot().table.schema, snapshot.table.schema)
     except SchemaMismatchError as error:
@@ -153,7 +187,7 @@ def _ensure_target(dataset: Dataset, snapshot: Snapshot) -> None:
 
 
 class _RaceLostError(Exception):
-    """Another copy into the target was first: what is there has to be looked at again."""
+    """Another copy into the target, or a deletion there, was first: look again at what is there."""
 
 
 class _Copy:
@@ -165,6 +199,8 @@ class _Copy:
         target: Lake,
         dataset: Dataset,
         on_progress: OnProgress | None,
+        *,
+        readmit: bool,
     ) -> None:
         self._lake = lake
         self._source = source
@@ -173,6 +209,7 @@ class _Copy:
         self._dataset = dataset
         self._table = dataset.table
         self._on_progress = on_progress
+        self._readmit = readmit
         metadata = source.log.newest().metadata
         assert metadata is not None  # there is a snapshot of it
         self._producer = f"{_PREFIX}{metadata.id}"
@@ -187,21 +224,30 @@ class _Copy:
         base = _base(newest, version)
         plan = plan_copy(self._source, self._snapshot.table, base)
         compared = plan.mixed
-        if present.files and not self._is_alone(state, plan, newest):
+        is_alone = not present.files or self._is_alone(state, plan, newest)
+        if not is_alone:
             compared = (*plan.fresh, *plan.mixed)
         total = sum(entry.size_bytes for entry in (*plan.fresh, *plan.mixed))
         mover = ShardCopier(self._snapshot.table, self._table)
         before = self._previous_copy(plan)
         written: list[WrittenRows] = []
-        num_episodes = num_present = moved = 0
+        num_episodes = num_present = num_deleted = moved = 0
         with PresentRows(self._snapshot.table, present, before) as known:
             doubled = known.find_present(compared)
-            whole = [e for e in (*plan.fresh, *plan.mixed) if e.path not in doubled]
+            mark = self._dataset.tombstones.mark
+            deleted = self._find_deleted((*plan.fresh, *plan.mixed))
+            if self._readmit:  # which may have changed them
+                mark = self._dataset.tombstones.mark
+            whole = [e for e in (*plan.fresh, *plan.mixed) if e.path not in {*doubled, *deleted}]
             for entry in (*plan.fresh, *plan.mixed):
-                if (rows := doubled.get(entry.path)) is None:
+                present_rows = doubled.get(entry.path, [])
+                gone = set(deleted.get(entry.path, ())).difference(present_rows)
+                if entry.path not in doubled and not gone:
                     written.append(mover.copy_whole(entry))
                 else:
-                    num_present += len(rows)
+                    rows = [*present_rows, *gone]
+                    num_present += len(present_rows)
+                    num_deleted += len(gone)
                     if part := mover.copy_missing(entry, rows):
                         num_episodes += part[0]
                         written.append(part[1])
@@ -212,7 +258,22 @@ class _Copy:
             num_episodes += known.num_episodes(whole)
         drops = DropCounts(num_already_present_steps=num_present)
         notes = make_notes(plan, newest if base is not None and plan.mixed and not before else None)
-        return self._commit_written(written, num_episodes, drops, state, notes)
+        is_alone = is_alone and self._snapshot.spec.unique == self._dataset.spec.unique
+        receipt = self._commit_written(written, num_episodes, drops, state, notes, is_alone, mark)
+        return replace(receipt, num_deleted_before_steps=num_deleted)
+
+    def _find_deleted(self, entries: Sequence[FileEntry]) -> dict[str, list[int]]:
+        """Return the rows of each shard that are of what was deleted. Cost: reads those columns."""
+        tombstones, snapshot = self._dataset.tombstones, self._snapshot.table
+        found: dict[str, list[int]] = {}
+        names = {EPISODE_ID, *tombstones.columns} & set(snapshot.schema.names)
+        for entry in entries if len(tombstones) else ():
+            rows = replace(snapshot, files=(entry,)).read(sorted(names))
+            if self._readmit:
+                tombstones.lift(tombstones.find_subjects(rows))
+            elif (deleted := tombstones.find(rows)).any():
+                found[entry.path] = np.flatnonzero(deleted).tolist()
+        return found
 
     def _commit_written(
         self,
@@ -221,6 +282,8 @@ class _Copy:
         drops: DropCounts,
         state: LogState,
         notes: tuple[str, ...],
+        is_alone: bool,
+        mark: str,
     ) -> CopyReceipt:
         # Without shards too: the next copy starts from this version, and what the target removes
         # from here on does not come back with it.
@@ -230,19 +293,50 @@ class _Copy:
                 return self._receipt(None, drops=drops, notes=notes)
         num_steps = sum(part.num_rows for part in written)
         keys = {key for key in state.transactions if key.startswith(_PREFIX)}
+        # Shards that are moved as they are have to find the rows that they were compared with.
+        paths = {*state.files} if is_alone and self._dataset.spec.unique is not None else None
 
         def check(state: LogState) -> None:
             if any(key.startswith(_PREFIX) and key not in keys for key in state.transactions):
                 raise _RaceLostError
+            if paths is not None and not paths.issuperset(state.files):
+                raise _RaceLostError
+            if self._dataset.tombstones.mark != mark:
+                raise _RaceLostError
 
-        info = {
-            **commit_counts(num_episodes, num_steps, drops),
+        source = {
             "source": {
                 "lake": self._lake.url,
                 "dataset": self._snapshot.dataset,
                 "version": self._snapshot.version,
             },
         }
+        if written and self._dataset.spec.unique is not None and not is_alone:
+            # Their keys may be there, of rows that came another way.
+            kept = self._dataset.commit_shards(
+                written,
+                num_episodes,
+                producer=self._producer,
+                sequence=self._snapshot.version,
+                operation="COPY",
+                info=source,
+                drops=drops,
+                check=check,
+            )
+            if kept.already_present:
+                return self._receipt(None, notes=("already copied: nothing was added",))
+            drops += DropCounts(num_already_present_steps=kept.keys.present)
+            if kept.keys.conflicts:
+                found = f"{kept.keys.conflicts:,} steps have keys that the target has with other"
+                notes = (*notes, f"{found} values: they are in its quarantine")
+            return replace(
+                self._receipt(kept.version, drops=drops, notes=notes),
+                num_episodes=kept.num_episodes,
+                num_steps=kept.num_steps,
+                num_shards=kept.num_shards,
+                num_bytes=kept.num_bytes,
+            )
+        info = {**commit_counts(num_episodes, num_steps, drops), **source}
         commit = self._table.commit(
             written,
             producer=self._producer,

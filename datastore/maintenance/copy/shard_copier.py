@@ -37,7 +37,7 @@ class ShardCopier:
         """Put a shard into the target, as it is where its field ids are the target's too."""
         schema = self._source.schema
         if has_other_ids(merge_schemas(self._target.snapshot().schema, schema), schema):
-            return self._target.write(conform(self._read(entry), schema))
+            return self._target.write(conform(self.read(entry), schema))
         path, modified_ms = self._place(entry)
         if modified_ms is None:
             where = f"{self._source.root}/{entry.path}"
@@ -85,13 +85,14 @@ class ShardCopier:
         """Write the rows that the target lacks, and count their episodes; None if it has all."""
         mask = np.ones(entry.num_rows, dtype=bool)
         mask[np.asarray(present, dtype=np.int64)] = False
-        rows = self._read(entry).filter(pa.array(mask))
+        rows = self.read(entry).filter(pa.array(mask))
         if not rows.num_rows:
             return None
         num = rows.group_by([EPISODE_ID, AGENT_ID]).aggregate([]).num_rows
         return num, self._target.write(conform(rows, self._source.schema))
 
-    def _read(self, entry: FileEntry) -> pa.Table:
+    def read(self, entry: FileEntry) -> pa.Table:
+        """Read a shard of the source. Raises: ShardCorruptError."""
         storage, blob = self._source.storage, blob_of(self._source.root, entry)
         (path,) = storage.fetch([blob])
         try:

@@ -18,6 +18,7 @@ from replaylake.datastore.episodes.schema import EPISODE_ID
 from replaylake.datastore.errors import LogCorruptError, NotFoundError, StorageError
 from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.key_files import check_keys
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, FsckFinding, FsckFindings
 from replaylake.datastore.maintenance.fsck.log_check import CheckedLog, check_log, repair_log
@@ -32,6 +33,9 @@ from replaylake.datastore.maintenance.fsck.shard_check import CheckedShard, chec
 from replaylake.datastore.maintenance.retained_files import find_retained_files
 from replaylake.datastore.query import summaries
 from replaylake.datastore.query.connections import connect
+from replaylake.datastore.replay.cache.view_cache import FOLDER as VIEWS
+from replaylake.datastore.replay.cache.view_cache import ViewCache
+from replaylake.datastore.replay.selectors.saved_priorities import PriorityFolder
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.shard import FOLDER
 from replaylake.datastore.storage.table.table import Table
@@ -132,7 +136,12 @@ class DatasetCheck:
                     self._repair_table(plan, rows if is_steps else None, orphans)
                 if is_steps and (plan.damages or self._repair):
                     self._forget_summaries(plan.table)
+        for path, fault in PriorityFolder(handle.table.storage, handle.table.root).find_damaged():
+            self.add(ERROR, "priorities", path, fault)
+        self._check_views(handle)
         steps = plans[0]
+        if steps.log.state is not None and steps.schema is not None and not steps.damages:
+            self._check_keys(handle)
         self.datasets.append(
             CheckedDataset(
                 name,
@@ -142,6 +151,41 @@ class DatasetCheck:
                 sum(e.size_bytes for plan in plans for e in (*plan.live, *plan.older)),
             )
         )
+
+    def _check_views(self, handle: Dataset) -> None:
+        """Compare the replay views of this machine with their checksums; repair deletes damage."""
+        views = ViewCache(handle.table.storage, handle.table.root)
+        damaged = []
+        for fault, view in views.iter_damaged():
+            path = f"{handle.name}/{VIEWS}/{view.name}"
+            advice = "`repair` deletes the view; it is decoded again when it is next used"
+            self.add(ERROR, "replay view", path, f"{fault}. {advice}.")
+            damaged.append(view)
+        if self._repair and damaged:
+            views.remove(damaged)
+            self.repairs += [
+                Repair("deleted", self._name, f"{handle.name}/{VIEWS}/{v.name}", "", None, 0, 0)
+                for v in damaged
+            ]
+
+    def _check_keys(self, handle: Dataset) -> None:
+        """Compare the index of unique keys with the shards; with repair, delete what is damaged."""
+        damaged = []
+        for path, fault in check_keys(handle):
+            is_file = path != handle.name
+            advice = (
+                "`repair` deletes it; the next writer makes it anew"
+                if is_file
+                else "Delete the episodes that are there twice with `replaylake datasets delete`"
+            )
+            self.add(ERROR, "key", path, f"{fault}. {advice}.")
+            damaged += [path] if is_file else []
+        if self._repair and damaged:
+            handle.table.storage.delete(damaged)
+            handle.table.storage.forget(damaged)
+            self.repairs += [
+                Repair("deleted", self._name, path, "", None, 0, 0) for path in damaged
+            ]
 
     def check_lake_log(self, root: str) -> CheckedLog:
         """Check the log of the lake itself; with repair, repair it."""
@@ -329,13 +373,7 @@ class RowCheck:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="replaylake-fsck-")
-        self._connection: duckdb.DuckDBPyConnection = connect()
-        self._connection.execute(f"SET memory_limit = '{_MEMORY}'")
-        self._connection.execute("SET threads = 2")
-        self._connection.execute("SET temp_directory = $1", [self._folder.name])
-        self._connection.register("nothing", run_schema().empty_table())
-        self._connection.execute("CREATE TABLE runs AS SELECT * FROM nothing")
-        self._connection.execute("CREATE TABLE ids (id VARCHAR)")
+        self._connection: duckdb.DuckDBPyConnection | None = None
 
     def __enter__(self) -> RowCheck:
         return self
@@ -346,7 +384,8 @@ class RowCheck:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
         self._folder.cleanup()
 
     def add_runs(self, runs: pa.Table) -> None:
@@ -390,14 +429,28 @@ class RowCheck:
         return doubled
 
     def _batches(self, query: str) -> Iterator[pa.RecordBatch]:
-        relation = self._connection.sql(query)
-        yield from relation.to_arrow_reader(_FETCH_ROWS) if relation is not None else ()
+        if self._connection is not None:
+            relation = self._connection.sql(query)
+            yield from relation.to_arrow_reader(_FETCH_ROWS) if relation is not None else ()
 
     def _insert(self, table: str, rows: pa.Table) -> None:
         if rows.num_rows:
+            if self._connection is None:
+                self._connection = self._connect()
             self._connection.register("incoming", rows)
             self._connection.execute(f"INSERT INTO {table} SELECT * FROM incoming")
             self._connection.unregister("incoming")
+
+    def _connect(self) -> duckdb.DuckDBPyConnection:
+        """Start a DuckDB whose memory is bounded: not before there are rows, as it takes 30 ms."""
+        connection = connect()
+        connection.execute(f"SET memory_limit = '{_MEMORY}'")
+        connection.execute("SET threads = 2")
+        connection.execute("SET temp_directory = $1", [self._folder.name])
+        connection.register("nothing", run_schema().empty_table())
+        connection.execute("CREATE TABLE runs AS SELECT * FROM nothing")
+        connection.execute("CREATE TABLE ids (id VARCHAR)")
+        return connection
 
 
 def iter_faults(run: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

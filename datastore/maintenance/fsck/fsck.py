@@ -7,15 +7,22 @@ with a damaged shard go all the same: they may be made of its bytes, and are mad
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
-from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    NotFoundError,
+    ReplayLakeError,
+    StorageError,
+)
+from replaylake.datastore.lake.lake import KEYS, Lake
 from replaylake.datastore.lake.policies.manifest import MANIFEST, Manifest
 from replaylake.datastore.lake.policies.package import check_package
 from replaylake.datastore.lake.policies.registry import PolicyRef
+from replaylake.datastore.lake.runs.checkpoints import find_damaged_checkpoints
+from replaylake.datastore.lake.runs.lease import find_damaged_heartbeats
 from replaylake.datastore.lake.runs.metrics import find_damaged_pieces
 from replaylake.datastore.maintenance.fsck.dataset_check import (
     CheckedDataset,
@@ -26,6 +33,8 @@ from replaylake.datastore.maintenance.fsck.dataset_check import (
 from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, FsckFinding
 from replaylake.datastore.maintenance.fsck.quarantine import Repair
 from replaylake.datastore.names import LAKE_ROOT
+from replaylake.datastore.storage.seals import read_json
+from replaylake.datastore.storage.storage import Storage
 
 DEFAULT_ORPHAN_AGE_S: Final = 7 * 86_400.0
 # A writer puts its shards down before it commits them: a younger file may be about to be linked.
@@ -72,22 +81,22 @@ def fsck(
     on_progress: OnProgress | None = None,
     now_ms: int | None = None,
 ) -> FsckReport:
-    """Check datasets, all of them by default, and with none named the lake's own log and policies.
+    """Check datasets; by default all of them, and the lake's own log and policies.
 
     Args:
         lake: the lake.
-        datasets: names; also of datasets whose log cannot be read any more.
-        all_versions: look at the shards of every kept version, not of the newest alone.
-        repair: take damaged shards, rows that are there twice and old orphans into
-            `<dataset>/_quarantine`, write damaged checkpoints again, and record the hashes of
-            manifests that have none on record. Nothing is deleted for good.
-        orphan_age_s: a file that no version names is an orphan once it is older.
+        datasets: names of datasets, also of those whose log can no longer be read.
+        all_versions: check the shards of every retained version, not only of the newest.
+        repair: move damaged shards, duplicate rows and old orphans into `<dataset>/_quarantine`,
+            write damaged checkpoints again, and record the hashes of manifests that have none. No
+            data is deleted permanently.
+        orphan_age_s: the age from which a file that no version names counts as an orphan.
         on_progress: called after each shard.
-        now_ms: the time to judge age by; the clock's by default.
+        now_ms: the time for comparing ages; the clock's by default.
 
-    Raises: NotFoundError for a name that is no dataset, ConfigInvalidError for an age below an
-    hour, StorageError. Cost: reads every shard once. Memory: a row group a thread (on an object
-    store a shard), 512 MB for the steps of all shards, the rest on disk.
+    Raises: NotFoundError for an unknown dataset, ConfigInvalidError for an age below an hour,
+    StorageError. Cost: reads every shard once. Memory: a row group per thread (on an object store a
+    shard), and 512 MB for the steps of all shards; the rest is on disk.
     """
     if orphan_age_s < MIN_ORPHAN_AGE_S:
         raise ConfigInvalidError(
@@ -125,8 +134,30 @@ def _all_datasets(lake: Lake) -> list[str]:
     return names
 
 
+def _find_damaged_work_lists(storage: Storage) -> Iterator[tuple[str, str]]:
+    """Yield (path, what is wrong) for the work lists of purges that were not finished."""
+    for file in storage.files(f"{LAKE_ROOT}/purge"):
+        try:
+            read_json(storage.get(file.path) or b"{}")
+        except (ValueError, RecursionError) as error:
+            yield (
+                file.path,
+                f"{error}. Restore the file from a copy of the lake; or remove it, and run the "
+                "purge again.",
+            )
+
+
+# The kinds of files with a checksum of their own, and who finds the damaged ones: path and reason.
+_SEALED_FILES: Final[tuple[tuple[str, Callable[[Storage], Iterator[tuple[str, str]]]], ...]] = (
+    ("metrics", find_damaged_pieces),
+    ("run checkpoint", find_damaged_checkpoints),
+    ("heartbeat", find_damaged_heartbeats),
+    ("purge", _find_damaged_work_lists),
+)
+
+
 def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: bool) -> int:
-    """Check the lake's log, its policies, its runs' metrics and what crashes left.
+    """Check the lake's log, its policies, the files of its runs and what crashes left.
 
     Returns how many policies there are.
     """
@@ -140,8 +171,15 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: boo
                 "removes it."
             )
             check.add(NOTE, "temporary", file.path, message)
-    for path, reason in find_damaged_pieces(storage):
-        check.add(ERROR, "metrics", path, reason)
+    for name, find in _SEALED_FILES:
+        for path, reason in find(storage):
+            check.add(ERROR, name, path, reason)
+    try:
+        lake.signing_key(create=False)
+    except NotFoundError:
+        pass  # nothing was served yet
+    except StorageError as error:
+        check.add(ERROR, "signing key", KEYS, str(error))
     if checked.state is None:
         return 0
     policies = lake.registry.list()

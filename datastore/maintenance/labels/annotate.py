@@ -144,26 +144,27 @@ def annotate(
     strict: bool = False,
     on_progress: OnProgress | None = None,
 ) -> AnnotationReceipt:
-    """Write labels to the steps that they are of, in one commit.
+    """Write labels to the steps that they match, in one commit.
 
     Args:
         lake: the lake.
         dataset: its name.
-        labels: one row a label.
-        on: the key: decision_id, request_id, or episode_id or source_episode_id with step and
-            agent_id as need be. As a mapping it says what the labels call each.
-        set: `reward`, and an SQL expression over the columns of a label and of its step, which has
-            the name `steps`, such as `steps.reward + 0.5 * score`.
-        add: further columns of the dataset, or which columns of the labels they are.
-        to: which step of an episode gets the reward, where the key names one: last or each.
-        again: apply the same labels once more, to steps that came since. Refused for a reward that
-            builds on what the step has.
+        labels: one row per label.
+        on: the key: decision_id or request_id, or else episode_id or source_episode_id, to which
+            step and agent_id may be added. A mapping gives the column of the labels for each.
+        set: `reward` and an SQL expression over the columns of a label and of its step, which has
+            the name `steps`, for example `steps.reward + 0.5 * score`.
+        add: further columns of the dataset to write, or a mapping from them to columns of the
+            labels.
+        to: which step of an episode gets the reward if the key identifies an episode: last or each.
+        again: apply the same labels also to steps that were added since. Refused for a reward that
+            uses the step's own columns.
         strict: write nothing if a label is unmatched or ambiguous.
-        on_progress: called with (shards looked through, shards).
+        on_progress: called with (shards searched, shards).
 
     Raises: NotFoundError, ConfigInvalidError, SchemaMismatchError, QueryRefusedError, QueryError,
-    ShardCorruptError. Cost: two scans of the key's columns; memory is one shard and a few numbers a
-    label and matched step.
+    ShardCorruptError. Cost: two scans of the key's columns; memory for one shard and a few numbers
+    per label and matched step.
     """
     handle = lake.dataset(dataset)
     schema = handle.snapshot().table.schema
@@ -171,6 +172,13 @@ def annotate(
     check_key(key, schema)
     added = parse_names(add)
     check_assigned(set or {}, added, key, to)
+    unique = handle.spec.unique
+    if unique is not None and (keys := sorted({*added} & {*unique.columns})):
+        raise ConfigInvalidError(
+            f"add: found {keys[0]}, which is part of the dataset's unique key, expected another "
+            "column: labels would give several steps one key.",
+            parameter="add",
+        )
     expression = None
     if set:
         expression = parse_expression(set[REWARD], labels.column_names, schema.names)

@@ -28,6 +28,7 @@ from replaylake.datastore.feedback.decisions import (
     DECISION_ID,
     DETERMINISTIC,
     LOG_PROB,
+    PACKAGE_SHA256,
     REQUEST_ID,
 )
 from replaylake.datastore.lake.dataset import Dataset
@@ -229,10 +230,14 @@ def _read_decision(lake: Lake, dataset: Dataset, decision_id: str) -> dict[str, 
     steps = []
     if DECISION_ID in dataset.spec.extras:
         steps = _rows(lake, f"{dataset.name}.steps", decision_id)
-    columns = (REQUEST_ID, EPISODE_ID, OBSERVATION, ACTION, LOG_PROB, DETERMINISTIC)
+    columns = (
+        *(REQUEST_ID, EPISODE_ID, OBSERVATION, ACTION, LOG_PROB, DETERMINISTIC),
+        PACKAGE_SHA256,
+    )
     return {
         "logged": bool(rows),
-        **({key: rows[0][key] for key in columns} if rows else {}),
+        # A table that an earlier release wrote lacks the newer ones.
+        **({key: rows[0].get(key) for key in columns} if rows else {}),
         "rewards": [{key: row[key] for key in (REWARD, TERMINATED, TRUNCATED)} for row in rewards],
         "step": {key: steps[0][key] for key in (EPISODE_ID, STEP)} if steps else None,
     }

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID
 from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.tombstones import identify, merge_subjects
 from replaylake.datastore.maintenance.delete import find_feedback, select_episode_ids
+from replaylake.datastore.maintenance.episode_condition import EpisodeCondition
 from replaylake.datastore.maintenance.removal import select_received
 from replaylake.datastore.query.table_files import (
     fetch_files,
@@ -26,10 +28,12 @@ from replaylake.datastore.storage.table.shard import FOLDER
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
 # Finds the ids that a condition selects in a version.
-Select = Callable[[TableSnapshot, str], pa.Array]
+Select = Callable[[TableSnapshot, EpisodeCondition], pa.Array]
 
 
-def select_in_all_versions(table: Table, condition: str, select: Select | None = None) -> pa.Array:
+def select_in_all_versions(
+    table: Table, condition: EpisodeCondition, select: Select | None = None
+) -> pa.Array:
     """Return the ids of the episodes that a condition selects, in the last version that has each.
 
     `select` is for a table of other rows than steps. Of a version of which shards are gone, what is
@@ -70,10 +74,35 @@ def find_feedback_in_all_versions(handle: Dataset, episodes: pa.Array) -> pa.Arr
     return _union(columns)
 
 
-def select_waiting_in_all_versions(handle: Dataset, condition: str) -> pa.Array:
+def select_waiting_in_all_versions(handle: Dataset, condition: EpisodeCondition) -> pa.Array:
     """Return received episodes that a condition selects, and of which no version has a step."""
     ids = select_in_all_versions(handle.received, condition, select_received)
     return _without(ids, [_column(_old_rows(handle.table, [EPISODE_ID]), EPISODE_ID)])
+
+
+def find_identities_in_all_versions(handle: Dataset, episodes: pa.Array) -> dict[str, list[str]]:
+    """Return the ids by which episodes can be told when they are sent again, in any version."""
+    found = []
+    for table in (handle.table, handle.received, handle.rejected):
+        if table.exists():
+            rows = _old_rows(table, [EPISODE_ID, SOURCE_EPISODE_ID])
+            found.append(identify(rows.filter(pc.is_in(rows[EPISODE_ID], value_set=episodes))))
+    return merge_subjects(*found)
+
+
+def find_returned_in_all_versions(handle: Dataset) -> tuple[pa.Array, pa.Array]:
+    """Return ids of episodes, and of decisions, that were deleted and are in some version again."""
+    deleted = handle.tombstones
+    episodes, decisions = [pa.array([], pa.string())], pa.array([], pa.string())
+    for table in (handle.table, handle.received, handle.rejected):
+        if len(deleted) and table.exists():
+            rows = _old_rows(table, sorted({EPISODE_ID, *deleted.columns}))
+            episodes.append(_column(rows.filter(pa.array(deleted.find(rows))), EPISODE_ID))
+    if len(deleted) and handle.decisions.exists():
+        rows = _old_rows(handle.decisions, [DECISION_ID, EPISODE_ID])
+        gone = pa.array(deleted.find(rows, {SOURCE_EPISODE_ID: EPISODE_ID}))
+        decisions = _column(rows.filter(gone), DECISION_ID)
+    return _union(episodes), decisions
 
 
 def list_named_paths(table: Table) -> set[str]:

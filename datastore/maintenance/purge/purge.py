@@ -18,44 +18,54 @@ it is not done. What cannot be reached are caches on other machines and copies e
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.schema import EPISODE_ID
-from replaylake.datastore.errors import ReplayLakeError
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.decisions import recover_feedback
 from replaylake.datastore.feedback.received_table import recover_received
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.maintenance.delete import remove_episodes, select_episode_ids
+from replaylake.datastore.lake.tombstones import merge_subjects
+from replaylake.datastore.maintenance.delete import (
+    PURGED_COLUMNS,
+    find_trained_policies,
+    remove_episodes,
+)
+from replaylake.datastore.maintenance.episode_condition import EpisodeCondition, make_condition
+from replaylake.datastore.maintenance.purge.commit_infos import hide_values
 from replaylake.datastore.maintenance.purge.dataset_files import (
     JOURNAL,
     LIVE,
     WORK_LISTS,
     DatasetFiles,
+    OnFile,
 )
 from replaylake.datastore.maintenance.purge.past_versions import (
     find_feedback_in_all_versions,
+    find_identities_in_all_versions,
+    find_returned_in_all_versions,
     find_versions_with,
     select_in_all_versions,
     select_waiting_in_all_versions,
 )
 from replaylake.datastore.maintenance.purge.traces import IdSearch, Trace
 from replaylake.datastore.maintenance.removal import (
+    find_subjects,
     plan_removal,
     remove_decisions,
     remove_received,
     select_rejected,
 )
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.query.expressions import canonical_expression
 from replaylake.datastore.storage.log.purges import DONE, RUNNING, Purge
+from replaylake.datastore.storage.seals import read_json, seal_json
 from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
 
 # A live server commits its journal every second, a writer may append to an episode that goes.
@@ -64,8 +74,8 @@ _PAUSE_S: Final = 1.0
 
 _OPERATION: Final = "PURGE"
 
-# Called with what is being done.
-OnStage = Callable[[str], None]
+# Called with (what is being done, files done, files); without counts where a stage begins.
+OnProgress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,8 @@ class PurgeReceipt:
     ids, which purge may not delete or cannot look into. named_in: files outside of the dataset in
     which an id stands, such as the SQL that a policy was trained with. is_proven: neither was
     found, by a scan of `num_scanned` files, and nothing is undecided. num_undecided: episodes in
-    quarantine of which the condition asks what is not known of them; they stay.
+    quarantine of which the condition asks what is not known of them; they stay. num_tombstones:
+    values that the dataset refuses from now on.
     """
 
     dataset: str
@@ -96,6 +107,7 @@ class PurgeReceipt:
     named_in: tuple[str, ...]
     resumed: tuple[str, ...]
     num_undecided: int
+    num_tombstones: int = 0
 
     @property
     def is_proven(self) -> bool:
@@ -108,7 +120,10 @@ class PurgeReceipt:
 
 @dataclass(frozen=True)
 class _PurgeWork:
-    """What a purge has to do: the ids, which are in its file alone, and what was known before."""
+    """What a purge has to do: the ids, which are in its file alone, and what was known before.
+
+    subjects: values by column that the dataset refuses from now on.
+    """
 
     id: str
     started_ms: int
@@ -116,6 +131,12 @@ class _PurgeWork:
     decisions: tuple[str, ...]
     policies: Mapping[str, int | None]
     num_undecided: int = 0
+    subjects: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def texts(self) -> set[str]:
+        """All ids and values."""
+        return {*self.episodes, *self.decisions}.union(*self.subjects.values())
 
     @property
     def id_search(self) -> IdSearch:
@@ -125,29 +146,33 @@ class _PurgeWork:
 def purge(
     lake: Lake,
     dataset: str,
-    where: str,
+    where: str | EpisodeCondition | None,
     *,
     dry_run: bool = False,
-    on_stage: OnStage | None = None,
+    on_progress: OnProgress | None = None,
 ) -> PurgeReceipt:
-    """Take the episodes that a condition selects out of every version, and prove it.
+    """Remove the episodes that a condition selects from every version, and verify it.
 
     Args:
         lake: the lake.
         dataset: its name.
-        where: an SQL condition over the columns of `episodes`. An episode that an earlier delete
-            took out counts as it was in the last version that had it.
-        dry_run: only say what would go, which tags would break, and which policies know of it.
-        on_stage: called with what is being done.
+        where: a condition as for `delete`. An episode that was deleted before is selected by its
+            values in the last version that had it. None selects what was deleted before and is in
+            some version again, for example after a backup was restored.
+        dry_run: only report what would be deleted, which tags would break, and which policies were
+            trained on the episodes.
+        on_progress: called with (what is being done, files done, files), the latter 0 and None
+            where a stage is not counted in files.
 
-    Purges that were killed are finished first. Raises: NotFoundError, QueryRefusedError,
-    QueryError, ShardCorruptError for a live shard, StorageError. Cost: reads the columns of ids of
-    every file.
+    The episodes are refused from now on. So are rows with a value that the condition selects, if it
+    consists of nothing but comparisons of columns with values. Purges that were killed are finished
+    first. Raises: NotFoundError, QueryRefusedError, QueryError, ShardCorruptError for a live shard,
+    StorageError. Cost: reads the id columns of every file.
     """
     handle = lake.dataset(dataset)
     handle.snapshot()
-    condition = canonical_expression(where)
-    run = _DatasetPurge(lake, handle, on_stage or (lambda stage: None))
+    condition = make_condition(lake, dataset, where) if isinstance(where, str) else where
+    run = _DatasetPurge(lake, handle, on_progress or (lambda stage, done, total: None))
     if dry_run:
         return run.preview(condition)
     resumed = tuple(run.iter_unfinished())
@@ -160,11 +185,22 @@ def purge(
     return replace(last, resumed=tuple(work.id for work in resumed), num_undecided=num_undecided)
 
 
+def _read_work_list(path: str, data: bytes) -> dict[str, Any]:
+    try:
+        body: dict[str, Any] = read_json(data)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(
+            f"{path}: {error}, expected the episodes of a purge that was not finished. Restore the "
+            "file from a copy of the lake; or remove it, and run the purge again."
+        ) from error
+    return body
+
+
 class _DatasetPurge:
     """The purges of one dataset."""
 
-    def __init__(self, lake: Lake, handle: Dataset, on_stage: OnStage) -> None:
-        self._lake, self._handle, self._on_stage = lake, handle, on_stage
+    def __init__(self, lake: Lake, handle: Dataset, on_progress: OnProgress) -> None:
+        self._lake, self._handle, self._on_progress = lake, handle, on_progress
         self._storage = lake.storage
         self._name = handle.name
         self._files = DatasetFiles(lake, handle)
@@ -177,22 +213,20 @@ class _DatasetPurge:
         for name in self._storage.names(folder):
             data = self._storage.get(f"{folder}/{name}")
             if data is not None:
-                body = json.loads(data)
+                body = _read_work_list(f"{folder}/{name}", data)
                 ids = {name: tuple(body[name]) for name in ("episodes", "decisions")}
                 yield _PurgeWork(**{**body, **ids})
 
-    def begin(self, condition: str) -> _PurgeWork | None:
+    def begin(self, condition: EpisodeCondition | None) -> _PurgeWork | None:
         """Select, and write down what has to be done; None if it is nothing."""
         self._recover()
         work = self._select(condition)
         if work is None:
             return None
-        self._storage.put_if_absent(
-            self._path(work), json.dumps(asdict(work)).encode(), private=True
-        )
+        self._storage.put_if_absent(self._path(work), seal_json(asdict(work)), private=True)
         return work
 
-    def preview(self, condition: str) -> PurgeReceipt:
+    def preview(self, condition: EpisodeCondition | None) -> PurgeReceipt:
         """Say what would be done."""
         work = self._select(condition)
         if work is None:
@@ -201,7 +235,7 @@ class _DatasetPurge:
         # The shards that are live now are those of an old version once they are written again.
         paths = [
             file.path
-            for file, _ in self._files.find_inside(work.id_search)
+            for file, _ in self._files.find_inside(work.id_search, self._on_file("looked into"))
             if file.path.endswith(".parquet")
         ]
         versions = find_versions_with(self._handle.table, paths)
@@ -214,21 +248,27 @@ class _DatasetPurge:
     def finish(self, work: _PurgeWork) -> PurgeReceipt:
         """Do all that is left of a purge, and look whether it is."""
         version, num_steps = 0, 0
+        # Before they go: a source that sends them meanwhile is refused.
+        num_tombstones = self._handle.tombstones.add(work.subjects)
         for attempt in range(_TRIES):
             if attempt:
                 time.sleep(_PAUSE_S)
-            self._on_stage("removing from the newest version")
+            self._on_progress("removing from the newest version", 0, None)
             self._record(work, version, [])
             num_steps += self._remove_live(work)
             version = self._version(work)
-            self._on_stage("deleting old shards")
-            doomed = self._files.find_deletable(work.id_search)
+            for table in self._handle.tables():
+                hide_values(table, work.texts)
+            doomed = self._files.find_deletable(
+                work.id_search, self._on_file("looked for old rows in")
+            )
             # Before they go: a version is never unreadable without a word of why.
             self._record(work, version, doomed)
             self._files.delete(doomed)
             self._files.scrub_damaged(work.id_search)
-            self._on_stage("scanning for what is left")
-            num_scanned, traces = self._files.find_remaining(work.id_search)
+            num_scanned, traces = self._files.find_remaining(
+                work.id_search, self._on_file("verified")
+            )
             if not any(trace.kind in (JOURNAL, LIVE) for trace in traces):
                 break
         recorded = self._record(work, version, [], is_done=not traces)
@@ -236,10 +276,19 @@ class _DatasetPurge:
             self._storage.delete([self._path(work)])
         receipt = _make_receipt(recorded, work, num_steps)
         named_in = tuple(trace.path for _, trace in self._files.find_outside(work.id_search))
-        return replace(receipt, num_scanned=num_scanned, left=tuple(traces), named_in=named_in)
+        return replace(
+            receipt,
+            num_scanned=num_scanned,
+            left=tuple(traces),
+            named_in=named_in,
+            num_tombstones=num_tombstones,
+        )
 
-    def _select(self, condition: str) -> _PurgeWork | None:
-        self._on_stage("selecting episodes in all versions")
+    def _select(self, condition: EpisodeCondition | None) -> _PurgeWork | None:
+        self._on_progress("selecting episodes in all versions", 0, None)
+        if condition is None:
+            episodes, returned = find_returned_in_all_versions(self._handle)
+            return self._make_work(episodes, returned, {})
         episodes = select_in_all_versions(self._handle.table, condition)
         if self._handle.rejected.exists():
             others, undecided = (
@@ -252,12 +301,25 @@ class _DatasetPurge:
         if self._handle.received.exists():
             waiting = select_waiting_in_all_versions(self._handle, condition)
             episodes = pa.chunked_array([episodes, waiting]).combine_chunks().unique()
-        if not len(episodes):
+        subjects = find_subjects(self._handle, condition, columns=PURGED_COLUMNS)
+        return self._make_work(episodes, pa.array([], pa.string()), subjects)
+
+    def _make_work(
+        self, episodes: pa.Array, others: pa.Array, subjects: dict[str, list[str]]
+    ) -> _PurgeWork | None:
+        """Find all that belongs to some episodes; `others` are decisions beside theirs."""
+        if not len(episodes) and not len(others):
             return None
         decisions = find_feedback_in_all_versions(self._handle, episodes)
+        decisions = pa.chunked_array([decisions, others]).combine_chunks().unique()
+        identities = find_identities_in_all_versions(self._handle, episodes)
+        subjects = merge_subjects(subjects, identities)
         policies = find_trained_policies(self._lake, self._name, episodes)
         ids = (tuple(episodes.to_pylist()), tuple(decisions.to_pylist()))
-        return _PurgeWork(new_ulid(), _now_ms(), *ids, policies, self.num_undecided)
+        return _PurgeWork(new_ulid(), _now_ms(), *ids, policies, self.num_undecided, subjects)
+
+    def _on_file(self, stage: str) -> OnFile:
+        return lambda done, total: self._on_progress(stage, done, total)
 
     def _recover(self) -> None:
         if self._is_served:
@@ -328,11 +390,11 @@ class _DatasetPurge:
         return replace(purge, tags=tuple(tags))
 
 
-def _select_rejected(snapshot: TableSnapshot, condition: str) -> pa.Array:
+def _select_rejected(snapshot: TableSnapshot, condition: EpisodeCondition) -> pa.Array:
     return select_rejected(snapshot, condition).selected
 
 
-def _select_undecided(snapshot: TableSnapshot, condition: str) -> pa.Array:
+def _select_undecided(snapshot: TableSnapshot, condition: EpisodeCondition) -> pa.Array:
     return select_rejected(snapshot, condition).undecided
 
 
@@ -374,36 +436,3 @@ def _merge_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def find_trained_policies(lake: Lake, dataset: str, episodes: pa.Array) -> dict[str, int | None]:
-    """Return the policies whose training selected some of the episodes, and how many of them.
-
-    None stands for a policy whose version of the dataset can be read no more: it may have. Cost: a
-    scan for each version and condition that some policy was trained with.
-    """
-    counts: dict[tuple[int, str | None], int | None] = {}
-    policies: dict[str, int | None] = {}
-    # A deleted version may still be served somewhere, from a package of its own.
-    for (policy, policy_version), lineage in lake.registry.lineages(deleted=True).items():
-        for selection in lineage.get("datasets", ()):
-            if selection["dataset"] != dataset:
-                continue
-            key = (int(selection["version"]), selection.get("where"))
-            if key not in counts:
-                counts[key] = _num_selected(lake, dataset, key, episodes)
-            if counts[key] != 0:
-                policies[f"{policy}:{policy_version}"] = counts[key]
-    return policies
-
-
-def _num_selected(
-    lake: Lake, dataset: str, key: tuple[int, str | None], episodes: pa.Array
-) -> int | None:
-    version, where = key
-    try:
-        snapshot = lake.dataset(dataset).snapshot(version).table
-        selected = select_episode_ids(snapshot, where or f"{EPISODE_ID} IS NOT NULL")
-    except ReplayLakeError:
-        return None
-    return pc.sum(pc.is_in(selected, value_set=episodes)).as_py() or 0

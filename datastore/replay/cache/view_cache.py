@@ -27,6 +27,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.replay.array_allocator import DISK_RESERVE, no_room_error
 from replaylake.datastore.replay.cache.cached_view import (
     ViewMetadata,
+    find_damage,
     last_use_s,
     open_cached,
     read_shards,
@@ -35,6 +36,7 @@ from replaylake.datastore.replay.cache.cached_view import (
 from replaylake.datastore.replay.cache.draft import Draft, find_abandoned_drafts
 from replaylake.datastore.replay.layout import RecordLayout
 from replaylake.datastore.replay.records import Packed
+from replaylake.datastore.storage.seals import read_bytes, seal_bytes
 from replaylake.datastore.storage.storage import Storage, fsync_folder, make_folder
 from replaylake.datastore.storage.table.presence import missing_files
 
@@ -79,8 +81,9 @@ class ViewCache:
 
     def find_canonical(self, key: str) -> str:
         """Return the key of the canonical query, given that of the query as it was written."""
-        with suppress(OSError, UnicodeDecodeError):
-            text = (self.home / _SPELLINGS / key).read_text()
+        with suppress(OSError, ValueError):
+            data = (self.home / _SPELLINGS / key).read_bytes()
+            text = read_bytes(data, is_required=True).decode()
             if _KEY.fullmatch(text):
                 return text
         return key
@@ -93,7 +96,7 @@ class ViewCache:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(new_ulid())
-            write_durably(temporary, canonical.encode())
+            write_durably(temporary, seal_bytes(canonical.encode()))
             os.replace(temporary, path)
 
     def draft(self, needed: int) -> Draft:
@@ -146,6 +149,15 @@ class ViewCache:
                 yield StaleView(folder.name, folder, size)
         for folder in find_abandoned_drafts(self.home):
             yield StaleView(str(folder.relative_to(self.home)), folder, _size(folder))
+
+    def iter_damaged(self) -> Iterator[tuple[str, StaleView]]:
+        """Yield what is wrong, and the view, for each that differs from its checksums.
+
+        Cost: reads all of them.
+        """
+        for _, size, folder in self._views():
+            if fault := find_damage(folder):
+                yield fault, StaleView(folder.name, folder, size)
 
     def remove(self, views: Iterable[StaleView]) -> None:
         """Remove such folders, and the spellings of views that are not here."""

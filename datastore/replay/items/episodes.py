@@ -17,14 +17,16 @@ from replaylake.datastore.replay.records import Packed, Records
 
 @dataclass(frozen=True)
 class Episodes:
-    """One row is an episode; the batch's fields are [B, T, ...], T being the longest one's steps.
+    """An item: one row of a batch is an episode, with fields [B, T, ...]; T is the longest length.
 
-    Shorter ones are padded as sequences are: see Sequences for mask, padding and shared memory.
+    Shorter episodes are padded in the same way as sequences: see Sequences for mask, padding and
+    shared memory.
 
-    Episodes are there that were recorded from their first step to a termination or truncation
-    without a gap, if `where_steps` lets an item start at the first one. With only_complete=False
-    each stretch without a gap is one, wherever it begins and ends. max_length: an episode of more
-    steps is refused, as each row takes the memory of the longest; none is cut, Sequences do that.
+    An episode can be drawn if it was recorded without a gap from its first step to a termination or
+    truncation, and if `where_steps` allows an item to start at its first step. With
+    only_complete=False, each part of an episode without a gap can be drawn. If max_length is set, a
+    view with a longer episode is refused, because each row takes the memory of the longest one.
+    Episodes are never cut; use Sequences to draw parts of them.
     """
 
     max_length: int | None = None

@@ -32,18 +32,18 @@ _STRATEGIES: Final = ("future", "final", "episode")
 
 @dataclass(frozen=True, kw_only=True)
 class Hindsight:
-    """One row is a transition; each one's goal is replaced with a chance of `fraction`.
+    """An item: one row is a transition, whose goal is replaced with the probability `fraction`.
 
-    By a goal that the same episode achieved after one of its steps, drawn uniformly: from this step
-    on (strategy "future"), the last of all ("final"), or any ("episode"; not in a view that grows).
-    Andrychowicz et al. 2017, section 4.5: a fraction of 0.8 is their k = 4. It stands in
-    observations and next_observations, and the reward is compute_reward(achieved_goal [B, *goal] of
-    the next observations, desired_goal [B, *goal], {}), called once a draw for the rows replaced.
-    All else, discounts too, stays as it was logged. An episode is taken as far as it goes on
-    without a gap.
+    The new goal is one that the same episode achieved after one of its steps, drawn uniformly: from
+    this step on (strategy "future"), at the last step ("final"), or at any step ("episode"; not in
+    a live view). This is section 4.5 of Andrychowicz et al. 2017; a fraction of 0.8 is their k = 4.
+    The new goal is set in observations and next_observations, and the reward is
+    compute_reward(achieved_goal [B, *goal] of the next observations, desired_goal [B, *goal], {}),
+    which is called once per batch with all replaced rows. All other fields, including discounts,
+    remain as logged. Goals are taken only from the part of the episode before the next gap.
 
     Observations are a Dict with observation, achieved_goal and desired_goal (gymnasium's GoalEnv).
-    seed: what is drawn here goes on from a sampler's saved state as the selection does.
+    seed: the state of these random draws is part of the sampler's saved state.
     """
 
     compute_reward: ComputeReward
@@ -71,10 +71,10 @@ class Hindsight:
         return packed.bootstrappable
 
     def assembler(self, records: Records) -> HindsightAssembler:
-        """Return what copies and relabels them.
+        """Return the object that copies the transitions and replaces their goals.
 
-        Raises: SpaceUnsupportedError where observations have no goals; ConfigInvalidError for the
-        strategy "episode" in a view that grows.
+        Raises: SpaceUnsupportedError if observations have no goals; ConfigInvalidError for the
+        strategy "episode" in a live view.
         """
         _check_goals(records.layout.spec.observation_space)
         if self.strategy == "episode" and records.runs is None:

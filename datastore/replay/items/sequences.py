@@ -19,22 +19,22 @@ from replaylake.datastore.replay.records import Packed, Records
 
 @dataclass(frozen=True)
 class Sequences:
-    """One row is T = burn_in + length consecutive steps; the batch's fields are [B, T, ...].
+    """An item: one row is T = burn_in + length consecutive steps, with fields [B, T, ...].
 
-    Sequences begin every length - overlap steps from the beginning of an episode, or of a stretch
-    of it without a gap. Those at whose first step `where_steps` lets no item start are left out,
-    and so are those without a step to learn from that an earlier one does not have.
+    Sequences begin every length - overlap steps, from the beginning of an episode or of a part of
+    it without a gap. A sequence is left out if `where_steps` excludes its first step, or if all its
+    steps to learn from are also in an earlier sequence.
 
     mask [B, T] is true for the steps to learn from. It is false for the first burn_in steps, which
-    only warm up a recurrent state, unless the sequence begins an episode: there the state is the
-    initial one, and all steps are learned from (Kapturowski et al. 2019, R2D2). Of steps past the
-    end of the episode everything is 0 and false, but for their action masks, all true; only the
-    first of them shows the final observation, whose memory it shares. A last step without a
-    successor is in the mask, and false in bootstrappable.
+    only warm up a recurrent state. If a sequence starts at the beginning of an episode, its state
+    is the initial one, and the mask is true for all its steps (Kapturowski et al. 2019, R2D2). Past
+    the end of the episode, all fields are 0 or false, except action masks, which are all true; the
+    first step past the end has the final observation, whose memory is shared. A last step without a
+    successor is in the mask, and its bootstrappable is false.
 
-    next_observations are observations one step on, in the same memory: what is written to one shows
-    in the other. A recurrent state that was stored with each step comes as a further column, say
-    columns["hidden"] [B, T, H]: that at [:, 0] is the one to start from.
+    next_observations are the observations shifted by one step, in the same memory: a change to one
+    also changes the other. If a recurrent state was stored with each step, it is a further column,
+    for example columns["hidden"] [B, T, H], and [:, 0] is the start state.
     """
 
     length: int
@@ -57,11 +57,11 @@ class Sequences:
 
     @property
     def num_steps(self) -> int:
-        """T: the steps of a row, burn_in + length."""
+        """T: the number of steps in a row, burn_in + length."""
         return self.burn_in + self.length
 
     def starts(self, packed: Packed) -> NDArray[np.int64]:
-        """Return the first steps of all sequences. Cost: O(sequences + runs), without a loop."""
+        """Return the first steps of all sequences. Cost: O(sequences + runs)."""
         runs, stride = packed.runs, self.length - self.overlap
         # Counted along the chain, so that pieces of an episode are cut as the whole one would be.
         first = -(-runs.offsets // stride) * stride

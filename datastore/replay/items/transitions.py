@@ -26,24 +26,24 @@ _WINDOW_WORDS: Final = 1 << 17
 
 @dataclass(frozen=True)
 class Transitions:
-    """One row is a step and the observation that followed it, or followed n steps later.
+    """An item: one row is a step and the observation after it, or after n steps.
 
-    discount: gamma, in 0..1. n_step: how many steps at most, 1 to 1023; m, the lesser of it and the
-    steps to the end of the episode, are taken. Then rewards are sum_{k < m} gamma^k r_{t+k},
-    discounts gamma^m, or 0 where the m-th step terminated, and next_observations what followed it;
-    actions, keys, log-probabilities and further columns are those of the first step (Sutton 1988;
-    truncation bootstraps from the final observation). Where the log lacks what followed the m-th
-    step, m is one less: its own observation is known. only_bootstrappable leaves out steps without
-    a successor; cloning does not need one.
+    - discount: gamma, in 0..1.
+    - n_step: the maximum number of steps, 1 to 1023. A row has m steps, where m is n_step, or fewer
+      at the end of the episode. rewards are sum_{k < m} gamma^k r_{t+k}; discounts are gamma^m, or
+      0 if the m-th step terminated; next_observations are those after the m-th step. Actions, keys,
+      log-probabilities and further columns are those of the first step (Sutton 1988). Truncation
+      bootstraps from the final observation. If the log lacks the observation after the m-th step, m
+      is one less, because the m-th step's own observation is known.
+    - only_bootstrappable: leave out steps without a successor. Cloning does not need one.
+    - returns: include the discounted sum of the rewards from each step to the end of its episode,
+      or to the next gap, as the field returns, whatever n_step is. Nothing is added after a time
+      limit: these are Monte-Carlo returns of the recorded rewards. Not in a live view.
+    - next_actions: include the action of the following step, or the step's own action if none
+      follows. Only for n_step 1, and not in a live view.
 
-    returns: the batch has, as returns, the discounted sum of the rewards from each step to the end
-    of what is logged of its episode without a gap, whatever n_step is. A time limit adds nothing:
-    they are Monte-Carlo returns of what was seen. next_actions: it has the action of the step that
-    follows, of single steps only; its own where none follows. In a view that grows there is
-    neither.
-
-    Where frames are stacked, observations and next_observations [B, frame_stack, *obs] of
-    single steps overlap in memory: what is written to one shows in the other.
+    If frames are stacked, observations and next_observations [B, frame_stack, *obs] of single steps
+    overlap in memory: a change to one also changes the other.
     """
 
     discount: float = 0.99
@@ -63,13 +63,13 @@ class Transitions:
             )
 
     def starts(self, packed: Packed) -> NDArray[np.int64]:
-        """Return the steps that may be sampled."""
+        """Return the steps that can be sampled."""
         return packed.bootstrappable if self.only_bootstrappable else packed.steps
 
     def assembler(self, records: Records) -> TransitionAssembler:
-        """Return what copies them.
+        """Return the object that copies the rows.
 
-        Raises: ConfigInvalidError for returns or next_actions in a view that grows.
+        Raises: ConfigInvalidError for returns or next_actions in a live view.
         """
         return TransitionAssembler(records, self)
 

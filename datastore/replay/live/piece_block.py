@@ -249,7 +249,7 @@ def _collect_piece_arrays(pieces: Sequence[Episode]) -> _PieceArrays:
             pieces.first_steps.astype(np.int64),
             pieces.terminated.astype(np.bool_),
             pieces.truncated.astype(np.bool_),
-            np.ones(len(pieces), np.bool_),
+            np.isin(np.arange(len(pieces)), pieces.having_final),
         )
     return _PieceArrays(
         [pair_name(piece.episode_id, piece.agent_id) for piece in pieces],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,10 +21,17 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.names import check_tag_name
 from replaylake.datastore.replay.selectors.key_index import find_keys
+from replaylake.datastore.storage.seals import read_bytes, seal_bytes
 from replaylake.datastore.storage.storage import Storage
 
 _FORMAT: Final = 1
 _SUFFIX: Final = ".npz"
+# What numpy and zipfile raise on damaged bytes of a file without a seal; the second line also on
+# bits that say that it is encrypted, or packed in a way that they do not know.
+_UNREADABLE: Final = (
+    *(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, struct.error),
+    *(RuntimeError, NotImplementedError, MemoryError),
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class PriorityFolder:
             alpha=saved.alpha,
             highest=saved.highest,
         )
-        self.storage.put(self._path(name), data.getbuffer())
+        self.storage.put(self._path(name), seal_bytes(data.getbuffer()))
 
     def read(self, name: str) -> SavedPriorities:
         """Return what is kept under a name.
@@ -94,8 +104,7 @@ class PriorityFolder:
                 "sampler first, or leave `restore` out."
             )
         try:
-            # Each array has a checksum, which reading it compares.
-            with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            with np.load(io.BytesIO(read_bytes(data)), allow_pickle=False) as file:
                 if (version := int(file["format"])) > _FORMAT:
                     raise FormatTooNewError(
                         f"{path}: found format {version}, expected {_FORMAT} or less. Install a "
@@ -106,11 +115,21 @@ class PriorityFolder:
                 )
                 _check_whole(saved)
                 return saved
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except _UNREADABLE as error:
             raise StorageError(
                 f"{path}: found {error}, expected the priorities that were saved there. Delete the "
                 "file and leave `restore` out: they are learned anew."
             ) from error
+
+    def find_damaged(self) -> Iterator[tuple[str, str]]:
+        """Yield (path, what is wrong) for each file that cannot be read. Raises: StorageError."""
+        for file in self.storage.names(self._folder):
+            try:
+                self.read(file.removesuffix(_SUFFIX))
+            except (InvalidNameError, NotFoundError, FormatTooNewError):
+                continue  # not ours, removed meanwhile, or of a newer release
+            except StorageError as error:
+                yield f"{self._folder}/{file}", str(error)
 
     @property
     def _folder(self) -> str:

@@ -3,13 +3,12 @@
 By column because a checkpoint is written beside commits: as rows of Python dicts, 10,000 shards
 held the interpreter for 0.2 s (2 cores, 2026-11).
 
-The file's footer holds its sha256, taken with zeros in the place of the digits. Parquet has
-checksums for pages but none for the footer, where one bit can move a column.
+The file's footer holds its sha256 (seals.py). Parquet has checksums for pages but none for the
+footer, where one bit can move a column.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import operator
 from collections.abc import Iterable
@@ -23,6 +22,12 @@ import pyarrow.parquet as pq
 from replaylake.datastore.errors import LogCorruptError
 from replaylake.datastore.storage.log.persistent_map import PersistentMap
 from replaylake.datastore.storage.log.state import Change, FileEntry, LogState
+from replaylake.datastore.storage.seals import (
+    BrokenSealError,
+    add_parquet_seal,
+    check_parquet_seal,
+    fill_parquet_seal,
+)
 
 # What Arrow and the code below raise on damaged bytes, or on a file that another engine laid out.
 _UNREADABLE: Final = (
@@ -92,10 +97,6 @@ _SCHEMA: Final = pa.schema(
 
 
 _TIMESTAMP_KEY: Final = b"replaylake.timestamp_ms"
-_SHA256_KEY: Final = "replaylake.sha256"
-_DIGITS: Final = 64
-# Thrift's compact form of the key, then of a text of 64 bytes, of which only the length is here.
-_SHA256_HEAD: Final = _SHA256_KEY.encode() + bytes([0x18, _DIGITS])
 _STATS: Final = r'^\{"numRecords": ?(?P<num_rows>\d{1,18})\}$'
 
 
@@ -123,15 +124,10 @@ def write_checkpoint(state: LogState) -> memoryview:
             store_schema=False,
         ) as writer:
             writer.write_table(pa.concat_tables(parts))
-            writer.add_key_value_metadata(
-                {_TIMESTAMP_KEY: str(state.timestamp_ms), _SHA256_KEY: "0" * _DIGITS}
-            )
+            add_parquet_seal(writer, {_TIMESTAMP_KEY: str(state.timestamp_ms)})
     except pa.ArrowException as error:
         raise LogCorruptError(f"checkpoint of version {state.version}: {error}.") from error
-    data = bytearray(sink.getvalue())
-    start = data.rindex(_SHA256_HEAD) + len(_SHA256_HEAD)
-    data[start : start + _DIGITS] = hashlib.sha256(data).hexdigest().encode()
-    return memoryview(data)
+    return fill_parquet_seal(sink.getvalue())
 
 
 def prepare() -> None:
@@ -170,15 +166,10 @@ def read_checkpoint(data: bytes, path: str, version: int) -> LogState:
 
 def _check_sha256(data: bytes, path: str) -> None:
     """Compare the bytes with the sha256 among them; checkpoints of other engines have none."""
-    start = data.rfind(_SHA256_HEAD) + len(_SHA256_HEAD)
-    if start >= len(_SHA256_HEAD):
-        digest = hashlib.sha256(data[:start])
-        digest.update(b"0" * _DIGITS)
-        digest.update(data[start + _DIGITS :])
-        if digest.hexdigest().encode() != data[start : start + _DIGITS]:
-            raise _corrupt_checkpoint_error(path, "its sha256 is not the one in its footer")
-    elif _TIMESTAMP_KEY in data:
-        raise _corrupt_checkpoint_error(path, "its footer has no sha256 any more")
+    try:
+        check_parquet_seal(data, _TIMESTAMP_KEY)
+    except BrokenSealError as error:
+        raise _corrupt_checkpoint_error(path, str(error)) from error
 
 
 def _corrupt_checkpoint_error(path: str, found: str) -> LogCorruptError:

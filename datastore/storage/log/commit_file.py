@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -70,17 +70,34 @@ def encode(intent: Intent, version: int, timestamp_ms: int) -> bytes:
     """Return the file of a commit. Raises: NotFoundError if version 0 has no metadata."""
     actions = _to_actions(intent, version, timestamp_ms)
     lines = [json.dumps(action, separators=(",", ":")).encode() + b"\n" for action in actions]
-    first = lines[0].removeprefix(b'{"commitInfo":{')
-    body = b"".join([b'",', first, *lines[1:]])
+    return _seal(b"".join(lines))
+
+
+def _seal(lines: bytes) -> bytes:
+    """Put the sha256 of what follows it at the head of a commit's file."""
+    body = b'",' + lines.removeprefix(b'{"commitInfo":{')
     return _HEAD + hashlib.sha256(body).hexdigest().encode() + body
+
+
+def rewrite_info(data: bytes, change: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes | None:
+    """Return the file of a commit with another commitInfo; None if `change` changes nothing.
+
+    What the commit does to the table stays as it is, byte for byte.
+    """
+    first, end, rest = data.partition(b"\n")
+    action = json.loads(first)
+    info = {k: v for k, v in action.get("commitInfo", {}).items() if k != "sha256"}
+    changed = change(info)
+    if changed == info:
+        return None
+    line = json.dumps({"commitInfo": changed}, separators=(",", ":")).encode()
+    return _seal(line + end + rest)
 
 
 def decode(data: bytes, path: str, version: int) -> Change:
     """Return what a commit changes. Raises: LogCorruptError."""
     if data.startswith(_HEAD):
-        end = len(_HEAD) + _DIGITS
-        digest = hashlib.sha256(data[end:]).hexdigest()
-        if digest.encode() != data[len(_HEAD) : end]:
+        if not is_whole(data):
             raise _corrupt_commit_error(path, "its sha256 is not the one in its first line")
     elif _ENGINE_MARK in data:
         raise _corrupt_commit_error(path, f"its first line begins with {data[: len(_HEAD)]!r}")
@@ -95,6 +112,13 @@ def decode(data: bytes, path: str, version: int) -> Change:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         found = f"holds an action without what Delta requires ({error!r})"
         raise _corrupt_commit_error(path, found) from error
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether a commit's file is one of ours, and as it was written."""
+    end = len(_HEAD) + _DIGITS
+    digest = hashlib.sha256(data[end:]).hexdigest()
+    return data.startswith(_HEAD) and digest.encode() == data[len(_HEAD) : end]
 
 
 def _corrupt_commit_error(path: str, found: str) -> LogCorruptError:

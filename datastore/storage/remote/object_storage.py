@@ -89,8 +89,8 @@ def open_store(scheme: str, bucket: str, prefix: str) -> StoreHandles:
         import obstore.store as stores
     except ModuleNotFoundError as error:
         raise ExtraMissingError(
-            f"{scheme}://: found no obstore, expected it for a lake on an object store. Install "
-            "replaylake[remote]."
+            f"{scheme}://: found no obstore, expected it for a lake on an object store. Run: "
+            "pip install 'replaylake[remote]'."
         ) from error
     if scheme == "memory":
         memory = stores.MemoryStore()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import pyarrow as pa
@@ -76,6 +76,8 @@ class _CommitOptions:
     removed: tuple[str, ...]
     data_change: bool
     check: Callable[[LogState], None] | None = None
+    schema: pa.Schema | None = None
+    configuration: Mapping[str, str] = field(default_factory=dict)
 
 
 class Table:
@@ -124,6 +126,23 @@ class Table:
 
         self.log.commit(build)
 
+    def configure(
+        self, values: Mapping[str, str], *, operation: str, check: Callable[[LogState], None]
+    ) -> None:
+        """Set entries of the configuration. `check` is called with the state that is built on.
+
+        Raises: NotFoundError, and what `check` raises.
+        """
+
+        def build(state: LogState) -> Intent:
+            check(state)
+            configuration = {**read_configuration(state), **values}
+            assert state.metadata is not None  # it has a configuration
+            metadata = replace(state.metadata, configuration=configuration)
+            return Intent(f"configure/{new_ulid()}", 0, operation, metadata=metadata)
+
+        self.log.commit(build)
+
     def append(
         self,
         data: pa.Table,
@@ -145,13 +164,18 @@ class Table:
             [self.write(data)], producer=producer, sequence=sequence, operation=operation, info=info
         )
 
-    def write(self, data: pa.Table, *, since: int = -1) -> WrittenRows:
+    def write(
+        self, data: pa.Table, *, since: int = -1, schema: pa.Schema | None = None
+    ) -> WrittenRows:
         """Write shards durably, for `commit` to make readable, here or in another process.
 
-        `since` is for rows that take the place of others: the version that first had them.
-        Raises: as append.
+        `since` is for rows that take the place of others: the version that first had them. `schema`
+        is for those that are committed with another one, or to a table that is created only once
+        its first rows are on the disk. Raises: as append.
         """
-        data = conform(data, merge_schemas(table_schema(self.log.newest()), data.schema))
+        if schema is None:
+            schema = merge_schemas(table_schema(self.log.newest()), data.schema)
+        data = conform(data, schema)
         scale = 1 if since < 0 else 2
         in_bytes = scale * _SHARD_BYTES * data.num_rows // max(data.nbytes, 1)
         num_rows = max(1, min(scale * _SHARD_ROWS, in_bytes))
@@ -170,6 +194,8 @@ class Table:
         removed: Sequence[str] = (),
         data_change: bool = True,
         check: Callable[[LogState], None] | None = None,
+        schema: pa.Schema | None = None,
+        configuration: Mapping[str, str] | None = None,
     ) -> TableCommit:
         """Commit written shards as one version: all of them, durably, or none.
 
@@ -186,13 +212,24 @@ class Table:
                 follow the table pass over such a commit.
             check: called with the state that is committed onto, whenever another writer was first;
                 what it raises is raised, and nothing is committed.
+            schema: what takes the place of the table's; `check` has to refuse states of which a
+                shard that stays has a column that it lacks.
+            configuration: entries to set in the table's.
 
         Raises: SchemaMismatchError if that column has another type, ShardCorruptError;
         CommitConflictError if a removed shard is no longer live, because another writer was first,
         or if a written one waited so long for its commit that it was deleted meanwhile.
         """
         parts = tuple(written)
-        change = _CommitOptions(operation, info or {}, tuple(removed), data_change, check)
+        change = _CommitOptions(
+            operation,
+            info or {},
+            tuple(removed),
+            data_change,
+            check,
+            schema,
+            configuration or {},
+        )
         while True:
             try:
                 return self._commit(parts, producer, sequence, change)
@@ -214,12 +251,17 @@ class Table:
                 and transaction_id(producer, sequence) not in state.transactions
             ):
                 change.check(state)
-            current = merged = table_schema(state)
+            current = table_schema(state)
+            merged = change.schema or current
             for part in written:
                 merged = merge_schemas(merged, part.schema)
                 if has_other_ids(merged, part.schema):
                     raise _FieldIdTakenError
             metadata = None if merged is current else with_schema(state, merged)
+            if change.configuration:
+                metadata = metadata or with_schema(state, merged)
+                configuration = {**metadata.configuration, **change.configuration}
+                metadata = replace(metadata, configuration=configuration)
             if transaction_id(producer, sequence) not in state.transactions:
                 self._check_not_vacuumed(entries)
             return Intent(

@@ -13,8 +13,11 @@ from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, Estimator, default_estimators
 from replaylake.offline.evaluation.ope.intervals import (
     METHODS,
+    OF_DIFFERENCES,
+    OF_VALUES,
     Interval,
     all_intervals,
+    clip_to_range,
     widen_to_rounding,
 )
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes
@@ -38,8 +41,9 @@ class Estimate:
     """What one estimator says the policy is worth, in units of the discounted return.
 
     value has the interval ci_low .. ci_high by the method `interval`; difference is value minus the
-    log's own mean return, paired by episode. All ends and the method are None where there is no
-    interval, and no_interval says why. effective_sample_size is Kish's, of the weights as
+    log's own mean return, paired by episode, with difference_low .. difference_high by the method
+    `difference_interval`. All ends and methods are None where there is no interval, and no_interval
+    says why. effective_sample_size is Kish's, of the weights as
     applied (per-step ones: at the worst step), and the number of episodes where there are none;
     max_weight is the largest applied, None where there are none. intervals and differences hold
     every method's interval, by method. propensities: `logged` or `fitted` ones made its weights,
@@ -58,6 +62,7 @@ class Estimate:
     assumptions: str
     paper: str
     interval: str | None
+    difference_interval: str | None
     propensities: str | None
     no_interval: str = ""
     intervals: Mapping[str, Interval] = field(default_factory=dict, repr=False)
@@ -87,8 +92,9 @@ def estimate(
 
     clip is the largest weight that clipped estimators apply; by default sqrt(E), at which what is
     clipped off vanishes as the log grows (Ionides 2008). interval: a method of intervals.METHODS
-    for ci_low .. ci_high; by default the studentized bootstrap, and empirical Bernstein where that
-    has no finite limit. A model alone has none.
+    for values and differences; by default the studentized bootstrap for values and the wider of it
+    and Student's t for differences, and empirical Bernstein where the bootstrap has no finite
+    limit. A model alone has none.
     Cost: a few passes over the steps, and 2,000 resamples of the episodes.
     Raises: ConfigInvalidError on a name, level, clip or interval that there is not;
     EmptyReplayError for a single episode.
@@ -109,7 +115,8 @@ def estimate(
             statistics.items(), of_values, differences, of_differences, strict=True
         )
     )
-    return Estimates(estimates, reasons, log.value, _choose_interval(of_log, "bootstrap"))
+    of_log = clip_to_range(of_log, *episodes.value_range())
+    return Estimates(estimates, reasons, log.value, _choose_interval(of_log, OF_VALUES))
 
 
 @dataclass(frozen=True)
@@ -166,10 +173,12 @@ def estimate_differences(
         if why := ESTIMATORS[name].no_interval:
             differences.append(Difference(name, *values, None, None, None, why))
             continue
-        interval = _choose_interval(intervals, "bootstrap")
+        interval = _choose_interval(intervals, OF_DIFFERENCES)
         if interval.low == interval.high != 0 and np.ptp(first.returns) > 0:
             interval = intervals["empirical_bernstein"]
-        interval = widen_to_rounding(intervals, statistic, level)[interval.method]
+        low, high = first.value_range()
+        intervals = widen_to_rounding(intervals, statistic, level)
+        interval = clip_to_range(intervals, low - high, high - low)[interval.method]
         differences.append(Difference(name, *values, interval.low, interval.high, interval.method))
     return tuple(differences), {**also_refused, **refusals}
 
@@ -181,8 +190,8 @@ def _log_statistic(episodes: LoggedEpisodes) -> Statistic:
         return cluster_by(mean_of(returns, None, bounds), episodes.clusters)
     except NotEstimableError as error:
         raise EmptyReplayError(
-            "off-policy evaluation: found 1 episode, expected 2 or more: a single one does not "
-            "tell how far its return is from the mean. Evaluate more episodes."
+            "off-policy evaluation: found 1 episode, expected 2 or more: the error of a mean "
+            "cannot be estimated from a single return. Evaluate more episodes."
         ) from error
 
 
@@ -245,16 +254,16 @@ def _estimate(
     if estimator.no_interval:
         intervals, differences = {}, {}
     else:
-        kind = method or "bootstrap"
-        headline, paired = (
-            _choose_interval(intervals, kind),
-            _choose_interval(differences, kind),
-        )
+        headline = _choose_interval(intervals, method or OF_VALUES)
+        paired = _choose_interval(differences, method or OF_DIFFERENCES)
         if headline.low == headline.high and np.ptp(episodes.returns) > 0:
             # Not one episode that counts has a reward, though some in the log have: no certainty.
             headline, paired = (some["empirical_bernstein"] for some in (intervals, differences))
+        low, high = episodes.value_range()
         intervals = widen_to_rounding(intervals, statistic, level)
+        intervals = clip_to_range(intervals, low, high)
         differences = widen_to_rounding(differences, difference, level)
+        differences = clip_to_range(differences, low - high, high - low)
         headline, paired = intervals[headline.method], differences[paired.method]
     size, largest = float(episodes.num_episodes), None
     if statistic.spread is not None:
@@ -275,6 +284,7 @@ def _estimate(
         assumptions=fitted + estimator.assumptions,
         paper=estimator.paper,
         interval=None if headline is None else headline.method,
+        difference_interval=None if paired is None else paired.method,
         propensities=_propensities(estimator, episodes),
         no_interval=estimator.no_interval,
         intervals=intervals,

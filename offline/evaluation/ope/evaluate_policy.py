@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.logged_steps import LoggedSteps
+from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.offline.evaluation.ope.diagnostics import diagnose
 from replaylake.offline.evaluation.ope.direct import (
     PredictedValues,
@@ -61,8 +62,13 @@ _FITTED_WITHOUT_MEMORY: Final = (
 )
 _NO_BOUND: Final = (
     "with gamma 1, values of truncated episodes are unbounded; set `discount` below 1, for example "
-    "to 0.99"
+    "to 0.99, or request estimators without a model, such as wpdis, by `estimators`"
 )
+_MASKS_APPLY: Final = (
+    "the policy takes only actions that the log's action masks allow; `ignore_masks` evaluates it "
+    "without them"
+)
+_MASKS_IGNORED: Final = "the log's action masks are ignored: the policy may take any action"
 # Below this share of a first reward, what comes behind a cut changes no value by much.
 _SMALL_SHARE: Final = 0.01
 _LIMIT_IGNORED: Final = (
@@ -143,14 +149,18 @@ def evaluate_on_episodes(
         left_out["in the policy's training set"] = int(is_trained_on.sum())
         doubts += _selection_bias_notes(policy)
     callbacks.stage("asking the policy")
-    target = target_probabilities(policy, steps)
+    if policy.target is not None and steps.action_masks is not None:
+        notes = (*notes, _MASKS_IGNORED if request.ignore_masks else _MASKS_APPLY)
+    target = target_probabilities(policy, _without_masks(steps, request))
     steps, target = drop_unknown_target(steps, target, left_out)
+    _check_enough(snapshot, steps, left_out)
     behavior = behavior_probabilities(steps, target, request, callbacks)
     if policy.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
     trained_on = steps.num_episodes if is_seen else 0
-    values, model = _values(policy, steps, target, request, callbacks)
-    episodes = _make_logged_episodes(steps, request, target, behavior, values)
+    acting = _without_masks(steps, request)
+    values, no_model = _values(policy, acting, target, request, callbacks)
+    episodes = _make_logged_episodes(steps, request, target, behavior, values, no_model)
     callbacks.stage("estimating")
     cut_off = _CutOff(steps, request.discount)
     estimates = _estimates(episodes, request, values, cut_off)
@@ -178,14 +188,43 @@ def evaluate_on_episodes(
         left_out=left_out,
         trained_on=trained_on,
         propensities=behavior.about,
-        model=model,
+        model=f"none: {no_model}" if values is None else values.model,
         notes=notes,
         estimates=estimates,
         diagnostics=diagnostics,
         assessment=verdict,
         weights=_weights(episodes),
+        # It is of undiscounted returns in the environment's own reward.
+        score_reference=snapshot.spec.score_reference
+        if selection.reward.is_stored and request.discount == 1
+        else None,
     )
     return PolicyEvaluation(report, steps, episodes, tuple(doubts))
+
+
+def _without_masks(steps: LoggedSteps, request: EvaluationRequest) -> LoggedSteps:
+    """Return the steps as the policy is to see them; who wrote the log had its masks."""
+    return replace(steps, action_masks=None) if request.ignore_masks else steps
+
+
+def _check_enough(snapshot: Snapshot, steps: LoggedSteps, left_out: Mapping[str, int]) -> None:
+    """Refuse a single episode, with how many were left out. Raises: EmptyReplayError."""
+    num = steps.num_distinct_episodes
+    if num > 1:
+        return
+    drops = ", ".join(f"{count:,} {reason}" for reason, count in left_out.items())
+    drops = f" (left out: {drops})" if drops else ""
+    remedy = "Evaluate more episodes."
+    if any("training set" in reason for reason in left_out):
+        remedy = (
+            "Train with `holdout`, which holds out a share of the episodes for this, or evaluate "
+            "on episodes that were added later."
+        )
+    raise EmptyReplayError(
+        f"off-policy evaluation of {snapshot.dataset}@{snapshot.version}: found {num} episode"
+        f"{drops}, expected 2 or more: the error of a mean cannot be estimated from a single "
+        f"return. {remedy}"
+    )
 
 
 def _unknown_training_note(unknown: str) -> str:
@@ -212,15 +251,15 @@ def _values(
     request: EvaluationRequest,
     callbacks: ProgressCallbacks,
 ) -> tuple[PredictedValues | None, str]:
-    """Fit a model of values where an estimator needs one; returns what it is, or why not."""
+    """Fit a model of values where an estimator needs one; returns it, and why there is none."""
     names = request.estimators
     if names is not None and not _USE_FITTED_VALUES & set(names):
-        return None, "none: no estimator that was asked for uses one"
+        return None, "no estimator that was asked for uses one"
     actor = target.distribution if policy.target is None or policy.is_stateful else policy.target
     if actor is None and policy.is_stateful:
-        return None, f"none: {_STATEFUL}"
+        return None, _STATEFUL
     if actor is None:
-        return None, "none: of the policy only the probability of the logged action is known"
+        return None, "of the policy only the probability of the logged action is known"
     options: dict[str, Any] = {"seed": request.seed, "on_progress": callbacks.progress}
     is_listed = has_table(steps.spec, request.fqe)
     try:
@@ -230,11 +269,11 @@ def _values(
                 policy.cast_observations(steps), actor, config=request.reward_model, **options
             )
         elif policy.target is None:
-            return None, f"none: {_LOGGED_OBSERVATIONS_ONLY}"
+            return None, _LOGGED_OBSERVATIONS_ONLY
         elif policy.is_stateful:
-            return None, f"none: {_STATEFUL}"
+            return None, _STATEFUL
         elif _CutOff(steps, request.discount).is_whole and not is_listed:
-            return None, f"none: {_NO_BOUND}"
+            return None, _NO_BOUND
         else:
             callbacks.stage("fitted Q evaluation")
             model = predict_values(
@@ -245,8 +284,8 @@ def _values(
                 **options,
             )
     except (SpaceUnsupportedError, TrainingError, EmptyReplayError) as error:
-        return None, f"none: {error}"
-    return model, model.model
+        return None, str(error)
+    return model, ""
 
 
 class _CutOff:
@@ -306,6 +345,7 @@ def _make_logged_episodes(
     target: Probabilities,
     behavior: BehaviorProbabilities,
     values: PredictedValues | None,
+    no_model: str,
 ) -> LoggedEpisodes:
     is_discrete = isinstance(steps.spec.action_space, Discrete)
     return LoggedEpisodes(
@@ -322,6 +362,7 @@ def _make_logged_episodes(
         clusters=steps.number_joint_episodes(),
         behavior_fitted=behavior.is_fitted,
         no_density=target.unknown_reason,
+        no_model=no_model,
     )
 
 

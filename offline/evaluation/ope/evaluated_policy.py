@@ -160,11 +160,13 @@ def _check_spaces(name: str, policy: PolicySpec, dataset: DatasetSpec) -> None:
         if not is_compatible(ours, theirs, any_width=True):
             raise SchemaMismatchError(
                 f"policy {name}: its {what.replace('_', ' ')} is {describe(ours)}, the dataset's "
-                f"is {describe(theirs)}, expected one. Evaluate it on a log of its own task."
+                f"is {describe(theirs)}, expected the same space. Evaluate it on a log of its "
+                "own task."
             )
     if (differs := find_encoding_mismatch(policy.encoding, dataset.encoding)) is not None:
         raise SchemaMismatchError(
-            f"policy {name}: {differs}, expected observations encoded as those it was trained on. "
+            f"policy {name}: {differs}, expected observations with the encoding that it was "
+            "trained with. "
             "Ingest the log into the dataset that it was trained on."
         )
 

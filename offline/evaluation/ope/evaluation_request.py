@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.score_reference import ScoreReference
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.holdout import Holdout
@@ -43,6 +44,7 @@ class EvaluationRequest:
     or else those that it was not trained on. exploration: how the policy acts; by default it takes
     its mode, as `serve` and `evaluate` do. estimators: by name; None takes all that suit. clip: the
     largest weight of clipped estimators. with_incomplete: also episodes that were not seen to end.
+    ignore_masks: the policy may take actions that the log's action masks forbid, too.
     unseen: the asker's word that the policy learned from none of these episodes, for where lineage
     does not say: without it such an answer is `weak` at best; what lineage does say stands.
     fqe, reward_model, behavior: how models are fitted where they are needed.
@@ -60,6 +62,7 @@ class EvaluationRequest:
     estimators: tuple[str, ...] | None = None
     clip: float | None = None
     with_incomplete: bool = False
+    ignore_masks: bool = False
     unseen: bool = False
     level: float = 0.95
     seed: int = 0
@@ -133,6 +136,7 @@ class PolicyReport:
     training set.
     propensities: where behavior probabilities are from, and of fitted ones how well they fit.
     model: what predicted values, or why nothing did. weights float64 [num_episodes], or None.
+    score_reference: the dataset's, if the values are undiscounted sums of the stored reward.
     """
 
     dataset: str
@@ -153,11 +157,24 @@ class PolicyReport:
     diagnostics: Diagnostics
     assessment: Verdict
     weights: Array | None = field(default=None, repr=False)
+    score_reference: ScoreReference | None = None
 
     @property
     def verdict(self) -> str:
         """`supported`, `weak` or `not supported`."""
         return self.assessment.verdict.replace("_", " ")
+
+    def normalized(self) -> dict[str, float] | None:
+        """Return the log's mean and the value of each estimator, normalized; None if not known."""
+        if self.score_reference is None:
+            return None
+        values = {one.estimator: one.value for one in self.estimates.estimates}
+        values = {"log": self.estimates.log_mean, **values}
+        return {
+            name: self.score_reference.normalize(value)
+            for name, value in values.items()
+            if value is not None and math.isfinite(value)
+        }
 
     def to_json(self) -> dict[str, Any]:
         log = self.estimates.log_interval
@@ -179,9 +196,14 @@ class PolicyReport:
             "left_out": dict(self.left_out),
             "trained_on": self.trained_on,
             "unseen": request.unseen,
+            "ignore_masks": request.ignore_masks,
             "log_mean": self.estimates.log_mean,
             "log_mean_low": log.low,
             "log_mean_high": log.high,
+            "score_reference": None
+            if self.score_reference is None
+            else self.score_reference.to_json(),
+            "normalized": self.normalized(),
             "verdict": self.verdict,
             "reason": self.assessment.reason,
             "estimates": [_estimate(estimate) for estimate in self.estimates.estimates],

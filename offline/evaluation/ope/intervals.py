@@ -1,15 +1,15 @@
 """Intervals around a statistic of episodes: bootstrap, Student t, empirical Bernstein.
 
-All take episodes to be drawn independently. Measured cover of the truth (tests/offline/ope/
-test_coverage.py) is what the default was chosen by: of percentile, BCa and studentized bootstraps
-the last kept closest to its level on skewed weights (click rates of 3% over 500 rows: 89.7%, 91.4%
-and 93.9% at a nominal 95%, 1,500 repeats).
+All take episodes to be drawn independently. The defaults were chosen by measured coverage
+(benchmarks/ope_coverage.py). Of percentile, BCa and studentized bootstraps the last kept closest to
+its level on skewed weights (click rates of 3% over 500 rows: 89.7%, 91.4% and 93.9% at a nominal
+95%, 1,500 repeats). For differences see decision 85.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,7 +19,10 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.offline.evaluation.intervals import student_t_quantile
 from replaylake.offline.evaluation.ope.statistic import Bounds, Statistic
 
-METHODS: Final = ("bootstrap", "student_t", "empirical_bernstein")
+METHODS: Final = ("bootstrap", "student_t", "wider", "empirical_bernstein")
+# By default, where the episodes allow a bootstrap.
+OF_VALUES: Final = "bootstrap"
+OF_DIFFERENCES: Final = "wider"
 NUM_REPLICATES: Final = 2000
 # Resampling 10,000 groups of n / 10,000 episodes gives the spread of resampling n episodes, to the
 # sqrt(2 / 10,000) = 1.4% to which any 10,000 values know their own variance.
@@ -41,10 +44,12 @@ class Interval:
 def student_t(statistic: Statistic, level: float) -> Interval:
     """Value -+ t * s / sqrt(E), s the standard deviation of the influences.
 
-    For a mean this is Student 1908; for ratios the delta method (jackknife) in its place.
+    For a mean this is Student 1908; for ratios the delta method (jackknife) in its place. Skewed
+    weights and rare rewards make s less certain than E normal values would: t has as many degrees
+    of freedom as normal values whose s varies as much.
     """
     half = _standard_error(statistic.influence)
-    half *= student_t_quantile((1 + level) / 2, len(statistic.influence) - 1)
+    half *= student_t_quantile((1 + level) / 2, _degrees_of_freedom(statistic.influence))
     note = "needs enough episodes that the estimate is normally distributed"
     return Interval("student_t", statistic.value - half, statistic.value + half, note)
 
@@ -102,12 +107,22 @@ def all_intervals(
     statistics: Sequence[Statistic], level: float, seed: int
 ) -> list[dict[str, Interval]]:
     """Return every method's interval of each statistic, by method."""
-    direct: tuple[Callable[[Statistic, float], Interval], ...] = (student_t, empirical_bernstein)
-    rows = [
-        [means, *(method(statistic, level) for method in direct)]
-        for statistic, means in zip(statistics, bootstrap(statistics, level, seed), strict=True)
-    ]
-    return [{interval.method: interval for interval in intervals} for intervals in rows]
+    found = []
+    for statistic, resampled in zip(statistics, bootstrap(statistics, level, seed), strict=True):
+        normal = student_t(statistic, level)
+        either = _wider(resampled, normal), empirical_bernstein(statistic, level)
+        found.append({one.method: one for one in (resampled, normal, *either)})
+    return found
+
+
+def _wider(first: Interval, second: Interval) -> Interval:
+    """Return the lower of two lower ends and the higher of two higher ends.
+
+    Student's t is too narrow on the side to which an estimate is skewed, the studentized bootstrap
+    where few episodes have a reward.
+    """
+    low, high = min(first.low, second.low), max(first.high, second.high)
+    return Interval("wider", low, high, f"the wider of {first.method} and {second.method}")
 
 
 def widen_to_rounding(
@@ -127,8 +142,41 @@ def widen_to_rounding(
     }
 
 
+def clip_to_range(
+    intervals: Mapping[str, Interval], low: float, high: float
+) -> dict[str, Interval]:
+    """Return intervals cut off at the ends of low .. high, between which the truth lies.
+
+    One that lies outside, or touches an end alone, tells nothing of the truth: it becomes
+    low .. high, and stays as it is if that is not finite.
+    """
+    clipped = {}
+    for method, one in intervals.items():
+        ends = max(one.low, low), min(one.high, high)
+        if ends[0] > ends[1] or (ends[0] == ends[1] and one.low < one.high):
+            ends = (low, high) if math.isfinite(high - low) else (one.low, one.high)
+        clipped[method] = replace(one, low=ends[0], high=ends[1])
+    return clipped
+
+
 def _standard_error(influence: Array) -> float:
     return float(influence.std(ddof=1)) / math.sqrt(len(influence))
+
+
+def _degrees_of_freedom(values: Array) -> int:
+    """Return 2 / (k / n - (n - 3) / (n (n - 1))), k the kurtosis of values [n]; n - 1 at most.
+
+    The variance of s^2 is that share of s^4, times two of a chi-square's with so many degrees of
+    freedom. Source: Satterthwaite 1946, "An Approximate Distribution of Estimates of Variance
+    Components", with Cramer 1946, eq. 27.4.2, for the variance of s^2.
+    """
+    num, squares = len(values), np.square(values - values.mean())
+    variance = float(squares.mean())
+    if num < 4 or variance == 0:
+        return num - 1
+    kurtosis = float(np.square(squares / variance).mean())
+    share = kurtosis / num - (num - 3) / (num * (num - 1))
+    return num - 1 if share <= 2 / (num - 1) else max(int(2 / share), 1)
 
 
 def _groups(influences: Sequence[Array], seed: int) -> Array:

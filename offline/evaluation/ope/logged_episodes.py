@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -42,6 +43,7 @@ class LoggedEpisodes:
                             all are independent
     behavior_fitted         behavior_probs are a fit, not what was logged: estimates say so
     no_density              why target_probs is None: "the head 'sampled' has no density"
+    no_model                why q_logged and v_target are None
 
     Raises: EpisodeInvalidError.
     """
@@ -60,6 +62,7 @@ class LoggedEpisodes:
     clusters: Array | None = None
     behavior_fitted: bool = False
     no_density: str = ""
+    no_model: str = ""
 
     def __post_init__(self) -> None:
         _check_offsets(self.offsets, len(self.rewards))
@@ -112,6 +115,19 @@ class LoggedEpisodes:
         """Discounted return of each episode, float64 [E]."""
         return self.sum_by_episode(self.discounts * self.rewards)
 
+    def value_range(self) -> tuple[float, float]:
+        """Return between which values that of any policy lies, if no reward passes reward_range.
+
+        Without reward_range it is what was logged. A one-step episode earns one reward; a longer
+        one earns at least its first if none is below 0, and at most its first if none is above 0,
+        and is else unbounded, as it may take more steps than those that were logged. Unbounded
+        where all rewards are equal: such a log says nothing about others.
+        """
+        low, high = self.reward_range or (float(self.rewards.min()), float(self.rewards.max()))
+        if not self.is_one_step:
+            low, high = low if low >= 0 else -math.inf, high if high <= 0 else math.inf
+        return (low, high) if low < high else (-math.inf, math.inf)
+
     def sum_by_episode(self, values: Array) -> Array:
         """Sum values [M] within each episode: float64 [E]."""
         if self.is_one_step:
@@ -150,7 +166,7 @@ def _check_column(name: str, values: Array | None, num_steps: int) -> None:
     if values is None:
         return
     if values.shape != (num_steps,):
-        raise _invalid_column_error(name, f"shape {values.shape}", f"({num_steps},), one a step")
+        raise _invalid_column_error(name, f"shape {values.shape}", f"({num_steps},), one per step")
     wrong = np.flatnonzero(~np.isfinite(values))
     if len(wrong):
         raise _invalid_column_error(name, f"{values[wrong[0]]} in row {wrong[0]}", "finite numbers")
@@ -160,7 +176,7 @@ def _check_probs(name: str, probs: Array | None, num_steps: int) -> None:
     if probs is None:
         return
     if probs.shape != (num_steps,):
-        raise _invalid_column_error(name, f"shape {probs.shape}", f"({num_steps},), one a step")
+        raise _invalid_column_error(name, f"shape {probs.shape}", f"({num_steps},), one per step")
     may_be_unknown = name == "behavior_probs"
     wrong = np.flatnonzero((probs < 0) | np.isinf(probs) | (np.isnan(probs) & (not may_be_unknown)))
     if len(wrong):
@@ -173,7 +189,9 @@ def _check_distribution(name: str, probs: Array | None, num_steps: int) -> None:
     if probs is None:
         return
     if probs.ndim != 2 or len(probs) != num_steps:
-        raise _invalid_column_error(name, f"shape {probs.shape}", f"({num_steps}, A), a row a step")
+        raise _invalid_column_error(
+            name, f"shape {probs.shape}", f"({num_steps}, A), a row per step"
+        )
     sums = probs.sum(axis=1)
     wrong = np.flatnonzero(~(np.abs(sums - 1) <= _PROBABILITY_SLACK) | (probs < 0).any(axis=1))
     if len(wrong):

@@ -147,7 +147,10 @@ def behavior_probabilities(
     about: dict[str, Any] = {"source": source, "fitted_steps": 0}
     if target.logged is None:
         # No weight can be made, with or without them.
-        return BehaviorProbabilities(None if unknown.any() else logged, every, about=about)
+        if unknown.any():
+            about |= _describe_unfitted(source, unknown)
+            return BehaviorProbabilities(None, about=about)
+        return BehaviorProbabilities(logged, every, about=about)
     if not unknown.any():
         return BehaviorProbabilities(logged, every, about=about)
     callbacks.stage("fitting the behavior policy")
@@ -169,3 +172,10 @@ def behavior_probabilities(
         about=about,
         is_fitted=True,
     )
+
+
+def _describe_unfitted(source: str, unknown: NDArray[np.bool_]) -> dict[str, str]:
+    why = "not fitted, because the policy gives logged actions no probability to compare with"
+    if unknown.all():
+        return {"source": "unknown", "why": why}
+    return {"source": f"{source} in {1 - unknown.mean():.1%} of the steps", "why": why}

@@ -152,6 +152,7 @@ def _describe_request(request: EvaluationRequest, alpha: float, margin: float) -
         "where": request.where,
         "reward": request.reward,
         "gamma": request.discount,
+        "ignore_masks": request.ignore_masks,
         "seed": request.seed,
         "alpha": alpha,
         "margin": margin,
@@ -296,7 +297,7 @@ def _compare_reports(
                 one.difference,
                 one.difference_low,
                 one.difference_high,
-                one.interval,
+                one.difference_interval,
                 one.no_interval,
             )
             for one in estimates.estimates

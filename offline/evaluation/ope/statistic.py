@@ -68,11 +68,13 @@ def ratio_of(
     mean = float(weights.mean())
     if mean <= 0:
         raise NotEstimableError(
-            "no episode has any weight: the policy would have done none of them"
+            "no episode has any weight: the policy takes the logged actions of none of them"
         )
     jackknife = mean - weights / len(weights)
     if jackknife.min() <= 1e-12 * mean:
-        raise NotEstimableError("a single episode carries all the weight: nothing tells its error")
+        raise NotEstimableError(
+            "a single episode has all the weight, so the error cannot be estimated"
+        )
     ratio = float(numerators.mean()) / mean
     errors = numerators - ratio * weights
     moved = float(np.mean(rounding * np.abs(errors))) / mean
@@ -89,7 +91,9 @@ def cluster_by(statistic: Statistic, clusters: Array | None) -> Statistic:
         return statistic
     sums = np.bincount(clusters, statistic.influence)
     if len(sums) < 2:
-        raise NotEstimableError("all agents are of a single episode: nothing tells its error")
+        raise NotEstimableError(
+            "all agents are of a single episode, so the error cannot be estimated"
+        )
     # What one episode contributes at most does not bound what several do.
     return replace(statistic, influence=sums * (len(sums) / len(statistic.influence)), bounds=None)
 
@@ -145,7 +149,7 @@ def ratio_per_step(
     alone = np.flatnonzero(jackknife <= 1e-12 * means[steps])
     if len(alone):
         step = steps[alone].min()
-        raise NotEstimableError(f"at step {step} a single episode carries all the weight")
+        raise NotEstimableError(f"at step {step} a single episode has all the weight")
     errors, lasts = numerators - ratios[steps] * weights, episodes.offsets[1:] - 1
     influence = episodes.sum_by_episode(errors / jackknife)
     # Past its end an episode's last weight still lowers every later ratio.

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.score_reference import ScoreReference
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import Lake
@@ -18,7 +19,7 @@ from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.expressions import (
-    canonical_expression,
+    canonical_condition,
     canonical_reward,
     select_episode_keys,
 )
@@ -56,10 +57,10 @@ class TrainingSet:
 
     def choices(self) -> tuple[str, ...]:
         """Return the conditions that chose training episodes by more than the holdout's hash."""
-        rule = None if self.holdout is None else canonical_expression(self.holdout.condition(False))
+        rule = None if self.holdout is None else canonical_condition(self.holdout.condition(False))
         wheres = [selection.get("where") for selection in self.selections]
         return tuple(
-            where for where in wheres if where is not None and canonical_expression(where) != rule
+            where for where in wheres if where is not None and canonical_condition(where) != rule
         )
 
 
@@ -83,6 +84,20 @@ def training_set(lake: Lake, ref: PolicyRef) -> TrainingSet:
         holdout=None if holdout is None else Holdout.from_json(holdout),
         unknown=unknown,
     )
+
+
+def find_score_reference(lake: Lake, training: TrainingSet) -> ScoreReference | None:
+    """Return what the returns of a policy's training datasets are normalized by.
+
+    That of their newest versions, if those that have one agree; else None.
+    """
+    references = set()
+    for name in {selection["dataset"] for selection in training.selections}:
+        handle = lake.dataset(name)
+        if handle.exists():
+            references.add(handle.spec.score_reference)
+    references.discard(None)
+    return references.pop() if len(references) == 1 else None
 
 
 def find_training_episodes(

@@ -92,6 +92,7 @@ def _solve(matrix: Array, values: Array) -> Array:
     if not is_solution:
         raise TrainingError(
             "fitted Q evaluation: found no finite values that fit all transitions, expected a "
-            "discount below 1 where the policy may go round for ever. Give a lower discount."
+            "discount below 1, because the policy may stay in a cycle forever. Give a lower "
+            "discount."
         )
     return solution

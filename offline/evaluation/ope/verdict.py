@@ -33,6 +33,9 @@ SOME_UNSUPPORTED: Final = 0.01
 MEAN_WEIGHT_Z: Final = 3.0
 # Propensities disagree with the actions by chance in 1 of 1,000 right logs.
 CALIBRATION_P: Final = 0.001
+# Skewness of the mean weight. At 0.2 one end of an interval fails in 4 of 100 logs, where 2.5 are
+# promised.
+MOST_SKEWED: Final = 0.2
 # An interval wider than one standard deviation of the log's own returns tells little more than that
 # the policy's episodes are like some of the log's.
 WIDEST_IN_STDS: Final = 1.0
@@ -56,7 +59,8 @@ def verdict(estimates: Estimates, diagnostics: Diagnostics, *, trained_on: int =
         return Verdict(
             NOT_SUPPORTED,
             f"{trained_on:,} of the {diagnostics.num_episodes:,} evaluated episodes were in the "
-            "policy's training set: the estimate may be overfitted.",
+            "policy's training set: the estimate may be overfitted. Train with `holdout`, or "
+            "evaluate on episodes that were added later.",
         )
     for check in _NOT_SUPPORTED_CHECKS:
         reason = check(estimates, diagnostics)
@@ -101,8 +105,8 @@ def _size_text(diagnostics: Diagnostics, bar: float) -> str:
     at = f" at step {weights.worst_step}" if diagnostics.horizon > 1 else ""
     return (
         f"Importance weights leave an effective {weights.worst_step_size:,.1f} of "
-        f"{diagnostics.num_episodes:,} episodes{at} ({bar:.0f} needed); the log takes the policy's "
-        f"action in {weights.matching:.1%} of its steps."
+        f"{diagnostics.num_episodes:,} episodes{at} ({bar:.0f} needed); the policy could have "
+        f"taken the logged action in {weights.matching:.1%} of the steps."
     )
 
 
@@ -145,6 +149,23 @@ def _explain_mean_weight(estimates: Estimates, diagnostics: Diagnostics) -> str:
         f"The mean importance weight is {weights.mean_weight:.6g}, "
         f"{abs(weights.mean_weight_z):.1f} standard errors from 1: propensities are wrong, or the "
         "policy takes actions that the log lacks."
+    )
+
+
+def has_skewed_weights(diagnostics: Diagnostics) -> bool:
+    """Whether weights are too uneven for intervals to hold the truth as often as they say."""
+    return diagnostics.weights is not None and diagnostics.weights.mean_skewness > MOST_SKEWED
+
+
+def _explain_skewed_weights(estimates: Estimates, diagnostics: Diagnostics) -> str:
+    weights = diagnostics.weights
+    if weights is None or not has_skewed_weights(diagnostics):
+        return ""
+    at = f" at step {weights.worst_step}" if diagnostics.horizon > 1 else ""
+    return (
+        f"Intervals may contain the true value less often than stated: the weights of "
+        f"{diagnostics.num_episodes:,} episodes are so uneven{at} that their mean has a skewness "
+        f"of {weights.mean_skewness:.2g} ({MOST_SKEWED:g} at most)."
     )
 
 
@@ -198,7 +219,12 @@ def _with_intervals(estimates: Estimates) -> list[tuple[Estimate, Interval]]:
 def _explain_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
     weights = diagnostics.weights
     assert weights is not None, "without weights nothing checks the model: weak"
-    fitted = " Propensities were fitted, not logged." if diagnostics.behavior_fitted else ""
+    fitted = ""
+    if diagnostics.behavior_fitted:
+        fitted = (
+            " Propensities were fitted, not logged: this holds only if nothing that is not in the "
+            "log decided which actions were taken."
+        )
     agree = ", and the estimators agree" if len(_with_intervals(estimates)) > 1 else ""
     return (
         f"An effective {weights.worst_step_size:,.0f} of {diagnostics.num_episodes:,} episodes "
@@ -220,6 +246,7 @@ _WEAK_CHECKS: Final[tuple[_Check, ...]] = (
     _explain_few_carrying,
     _explain_mean_weight,
     _explain_calibration,
+    _explain_skewed_weights,
     _explain_disagreement,
     _explain_wide_interval,
 )

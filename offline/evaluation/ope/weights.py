@@ -101,10 +101,10 @@ class Weights:
         empty = np.flatnonzero(self.per_step <= 0)
         if len(empty):
             raise NotEstimableError(
-                "no episode has any weight: the policy would have done none of them"
+                "no episode has any weight: the policy takes the logged actions of none of them"
                 if self.episodes.is_one_step
-                else f"from step {empty[0]} on no episode has any weight: the policy would have "
-                "done none of them"
+                else f"from step {empty[0]} on no episode has any weight: the policy takes the "
+                "logged actions of none of them"
             )
 
     @cached_property
@@ -118,6 +118,12 @@ class Weights:
         squares = sum_by_step(self.episodes, self.cumulative**2)
         sizes: Array = np.divide(sums**2, squares, out=np.zeros_like(sums), where=squares > 0)
         return sizes
+
+    def at_step(self, step: int) -> Array:
+        """Return each episode's weight up to a step, or up to its end: float64 [E]."""
+        offsets, lengths = self.episodes.offsets, self.episodes.lengths
+        weights: Array = self.cumulative[offsets[:-1] + np.minimum(lengths - 1, step)]
+        return weights
 
     @cached_property
     def worst_step(self) -> WeightSummary:
@@ -145,8 +151,11 @@ class EstimatorInputs:
         """
         q, v = self.episodes.q_logged, self.episodes.v_target
         if q is None or v is None:
+            why = self.episodes.no_model
             raise NotEstimableError(
-                "no model of values was fitted, and none given (q_logged and v_target)"
+                f"no model of values: {why}"
+                if why
+                else "no model of values was fitted, and none given (q_logged and v_target)"
             )
         return q, v
 

@@ -44,7 +44,7 @@ _STORED_NAMES: Final = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What to train and how; the lake and its datasets are arguments of `train`."""
+    """Options of a training run; the lake and its datasets are arguments of `train`."""
 
     algorithm: str = "bc"
     # What the policy is registered as; a run needs one.
@@ -137,7 +137,7 @@ class TrainConfig:
         if self.prioritized and self.weight is not None:
             raise ConfigInvalidError(
                 f"training: found prioritized beside the weight {self.weight!r}, expected one of "
-                "them: both say how often a step is drawn. Leave one out."
+                "them, because both determine how often a step is drawn. Leave one out."
             )
         if self.env_args and self.env is None:
             raise ConfigInvalidError(
@@ -148,7 +148,7 @@ class TrainConfig:
         self.split()
 
     def split(self) -> Holdout | None:
-        """Return which episodes are held out, if any are. Raises: ConfigInvalidError."""
+        """Return which episodes are held out, or None. Raises: ConfigInvalidError."""
         if self.holdout is None and self.holdout_after is None:
             return None
         after = None if self.holdout_after is None else _time(self.holdout_after)
@@ -238,9 +238,9 @@ class TrainRequest:
             return TrainRequest(tuple(body["datasets"]), config, tuple(body["named"]))
         except (KeyError, TypeError) as error:
             raise ConfigInvalidError(
-                f"run: found a request that is not whole ({type(error).__name__}: {error}), "
-                "expected what `train` was asked for. It is of another version of ReplayLake: "
-                "train again."
+                f"run: found an incomplete request ({type(error).__name__}: {error}), "
+                "expected the arguments of `train`. It was written by another version of "
+                "ReplayLake: train again."
             ) from error
 
 

@@ -136,8 +136,9 @@ def _merge_specs(snapshots: Sequence[Snapshot]) -> DatasetSpec:
     for other in snapshots[1:]:
         if (differs := find_spec_mismatch(spec, other.spec)) is not None:
             raise SchemaMismatchError(
-                f"datasets {first.dataset} and {other.dataset}: {differs}, expected one. Train on "
-                "each alone, or ingest both with the same `env`."
+                f"datasets {first.dataset} and {other.dataset}: {differs}, expected the same. "
+                "Train "
+                "on each separately, or ingest both with the same `env`."
             )
         spec = join_specs(spec, other.spec)
     return spec

@@ -107,7 +107,7 @@ class FQEValue:
         if num := self.held_out.num_unknown_rewards:
             raise ConfigInvalidError(
                 f"training: select 'fqe': {num} of {len(self.held_out.packed.steps)} held-out "
-                "steps have no reward, expected one for each. Give rewards with `replaylake "
+                "steps have no reward, expected one for each. Add rewards with `replaylake "
                 "annotate` or `reward`, or set select to loss or last."
             )
         if not self.held_out.num_transitions:
@@ -199,7 +199,7 @@ def measure_name(request: TrainRequest, uses_rewards: bool) -> MeasureName:
         raise _missing_input_error(
             config.select,
             "no held-out episodes",
-            "some: on what it was trained on every policy looks good",
+            "some: estimates on the training data are too high for every policy",
             "Set `holdout`, as in 0.2",
         )
     _check_stateless(config)
@@ -211,8 +211,8 @@ def _check_stateless(config: TrainConfig) -> None:
         raise _missing_input_error(
             config.select,
             f"frame_stack {config.frame_stack}",
-            "1: its policies remember earlier observations, and held-out steps come without",
-            "Name an environment to choose in with `env`",
+            "1: its policies need earlier observations, which held-out steps lack",
+            "Name an environment to select in with `env`",
         )
 
 

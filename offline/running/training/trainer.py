@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol, SupportsFloat
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.datastore.lake.policies.policy import Policy
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.replay.batch_source import PrioritizedSource
 from replaylake.offline.learning.learner import Learner, Update
 from replaylake.offline.networks.graph import TorchPolicy
@@ -75,11 +76,13 @@ class Trainer:
         measure: Callable[[Policy], float] | None = None,
         on_progress: Callable[[TrainProgress], None] | None = None,
         should_end: Callable[[], bool] = lambda: False,
+        timings: Timings | None = None,
     ) -> None:
         """Take what learns from what.
 
         measure: judges the policy, with `selection` to keep what it says. on_progress: is called
         about four times a second, and after the last update. should_end: asked after each update.
+        timings: of what the run has done before it makes updates; None: none are recorded.
         """
         self._learner = learner
         self._sampler = sampler
@@ -89,6 +92,7 @@ class Trainer:
         self._measure = measure
         self._on_progress = on_progress
         self._should_end = should_end
+        self._timings, self._is_profiled = timings or Timings("trainer"), timings is not None
         self.update = 0
         self._check_updates = 1 if config.device == "cpu" else GPU_CHECK_UPDATES
         # Metrics since they were looked at, since the last point of the log, and since the last
@@ -111,17 +115,21 @@ class Trainer:
         start, first = time.perf_counter(), self.update
         entered = reported = start
         last = self._config.updates
+        timings = self._timings
         while self.update < last and not self.selection.is_exhausted:
+            sample_start = time.perf_counter()
             batch = self._sampler.sample()
-            result = self._learner.update(batch)
-            self.update += 1
-            if self._config.prioritized:
-                self._update_priorities(batch, result)
-            metrics = self._add_metrics(result.metrics)
-            is_ending = self._should_end()
-            is_due = self._is_due(is_ending)
-            if is_due or self._unchecked.num == self._check_updates:
-                self._check(batch)
+            timings.add("sample", time.perf_counter() - sample_start, 1, batch.num_bytes)
+            with timings.measure("update"):
+                result = self._learner.update(batch)
+                self.update += 1
+                if self._config.prioritized:
+                    self._update_priorities(batch, result)
+                metrics = self._add_metrics(result.metrics)
+                is_ending = self._should_end()
+                is_due = self._is_due(is_ending)
+                if is_due or self._unchecked.num == self._check_updates:
+                    self._check(batch)
             now = time.perf_counter()
             if self._on_progress is not None and (
                 now - reported > _PROGRESS_INTERVAL_S or self.update == last
@@ -130,7 +138,9 @@ class Trainer:
                 spent = self._update_s + now - entered
                 left_s = (now - start) / (self.update - first) * (last - self.update)
                 rate = self.update / spent
-                self._on_progress(TrainProgress(self.update, last, _read(metrics), rate, left_s))
+                with timings.measure("log"):
+                    progress = TrainProgress(self.update, last, _read(metrics), rate, left_s)
+                    self._on_progress(progress)
             if is_due:
                 self._update_s += now - entered
                 self._run_due_tasks(is_ending)
@@ -184,20 +194,24 @@ class Trainer:
             is_best = self._measure_policy()
         is_last = is_last or self.selection.is_exhausted
         if is_last or update % config.log_updates == 0:
-            self._observer.record_metrics(update, self._logged.means())
+            with self._timings.measure("log"):
+                profile = self._timings.to_metrics() if self._is_profiled else {}
+                self._observer.record_metrics(update, {**self._logged.means(), **profile})
             self._logged = MetricSums()
         if is_ending or is_last or is_best or update % config.save_interval_updates == 0:
             best = self.selection.best
-            self._observer.save(
-                update, self.state_dict(), best=None if best is None else best.update
-            )
+            with self._timings.measure("checkpoint"):
+                self._observer.save(
+                    update, self.state_dict(), best=None if best is None else best.update
+                )
 
     def _measure_policy(self) -> bool:
         """Measure the policy as it is; return whether it is the best so far."""
         value = None
         if self._measure is not None:
-            policy = TorchPolicy(self._learner.policy(), self._config.device)
-            value = self._measure(policy)
+            with self._timings.measure("evaluate"):
+                policy = TorchPolicy(self._learner.policy(), self._config.device)
+                value = self._measure(policy)
             self._observer.record_metrics(
                 self.update, {f"selection/{self.selection.measure}": value}
             )
@@ -208,9 +222,9 @@ class Trainer:
     def _update_priorities(self, batch: Batch, result: Update) -> None:
         if result.priorities is None:
             raise ConfigInvalidError(
-                f"algorithm {self._config.algorithm}: found no priorities in what it learns, "
-                "expected one for each step of a batch, to sample by. Leave prioritized out, or "
-                "use an algorithm that has them, such as dqn."
+                f"algorithm {self._config.algorithm}: found that it returns no priorities, "
+                "expected one for each step of a batch. Leave prioritized out, or "
+                "use an algorithm that returns them, such as dqn."
             )
         assert batch.indices is not None, "a run's own samplers number their rows"
         self._sampler.update_priorities(batch.indices, result.priorities)

@@ -31,7 +31,10 @@ _DISTRIBUTIONS: Final = ("uniform", "loguniform", "choice")
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """What to train, and which options of it to vary; the datasets are an argument of `tune`."""
+    """Options of a sweep: the training, and the options to vary.
+
+    The lake and the datasets are arguments of `tune`.
+    """
 
     # Without the options that vary; its seed is not used. In a file these are the keys beside the
     # table [tune].
@@ -80,12 +83,12 @@ class TuneConfig:
         if self.num_samples > 1 and not is_drawn:
             raise ConfigInvalidError(
                 f"{_TUNE}: num_samples: found {self.num_samples} and no option to draw, expected "
-                "one such as learning_rate = {loguniform = [1e-5, 1e-2]} in [tune.vary]. To train "
-                "the same more often, name more seeds."
+                "one such as learning_rate = {loguniform = [1e-5, 1e-2]} in [tune.vary]. To repeat "
+                "the same options, add seeds."
             )
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Return the options of each combination: draws, and within each draw the lists' grid."""
+        """Return each combination's options: every draw with every point of the grid."""
         rng = np.random.default_rng(self.sample_seed)
         grid = {key: values for key, values in self.vary.items() if isinstance(values, list)}
         random = {key: values for key, values in self.vary.items() if key not in grid}
@@ -99,7 +102,7 @@ class TuneConfig:
         return [{key: options[key] for key in self.vary} for options in product]
 
     def trial_config(self, options: Mapping[str, Any], seed: int) -> TrainConfig:
-        """Return what a trial trains with these options. Raises: ConfigInvalidError."""
+        """Return the training config of a trial with these options. Raises: ConfigInvalidError."""
         varied = train_config(options)
         own = {key: getattr(varied, key) for key in options if key in TRAIN_OPTIONS}
         merged = {**self.train.options, **varied.options}
@@ -172,8 +175,8 @@ class Sweep:
             return Sweep(request, replace(_tune_config(body["tune"]), train=request.config))
         except KeyError as error:
             raise ConfigInvalidError(
-                f"sweep: found a record without {error}, expected what `tune` was asked for. It is "
-                "of another version of ReplayLake: tune again."
+                f"sweep: found a record without {error}, expected the arguments of `tune`. It was "
+                "written by another version of ReplayLake: tune again."
             ) from error
 
 
@@ -191,7 +194,8 @@ def resolve_measure(config: TuneConfig, selection: str) -> tuple[str, Mode]:
     if measure is None:
         if selection == "last":
             raise ConfigInvalidError(
-                f"{_TUNE}: measure: found nothing to compare by, expected an environment (env = "
+                f"{_TUNE}: measure: found no measure to compare trials by, expected an "
+                "environment (env = "
                 "'CartPole-v1', and select = 'environment' beside a reward), held-out episodes "
                 "(holdout = 0.2), or a metric of the runs (measure = 'policy_loss' in [tune])."
             )
@@ -216,7 +220,7 @@ def _check_values(key: str, values: Any) -> None:
     if not isinstance(values, Mapping):
         raise ConfigInvalidError(
             f"{what}: found {values!r}, expected a list of values, or a table such as "
-            "{loguniform = [1e-5, 1e-2]}. An option that does not vary stands outside of [tune]."
+            "{loguniform = [1e-5, 1e-2]}. An option that does not vary belongs outside of [tune]."
         )
     check_keys(values, _DISTRIBUTIONS, what)
     expect(len(values) == 1, what, dict(values), f"one of {', '.join(_DISTRIBUTIONS)}")

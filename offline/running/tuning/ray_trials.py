@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
@@ -18,6 +21,9 @@ from replaylake.offline.running.tuning.trial import Trial, TrialEnd, TrialSpec
 
 # What a measure that is not a number counts as for ASHA, which compares numbers.
 _WORST: Final = 1e300
+# What trials get to save in, once they are asked to end.
+_SAVE_TIMEOUT_S: Final = 60.0
+_LOOK_S: Final = 0.2
 # The measurements of a trial that is over: (update, value).
 Curve = Iterable[tuple[int, float]]
 
@@ -58,18 +64,23 @@ def run_trials(
     gpus: float,
     stopping: EarlyStopping | None,
     should_end: Callable[[], bool],
+    is_running: Callable[[], bool],
 ) -> None:
     """Run trials in a Ray that runs, so many at once, each in a process of its own.
 
-    should_end: asked several times a second; true has all of them save and end.
+    should_end: asked several times a second; true has all of them save and end, wherever they are
+    between two measurements. is_running: whether a trial has something to save still; asked then,
+    until it is false. Trials that are only being started are not waited for.
     """
     from ray import tune
 
     scheduler = None if stopping is None else _asha(tune, stopping)
     is_stopped = _ignore if scheduler is None else scheduler.stopped.__contains__
     with tempfile.TemporaryDirectory(prefix="replaylake-tune-") as folder:
+        stop_file = Path(folder, "stop")
+        specs = [replace(work, stop_file=str(stop_file)) for work in works]
         tuner = tune.Tuner(
-            tune.with_resources(_trainable(tune, works), {"cpu": cpus, "gpu": gpus}),
+            tune.with_resources(_trainable(tune, specs), {"cpu": cpus, "gpu": gpus}),
             param_space={"number": tune.grid_search([work.number for work in works])},
             tune_config=tune.TuneConfig(
                 scheduler=scheduler,
@@ -79,13 +90,14 @@ def run_trials(
             run_config=tune.RunConfig(
                 name="trials",
                 storage_path=folder,
-                stop=_stopper(tune, should_end),
+                stop=_stopper(tune, _Ending(stop_file, should_end, is_running)),
                 checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
                 callbacks=[_callback(tune, observer, is_stopped)],
                 verbose=0,
             ),
         )
-        tuner.fit()
+        with suppress(_TrialsEnded):
+            tuner.fit()
 
 
 def to_comparable(value: float, mode: Mode) -> float:
@@ -183,25 +195,52 @@ def _callback(tune: Any, observer: TrialObserver, is_stopped: Callable[[int], bo
     return Told(observer, is_stopped)
 
 
-def _stopper(tune: Any, should_end: Callable[[], bool]) -> Any:
+class _TrialsEnded(BaseException):
+    """All trials have saved and ended, as asked."""
+
+
+class _Ending:
+    """The end of all trials, once it is asked for."""
+
+    def __init__(
+        self, stop_file: Path, should_end: Callable[[], bool], is_running: Callable[[], bool]
+    ) -> None:
+        self._stop_file = stop_file
+        self._should_end = should_end
+        self._is_running = is_running
+        self._until = math.inf
+        self._next_look = 0.0
+
+    def check(self) -> None:
+        """Raises: _TrialsEnded once none runs, or if one does not end."""
+        if not self._should_end() or (now := time.monotonic()) < self._next_look:
+            return
+        if not self._stop_file.exists():
+            self._stop_file.touch()
+            self._until = now + _SAVE_TIMEOUT_S
+        if not self._is_running() or now > self._until:
+            raise _TrialsEnded
+        self._next_look = now + _LOOK_S
+
+
+def _stopper(tune: Any, ending: _Ending) -> Any:
     class Asked(tune.Stopper):  # type: ignore[misc]
-        def __init__(self, should_end: Callable[[], bool]) -> None:
-            self._should_end = should_end
+        def __init__(self, ending: _Ending | None) -> None:
+            self._ending = ending
 
         def __getstate__(self) -> dict[str, Any]:
-            return {"_should_end": _never}
+            return {"_ending": None}
 
         def __call__(self, trial_id: str, result: Any) -> bool:
             return False
 
         def stop_all(self) -> bool:
-            return self._should_end()
+            # Not by answering true: Ray Tune would wait for processes that are being started.
+            if self._ending is not None:
+                self._ending.check()
+            return False
 
-    return Asked(should_end)
-
-
-def _never() -> bool:
-    return False
+    return Asked(ending)
 
 
 def _ignore(number: int) -> bool:

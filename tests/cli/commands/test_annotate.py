@@ -38,6 +38,7 @@ def test_scores_of_episodes(run: Any, scores: Path) -> None:
     assert (body["version"], body["already_present"], body["steps"]) == (2, True, 2)
 
 
+@pytest.mark.slow
 def test_each_step_and_sql(run: Any) -> None:
     query = "select episode_id, num_steps as n from d.episodes"
     done = run("annotate", "d", query, "--on", "episode_id", "--set", "reward=n", "--to", "each")

@@ -182,5 +182,5 @@ def test_a_picture_that_cannot_be_made_is_said_first(
 
 def test_an_environment_that_cannot_draw(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Toss.metadata, "render_modes", [])
-    run("evaluate", "coin", "--env", ENV, "--video", "x.gif").failed("cannot draw itself")
+    run("evaluate", "coin", "--env", ENV, "--video", "x.gif").failed("cannot be rendered")
     assert not Path("x.gif").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,21 @@ def served(tmp_path: Path) -> Served:
     return Served(tmp_path / "lake")
 
 
+def test_the_receipt_states_what_waits(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    served.begin()
+    served.decide()
+    for _ in range(2):
+        served.decide(None)
+    assert main(["feedback", "join", "live", "--lake", str(served.path), "--window", "1h"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "  3 decisions, 1 reward; 1 joined, 2 waiting"
+    text = "  2 decisions wait for a reward of the episode, until "
+    assert lines[2].startswith(text)
+    first, *last = lines[2].removeprefix(text).split(" to ")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", first)
+    assert len(last) <= 1
+
+
 def test_status(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     served.begin()
     served.decide()
@@ -80,6 +96,7 @@ def line_of(process: subprocess.Popen[str], stream: Any) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_every_goes_on_past_failures_until_a_signal(served: Served, number: int) -> None:
     code = "import sys; from replaylake.cli.main import main; sys.exit(main(sys.argv[1:]))"

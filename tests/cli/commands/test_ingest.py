@@ -239,7 +239,9 @@ def test_help_has_its_options_under_headings(run: Any) -> None:
         "Column options:",
         "Episode options:",
         "Action options:",
+        "Key options:",
         "Stream options:",
+        "Quarantine options:",
         "Common options:",
     ]
 

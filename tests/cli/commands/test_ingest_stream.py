@@ -64,6 +64,7 @@ def _counts(lake: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_and_fed_again_from_the_start_it_has_each_step_once(tmp_path: Path) -> None:
     lake = tmp_path / "lake"
     lines = _lines(30)
@@ -91,6 +92,7 @@ def test_killed_and_fed_again_from_the_start_it_has_each_step_once(tmp_path: Pat
     assert _counts(lake) == {"steps": 600, "distinct_steps": 600, "ended": 30}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_told_to_stop_it_commits_what_it_holds(tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "app.jsonl"
@@ -113,6 +115,7 @@ def test_told_to_stop_it_commits_what_it_holds(tmp_path: Path, number: signal.Si
     assert b"rejected: malformed: app.jsonl line 61: found 'not json'" in err
 
 
+@pytest.mark.slow
 def test_lines_on_standard_input_without_follow_are_a_source(tmp_path: Path) -> None:
     command = [
         sys.executable,

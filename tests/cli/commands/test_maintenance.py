@@ -63,7 +63,7 @@ def test_vacuum_lists_and_then_deletes(run: Callable, shards: Path, tree: Callab
     listed = run("maintain", "vacuum")
     assert len(listed.out.splitlines()) == 7
     assert "5 files (shard 5), " in listed.out
-    assert listed.out.endswith(" to delete\n  nothing was changed: --yes does it\n")
+    assert listed.out.endswith(" to delete\n  nothing was changed; use --yes to delete\n")
     assert tree() == before
     done = run("maintain", "vacuum", "play", "--yes", "--json").json
     assert (done["deleted"], done["num_files"]) == (True, 5)
@@ -88,7 +88,7 @@ def test_vacuum_of_what_is_young_has_to_be_forced(run: Callable, shards: Path) -
 def test_trim(run: Callable, shards: Path) -> None:
     assert run("maintain", "trim", "play", "--max-steps", 5).out == (
         "play: would remove 3 episodes, 6 steps; 4 steps left\n"
-        "  nothing was changed: --yes does it\n"
+        "  nothing was changed; use --yes to delete\n"
     )
     done = run("maintain", "trim", "play", "--max-steps", 5, "--yes")
     assert done.out == (
@@ -146,6 +146,7 @@ def test_maintain_goes_on_after_a_failure_and_says_so(run: Callable, shards: Pat
     assert rows["play"]["compacted"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_maintain_every_ends_cleanly_mid_sleep(shards: Path, number: int) -> None:
     command = [

@@ -137,6 +137,15 @@ def test_wrong_usage(run: Any, lake: Path, arguments: tuple[str, ...]) -> None:
     assert arguments[0] in ran.err
 
 
+def test_masks_can_be_ignored_in_a_log_without_any(run: Any, lake: Path) -> None:
+    bandit(lake)
+    plain, ignoring = (
+        run("ope", "log", "--policy", "random", *CHEAP, *more) for more in ((), ("--ignore-masks",))
+    )
+    assert plain.code == 0, plain.err
+    assert ignoring.out == plain.out
+
+
 def test_a_share_of_the_episodes(run: Any, lake: Path) -> None:
     bandit(lake)
     ran = run("ope", "log", "--policy", "random", "--holdout", "0.3", *CHEAP, "--json")
@@ -144,6 +153,7 @@ def test_a_share_of_the_episodes(run: Any, lake: Path) -> None:
     assert ran.json["holdout"] == {"fraction": 0.3, "salt": ""}
 
 
+@pytest.mark.slow
 def test_a_picture(run: Any, lake: Path, tmp_path: Path) -> None:
     bandit(lake)
     for name, begins in (("ope.png", b"\x89PNG"), ("ope.svg", b"<?xml")):
@@ -156,6 +166,7 @@ def test_a_picture(run: Any, lake: Path, tmp_path: Path) -> None:
     assert (tmp_path / "no.png").exists()
 
 
+@pytest.mark.slow
 def test_fitted_propensities_are_said_in_every_number(run: Any, lake: Path) -> None:
     bandit(lake, 300, propensities=False)
     ran = run("ope", "log", "--policy", "random", *CHEAP)
@@ -253,6 +264,7 @@ def test_the_documented_way_from_a_csv_to_a_verdict(
     assert verdicts == ["supported", "supported", "weak", "supported"]
 
 
+@pytest.mark.slow
 def test_a_model_alone_is_shown_without_an_interval(run: Any, lake: Path, tmp_path: Path) -> None:
     bandit(lake)
     asked = ("ope", "log", "--policy", "random", "--estimator", "snips", "--estimator", "dm")

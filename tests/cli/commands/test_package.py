@@ -35,6 +35,7 @@ def policy(lake: Path, tmp_path: Path) -> None:
     registry.register("pick", tmp_path / "package", run_id="run", lineage={})
 
 
+@pytest.mark.slow
 def test_it_says_what_it_built_how_large_and_how_to_run_it(run: Any, tmp_path: Path) -> None:
     output = tmp_path / "bento"
     ran = run("policies", "package", "pick", "--output", output)
@@ -56,6 +57,7 @@ def test_it_says_what_it_built_how_large_and_how_to_run_it(run: Any, tmp_path: P
     assert again.err.splitlines()[-1].startswith(f"error: {output}: ")
 
 
+@pytest.mark.slow
 def test_as_json(run: Any, tmp_path: Path) -> None:
     output = tmp_path / "bento"
     body = run("policies", "package", "pick:1", "--output", output, "--json").json

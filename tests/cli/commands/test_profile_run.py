@@ -12,7 +12,7 @@ import pytest
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import MetricsLog
-from replaylake.online.monitoring.timings import Timings
+from replaylake.datastore.lake.runs.timings import WALL_SECONDS, Timings
 from replaylake.online.training.config import OnlineConfig, OnlineRequest
 
 GOES_ON, DONE, OFFLINE, NEW = "01aa11", "01ab22", "02ac33", "03ad44"
@@ -37,18 +37,20 @@ def _record(lake: Lake, run_id: str, **fields: Any) -> None:
 
 def _log(lake: Lake, run_id: str) -> None:
     """After 10 and 20 seconds: first the learner waits, then the workers."""
-    times = Timings()
+    worker, trainer = Timings("workers"), Timings("trainer")
     with MetricsLog(lake.storage, run_id) as log:
         for update, seconds in (
             (100, {"env_step": 16.0, "worker_wait": 1.0, "update": 2.0, "learner_wait": 7.0}),
             (900, {"env_step": 4.0, "worker_wait": 15.0, "update": 9.0}),
         ):
             for link, one in seconds.items():
+                times = worker if link in {"env_step", "worker_wait"} else trainer
                 times.add(link, one, round(1000 * one), round(5e6 * one))  # type: ignore[arg-type]
             values = {"env_steps": 10.0 * update, "return": update / 5, "staleness": 2.5}
-            at_s = STARTED_S + (10 if update == 100 else 20)
-            log.add(update, {**values, "critic_loss": 0.5}, at_s)
-            log.add(update, times.to_metrics(), at_s)
+            passed_s = 10.0 if update == 100 else 20.0
+            log.add(update, {**values, "critic_loss": 0.5}, STARTED_S + passed_s)
+            profile = {**worker.to_metrics(), **trainer.to_metrics(), WALL_SECONDS: passed_s}
+            log.add(update, profile, STARTED_S + passed_s)
         log.add(900, {"selection/environment": 190.0}, STARTED_S + 21)
 
 
@@ -111,12 +113,23 @@ def test_the_last_interval_alone(run: Any, filled: Lake) -> None:
     assert "  killed  the last 10 s of the trainer and 2 workers, until update 900" in lines[0]
 
 
+def test_two_runs_beside_each_other(run: Any, filled: Lake) -> None:
+    lines = run("runs", "profile", GOES_ON, DONE).out.splitlines()
+    assert lines[0].startswith(f"A: run {GOES_ON}  killed  20 s of the trainer and 2 workers")
+    assert lines[1].startswith(f"B: run {DONE}  done  20 s of the trainer and 2 workers")
+    assert lines[3].split() == ["env_step", "workers", "20", "20", "33.3", "33.3", "1", "1", "1"]
+    assert [line[:13] for line in lines[-2:]] == ["A: bottleneck", "B: bottleneck"]
+    body = run("runs", "profile", GOES_ON, DONE, "--json").json
+    assert [one["run_id"] for one in body["runs"]] == [GOES_ON, DONE]
+    assert run("runs", "profile", GOES_ON, DONE, GOES_ON).code == 2
+
+
 @pytest.mark.parametrize(
     ("run_id", "said"),
     [
-        (OFFLINE, "found a run of 'train offline', which has no workers"),
+        (OFFLINE, "no totals of its links yet"),
         (NEW, "no totals of its links yet"),
-        ("09", "not in this lake"),
+        ("09", "found no run or policy of that name in this lake"),
     ],
 )
 def test_what_has_no_profile(run: Any, filled: Lake, run_id: str, said: str) -> None:
@@ -182,9 +195,9 @@ def test_one_is_shown_without_the_times_of_its_links(run: Any, filled: Lake) -> 
         "staleness",
         "critic_loss",
     ]
-    one = run("runs", "show", GOES_ON, "--metric", "profile/update/seconds", "--json").json
+    one = run("runs", "show", GOES_ON, "--metric", "profile/trainer/update/seconds", "--json").json
     assert one["metrics"] == {
-        "profile/update/seconds": {"updates": [100, 900], "values": [2.0, 11.0]}
+        "profile/trainer/update/seconds": {"updates": [100, 900], "values": [2.0, 11.0]}
     }
 
 

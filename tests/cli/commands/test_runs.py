@@ -86,7 +86,7 @@ def test_list_is_filtered(run: Any) -> None:
     assert ids("--status", "killed") == [KILLED]
     assert ids("--status", "done", "--dataset", "pendulum") == [FIRST, SECOND]
     assert ids("--dataset", "pend") == []
-    assert run("runs", "list", "--dataset", "pend").err.startswith("no such runs")
+    assert run("runs", "list", "--dataset", "pend").err.startswith("no matching runs")
     ran = run("runs", "list", "--status", "dead")
     assert (ran.code, "expected one of running, killed" in " ".join(ran.err.split())) == (2, True)
 
@@ -157,6 +157,7 @@ def test_runs_of_the_same_options_say_so(run: Any, filled: Lake) -> None:
     assert out.splitlines()[-1] == "asked for the same"
 
 
+@pytest.mark.slow
 def test_pictures(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "one.png"
     ran = run("runs", "show", FIRST, "--plot", path)
@@ -178,10 +179,10 @@ def test_pictures(run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("show", "09"), "not in this lake"),
+        (("show", "09"), "found no run or policy of that name in this lake"),
         (("show", "01"), "found 3 runs that begin so"),
         (("show", FIRST, "--metric", "critc_loss"), "expected critic_loss"),
-        (("diff", FIRST, "09"), "not in this lake"),
+        (("diff", FIRST, "09"), "found no run or policy of that name"),
         (("show", FIRST, "--plot", "x.gif"), "expected .png, .svg, .pdf"),
         (("show", FAILED, "--plot", "x.png"), "no metrics of 02dd44 yet"),
     ],
@@ -192,3 +193,27 @@ def test_what_is_refused(run: Any, arguments: tuple[str, ...], said: str) -> Non
 
 def test_one_run_is_no_comparison(run: Any) -> None:
     assert run("runs", "diff", FIRST, FIRST).code == 2
+
+
+@pytest.mark.slow
+def test_runs_are_named_by_the_policies_that_they_trained(
+    run: Any, log: Path, tmp_path: Path
+) -> None:
+    assert run("ingest", log, "--dataset", "log", "--map", "observation=x,y").code == 0
+    small = ("--algorithm", "bc", "--set", "batch_size=4", "--set", "hidden_sizes=[8]")
+    for updates in ("10", "20"):
+        trained = ("log", "--policy", "cart", "--updates", updates, *small)
+        assert run("train", "offline", *trained).code == 0
+    assert run("promote", "cart:1", "--to", "champion").code == 0
+    path = tmp_path / "both.svg"
+    compared = run("runs", "diff", "cart:2", "cart@champion", "--plot", path, "--json").json
+    assert [one["policy"] for one in compared["runs"]] == ["cart:2", "cart:1"]
+    assert compared["options"]["updates"] == [20, 10]
+    text = path.read_text()
+    assert all(label in text for label in ("cart:2", "cart@champion"))
+    # Its champion, as everywhere that a policy is named.
+    assert run("runs", "show", "cart", "--json").json["policy"] == "cart:1"
+    run("runs", "show", "pend").failed("policy 'pend'")
+    run("runs", "show", "cart:3").failed("version 3 is not there")
+    # The same run twice is one.
+    assert run("runs", "diff", "cart", "cart:1").code == 2

@@ -1,5 +1,6 @@
 """`replaylake serve` as a process, then `feedback join` and `lineage --decision` on its log."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -45,6 +46,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> Any:
         return json.load(response)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_to", [(), ("--log-to", "live", "--explore", "epsilon=0.1")])
 def test_a_port_in_use(run: Any, tree: Tree, log_to: tuple[str, ...]) -> None:
     before = tree()
@@ -111,6 +113,7 @@ def test_a_server_of_another_name_is_wrong_usage(run: Any) -> None:
     assert "--server: found 'gunicorn', expected bentoml or uvicorn" in ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["starlette", "bentoml"])
 def test_without_the_extra(lake: Path, module: str) -> None:
     code = (
@@ -125,6 +128,83 @@ def test_without_the_extra(lake: Path, module: str) -> None:
     assert line.startswith("error: ")
     assert "Traceback" not in ran.stderr
     assert "replaylake[serve]" in line
+
+
+@pytest.fixture
+def package(lake: Path, tmp_path: Path) -> Path:
+    """A policy package outside a lake."""
+    (source,) = (lake / "_lake" / "policies" / "clone").iterdir()
+    return Path(shutil.copytree(source, tmp_path / "elsewhere" / "arm"))
+
+
+def test_a_package_outside_a_lake_is_served_by_its_sha256(run: Any, package: Path) -> None:
+    sha256 = hashlib.sha256((package / "manifest.json").read_bytes()).hexdigest()
+    ran = run("serve", package, "--port", "0", "--check")
+    assert ran.code == 0, ran.err
+    policy, warning = ran.err.splitlines()
+    assert policy == "policy clone:1 (path)"
+    assert warning.startswith(f"warning: {package} is outside a lake")
+    assert f"Give --sha256 {sha256} to refuse any other." in warning
+    for text in (sha256, sha256.upper()):
+        ran = run("serve", package, "--port", "0", "--check", "--sha256", text)
+        assert (ran.code, ran.err.splitlines()) == (0, ["policy clone:1 (path)"])
+    assert run("serve", "clone", "--port", "0", "--check", "--sha256", sha256).code == 0
+
+
+def test_a_package_of_another_sha256_is_refused(run: Any, package: Path) -> None:
+    manifest = package / "manifest.json"
+    sha256 = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    # One that parses, and would act otherwise.
+    edited = manifest.read_text().replace('"clone"', '"clona"')
+    manifest.write_text(edited)
+    found = hashlib.sha256(edited.encode()).hexdigest()
+    ran = run("serve", package, "--port", "0", "--check", "--sha256", sha256)
+    assert ran.code != 0
+    assert f"found a package of sha256 {found}, expected {sha256}" in ran.err
+    other = run("serve", "clone", "--port", "0", "--check", "--sha256", found)
+    assert other.code != 0
+    assert f"expected {found}" in other.err
+    ran = run("serve", package, "--port", "0", "--sha256", "abc")
+    assert ran.code == 2
+    assert "--sha256: found 'abc', expected 64 hexadecimal digits" in ran.err
+
+
+def test_a_package_without_a_name_is_called_after_its_directory(run: Any, package: Path) -> None:
+    manifest = package / "manifest.json"
+    body = json.loads(manifest.read_text())
+    del body["name"], body["version"]
+    manifest.write_text(json.dumps(body))
+    assert run("serve", package, "--port", "0", "--check").err.startswith("policy arm:0 (path)")
+    bento = package.parent / "Bento!" / "src" / "policy"
+    shutil.copytree(package, bento)
+    ran = run("serve", bento.parents[1], "--port", "0", "--check")
+    assert ran.err.startswith("policy package:0 (path)")
+    assert run("serve", package.parent, "--port", "0", "--check").code == 1
+
+
+@pytest.mark.slow
+def test_the_sha256_of_a_package_is_in_the_decision_log(
+    run: Any, lake: Path, package: Path
+) -> None:
+    command = [sys.executable, "-m", "replaylake.cli.main", "serve", str(package), "--json"]
+    command += ["--port", "0", "--log-to", "live", "--lake", str(lake), "--server", "uvicorn"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            body = json.loads(process.stdout.readline())
+            act = post(body["port"], "/act", {"observation": [0.0] * 4, "episode_id": "e"})
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    sha256 = hashlib.sha256((package / "manifest.json").read_bytes()).hexdigest()
+    assert body["package_sha256"] == sha256
+    (row,) = run("sql", "select package_sha256 from live.decisions", "--json").json["rows"]
+    assert row["package_sha256"] == sha256
+    traced = run("lineage", "--decision", act["decision_id"], "--json").json
+    assert traced["decision"]["package_sha256"] == sha256
 
 
 @pytest.mark.slow

@@ -137,3 +137,28 @@ def test_a_version(run: Any, log: Path) -> None:
     wrong = run("sql", query, "--at", "was@9")
     assert wrong.code == 2
     assert "found 'was@9', expected DATASET=VERSION" in wrong.err
+
+
+def test_an_error_in_a_query_shows_where(run: Any) -> None:
+    ran = run("sql", "select\n  reward,\n  nothing\nfrom d.steps", "--json")
+    assert ran.err.splitlines()[1:] == ["LINE 3:   nothing", "          ^^^^^^^"]
+    assert ran.json["error"]["excerpt"] == "LINE 3:   nothing\n          ^^^^^^^"
+    # What only an execution finds has no place.
+    assert len(run("sql", "select 'x'::int from d.steps").err.splitlines()) == 1
+
+
+def test_no_hint_names_our_catalog(run: Any) -> None:
+    ran = run("sql", "select elsewhere.steps.step from d.steps")
+    assert ran.code == 1
+    assert "session" not in ran.err
+
+
+def test_a_limit_prints_so_many_rows_and_says_of_how_many(run: Any) -> None:
+    total = run("sql", "select count(*) as n from d.steps", "--json").json["rows"][0]["n"]
+    ran = run("sql", "select step from d.steps", "--limit", "1")
+    assert len(ran.out.splitlines()) == 2
+    assert ran.err == f"1 of {total} rows\n"
+    ran = run("sql", "select step from d.steps", "--limit", "1", "--format", "csv")
+    assert len(ran.out.splitlines()) == 2
+    assert ran.err == f"1 of {total} rows\n"
+    assert run("sql", "select step from d.steps", "--limit", "99").err == f"{total} rows\n"

@@ -102,7 +102,7 @@ def test_a_value_that_the_library_refuses_is_wrong_usage(
 def test_prioritized_is_refused_by_name(run: Any, lake: Path) -> None:
     ran = run(*BC, "--set", "prioritized=true")
     assert ran.code == 1
-    assert "algorithm bc: found no priorities" in ran.err
+    assert "algorithm bc: found that it returns no priorities" in ran.err
     assert open_lake(lake).registry.list() == []
 
 
@@ -169,6 +169,7 @@ def test_a_run_that_is_done_says_so(run: Any) -> None:
     assert run("train", "offline", "--resume", run_id, "--json").json["was_done"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_says_how_to_go_on(
     run: Any, lake: Path, tmp_path: Path, number: signal.Signals

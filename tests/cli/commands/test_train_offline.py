@@ -4,10 +4,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from replaylake.cli.commands import train as train_command
 from replaylake.cli.main import main
 
 TRAIN = ("train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone")
@@ -34,13 +36,72 @@ def own_lake(trained: Path, lake: Path) -> None:
 def test_training_says_what_it_learns_from_and_what_it_saved(run: Any) -> None:
     ran = run(*TRAIN, "--updates", "30", "--seed", "3", "--where", "num_steps > 0")
     assert ran.code == 0, ran.err
-    assert ran.err.splitlines()[0].startswith("snapshot cartpole@1  1 shard  102 steps  behavior ")
+    # RLlib's log has the probabilities of its actions, and no name of the policy that took them.
+    assert ran.err.splitlines()[0] == (
+        "snapshot cartpole@1  1 shard  102 steps  behavior policy not named, propensities logged"
+    )
     lines = ran.out.splitlines()
     assert lines[0] == "trained on 3 episodes, 102 steps"
     assert lines[1].startswith("30 updates  policy_loss ")
     assert lines[-1] == "saved policy clone:2"
 
 
+@pytest.mark.parametrize(
+    ("probs", "said"),
+    [
+        ([], "behavior policy unknown"),
+        ([0.5, 0.5, 0.5], "behavior policy not named, propensities of 75.0% of the steps logged"),
+    ],
+)
+def test_training_says_what_is_known_of_who_acted(
+    run: Any, tmp_path: Path, probs: list[float], said: str
+) -> None:
+    rows = [{"obs": [0.1 * i], "actions": i % 2, "rewards": 1.0, "t": i} for i in range(4)]
+    for row, prob in zip(rows, probs, strict=False):
+        row["action_prob"] = prob
+    path = tmp_path / "steps.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"eps_id": 1, "terminateds": row["t"] == 3, **row}) + "\n" for row in rows
+        )
+    )
+    assert run("ingest", path, "--dataset", "made").code == 0
+    ran = run("train", "offline", "made", *TRAIN[3:], "--updates", "1", "--set", "hidden_sizes=[4]")
+    assert ran.err.splitlines()[0] == f"snapshot made@1  1 shard  4 steps  {said}"
+
+
+def test_the_log_s_own_return_is_beside_that_of_the_policy(run: Any) -> None:
+    short = ("--updates", "1", "--env", "CartPole-v1", "--set", "evaluation_episodes=3",
+             "--set", "select=last")  # fmt: skip
+    ran = run(*TRAIN, *short)
+    mean = run("sql", 'select avg("return") as r from cartpole.episodes', "--json").json["rows"]
+    expected = f"the log: mean return {mean[0]['r']:g} over 3 complete episodes"
+    assert ran.out.splitlines()[-2] == expected
+    body = run(*TRAIN, *short, "--json")
+    assert body.json["logged"] == {"mean_return": mean[0]["r"], "num_episodes": 3}
+    is_worse = body.json["evaluation"]["ci_high"] < mean[0]["r"]
+    assert ("below that of the episodes that it learned from" in body.err) == is_worse
+
+
+@pytest.mark.parametrize(
+    ("ci_high", "reward", "logged", "is_worse"),
+    [
+        (7.0, None, 8.0, True),
+        (7.0, None, 6.0, False),
+        (None, None, 6.0, True),
+        # Of another reward than the environment's, the two cannot be compared.
+        (7.0, "reward * 2", 8.0, False),
+    ],
+)
+def test_a_policy_is_worse_than_its_log_beyond_its_interval(
+    ci_high: float | None, reward: str | None, logged: float, is_worse: bool
+) -> None:
+    score = SimpleNamespace(mean_return=5.0, ci_high=ci_high)
+    result: Any = SimpleNamespace(evaluation=score, datasets=[{"reward": reward}])
+    assert train_command._is_worse(result, logged) == is_worse
+
+
+@pytest.mark.slow
 def test_training_as_json(run: Any, lake: Path) -> None:
     ran = run(*TRAIN, "--updates", "10", "--json", "--env", "CartPole-v1",
               "--set", "evaluation_episodes=2", "--reward", "reward * 2")  # fmt: skip

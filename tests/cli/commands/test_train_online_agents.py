@@ -12,6 +12,7 @@ ONLINE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", ["shared", "each"])
 def test_whose_policies_are_saved_is_said(run: Any, agents: str) -> None:
     ran = run(*ONLINE, "--agents", agents, "--seed", "3")

@@ -71,7 +71,7 @@ def check_one_line(ran: Any, *said: str) -> str:
     """Check that it failed in one line but for what it had said of the data before."""
     assert ran.code == 1, ran
     assert ran.out == ""
-    talk = ("snapshot ", "run ", "note: ", "reading ", "update ")
+    talk = ("snapshot ", "run ", "note: ", "read ", "reading ", "update ")
     (line,) = (line for line in ran.err.splitlines() if not line.startswith(talk))
     assert line.startswith("error: ")
     assert "fault in ReplayLake" not in line

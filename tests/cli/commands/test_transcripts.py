@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _EXAMPLES = Path(__file__).parents[3] / "examples"
 _RESULTS = _EXAMPLES / "data" / "transcripts" / "results.json"
 
@@ -67,6 +69,7 @@ def test_pairs_are_of_one_prompt_and_of_known_rewards(run: Any, tmp_path: Path) 
     assert said(pair["prompt"]) == [{"role": "user", "content": "a"}]
 
 
+@pytest.mark.slow
 def test_unknown_rewards_at_the_command_line(run: Any, tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
     log.write_text("episode_id,x,action,terminated\na,0.5,1,0\na,0.6,0,1\n")

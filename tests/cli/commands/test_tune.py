@@ -1,6 +1,13 @@
 """`replaylake tune`, and `train offline --learners`."""
 
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
+
+from replaylake.datastore.lake.lake import open_lake
 
 # Ray 2.60 reads settings of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
@@ -59,7 +66,7 @@ def test_a_file_that_is_not_there(run, tmp_path):
         (("hidden_sizes", "hidden_size"), "found option 'hidden_size', expected hidden_sizes"),
         (("datasets", "dataset"), "found 'dataset' but no datasets"),
         (("[tune.vary]", "[tune.vari]"), "tune: found option 'vari', expected vary"),
-        (('measure = "policy_loss"\n', ""), "found nothing to compare by"),
+        (('measure = "policy_loss"\n', ""), "found no measure to compare trials by"),
         (("1e-4", "-1.0"), "learning_rate: found -1.0"),
     ],
 )
@@ -117,3 +124,34 @@ def test_two_learners_answer_as_one_does(filled):
     assert "update 20/20" in both.err
     assert both.json.keys() == one.keys()
     assert both.json["metrics"] == pytest.approx(one["metrics"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["Ray starts", "trials are far from a measurement"])
+def test_sigterm_ends_a_sweep_within_seconds(filled, sweep, tmp_path, when):
+    updates = "updates = 100_000_000\nevaluate_updates = 100_000_000"
+    file = sweep(("updates = 10", updates))
+    command = [sys.executable, "-m", "replaylake.cli.main", "tune", str(file)]
+    command += ["--lake", str(tmp_path / "lake")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    first = process.stderr.readline()
+    lake = open_lake(tmp_path / "lake")
+    running = [when == "Ray starts"]
+    while not any(running):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.2)
+        running = [run["status"] == "running" and "sweep" in run for run in lake.registry.runs()]
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    # 2 to 4 s on 2 idle cores; a run goes on for hours to its first measurement.
+    assert time.monotonic() - start < 30
+    sweep_id = first.split()[1].rstrip(":")
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-2:] == [
+        f"`replaylake tune --resume {sweep_id}` goes on",
+        "interrupted",
+    ]
+    statuses = {run["run_id"]: run["status"] for run in lake.registry.runs()}
+    assert set(statuses.values()) == {"interrupted"}

@@ -1,5 +1,6 @@
 """`replaylake datasets tag`, `history` and `diff`, and NAME@TAG wherever a version is taken."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,46 @@ def test_name_at_tag_wherever_a_version_is_taken(run: Any) -> None:
     assert ran.json["rows"] == [{"more": 1}]
 
 
+@pytest.mark.slow
+def test_sql_of_a_reader_of_some_columns(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REPLAYLAKE_SQL_TOKEN", raising=False)
+    table, mine, other = tmp_path / "roles.toml", tmp_path / "mine", tmp_path / "other"
+    mine.write_text("0123456789abcdef\n")
+    other.write_text("fedcba9876543210\n")
+    hashes = [hashlib.sha256(path.read_bytes().strip()).hexdigest() for path in (mine, other)]
+    table.write_text(
+        f'[[tokens]]\nname = "analyst"\nsha256 = "{hashes[0]}"\nreader = ["d"]\n'
+        'columns.d = ["step", "reward"]\n'
+        f'[[tokens]]\nname = "ranker"\nsha256 = "{hashes[1]}"\nwriter = ["d"]\n'
+    )
+    limited = ("--untrusted", "--access", table)
+    query = ("sql", "select * from d.steps", "--json")
+    ran = run(*query, *limited, "--token-file", mine)
+    assert (ran.code, ran.json["columns"]) == (0, ["step", "reward"])
+    run(*query, *limited, "--token-file", other).failed("'ranker'", "no role reader")
+    other.write_text("unknown-unknown-unknown")
+    run(*query, *limited, "--token-file", other).failed("not in the role table")
+    monkeypatch.setenv("REPLAYLAKE_SQL_TOKEN", "0123456789abcdef")
+    assert run(*query, *limited).json["columns"] == ["step", "reward"]
+    run("sql", "select action from d.steps", *limited).failed("action")
+    # The file named counts, not the variable beside it.
+    run(*query, *limited, "--token-file", other).failed("not in the role table")
+    monkeypatch.setenv("REPLAYLAKE_SQL_TOKEN", "  ")
+    for arguments, said in (
+        (limited, "found no token in REPLAYLAKE_SQL_TOKEN"),
+        ((*limited, "--token-file", tmp_path / "none"), "No such file"),
+        (("--access", table), "found it without --untrusted"),
+        (("--untrusted", "--token-file", mine), "found it without --access"),
+        (("--untrusted", "--access", mine), "--access"),
+    ):
+        ran = run(*query, *arguments)
+        assert ran.code == 2
+        assert said in ran.err
+
+
+@pytest.mark.slow
 def test_sql_of_others(run: Any, tmp_path: Path) -> None:
     ran = run("sql", "select count(*) as n from d.steps", "--untrusted", "--json")
     assert ran.json == {"columns": ["n"], "truncated": None, "rows": [{"n": 4}]}

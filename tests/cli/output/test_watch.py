@@ -14,7 +14,7 @@ from replaylake.cli.output.command_output import CommandOutput
 from replaylake.cli.output.watch import EventFile, Watchers, watchers
 from replaylake.datastore.errors import ExtraMissingError
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.online.monitoring.timings import Timings
+from replaylake.datastore.lake.runs.timings import Timings
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_event_files_are_in_the_run_s_folder(
 def test_event_files_take_an_online_run_s_metrics_under_the_same_names(
     events_of: Any, here: Lake
 ) -> None:
-    timings = Timings()
+    timings = Timings("workers")
     timings.add("env_step", 1.5, 3000, 4096)
     points = [
         (0, {"env_steps": 1000.0, "episodes": 40.0, "return": 22.5, "steps_per_s": 900.0}),
@@ -60,9 +60,11 @@ def test_event_files_take_an_online_run_s_metrics_under_the_same_names(
     (path,) = (here.path / "_lake" / "runs" / "01abc" / "tensorboard").iterdir()
     assert events_of.scalars(events_of.read(path)) == points
     assert points[2][1] == {
-        "profile/env_step/seconds": 1.5,
-        "profile/env_step/items": 3000.0,
-        "profile/env_step/bytes": 4096.0,
+        "profile/seconds": points[2][1]["profile/seconds"],
+        "profile/workers/env_step/seconds": 1.5,
+        "profile/workers/env_step/items": 3000.0,
+        "profile/workers/env_step/bytes": 4096.0,
+        "profile/workers/env_step/calls": 1.0,
     }
 
 
@@ -153,6 +155,7 @@ def _with_wandb(lake: Lake, home: Path, **variables: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_wandb_is_told_too(here: Lake, tmp_path: Path) -> None:
     done = _with_wandb(here, tmp_path, WANDB_MODE="offline")
     assert (done.stdout, done.stderr) == ("", "")
@@ -172,6 +175,7 @@ def test_wandb_is_told_too(here: Lake, tmp_path: Path) -> None:
     assert len(list((folder / "tensorboard").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_wandb_refuses_is_one_error(here: Lake, tmp_path: Path) -> None:
     done = _with_wandb(here, tmp_path)
     assert done.stdout.startswith("Weights & Biases: ")

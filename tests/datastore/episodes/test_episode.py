@@ -51,7 +51,7 @@ def test_every_array_gets_its_stored_dtype(make_episode: Make) -> None:
     [
         ({"rewards": []}, "found no steps, expected at least one"),
         ({"rewards": [1.0, np.nan, 3.0]}, "reward at step 1: found nan, expected finite"),
-        ({"rewards": [1.0, 2.0]}, "action: found 3 rows, expected 2, one a step"),
+        ({"rewards": [1.0, 2.0]}, "action: found 3 rows, expected 2, one per step"),
         ({"rewards": ["a", "b", "c"]}, "reward: found .*, expected numbers of dtype float64"),
         ({"observations": np.zeros((3, 4))}, r"observation: found shape \[4\] a step, expected"),
         ({"final_observation": np.zeros(3)}, r"final_observation: found shape \[3\]"),
@@ -63,7 +63,7 @@ def test_every_array_gets_its_stored_dtype(make_episode: Make) -> None:
         ({"behavior_log_probs": [0.0, -np.inf, 0.0]}, "behavior_log_prob at step 1: found -inf"),
         ({"behavior_log_probs": [0.0, 1e300, 0.0]}, "behavior_log_prob at step 1: found inf"),
         ({"behavior_log_probs": [0.0]}, r"behavior_log_prob: found shape \[1\], expected \[3\]"),
-        ({"behavior_log_probs": ["a"] * 3}, "behavior_log_prob: .*expected one number a step"),
+        ({"behavior_log_probs": ["a"] * 3}, "behavior_log_prob: .*expected one number per step"),
         ({"policies": ["a"]}, r"policy: found shape \[1\], expected \[3\]"),
         ({"policies": ["a", 7, "b"]}, "policy: found 7, expected names, or None"),
         ({"policy_versions": [1, 2]}, "policy_version: found 2 rows, expected 3"),
@@ -71,8 +71,8 @@ def test_every_array_gets_its_stored_dtype(make_episode: Make) -> None:
         ({"env_steps": [0, 1, 2**31]}, "env_step at step 2: found 2147483648"),
         ({"action_masks": [True] * 3}, r"action_mask: found bool \[3\], expected bool \[3, A\]"),
         ({"action_masks": np.ones((3, 2))}, r"action_mask: found float64 \[3, 2\], expected bool"),
-        ({"extras": {"note": ["x"]}}, "note: found 1 rows, expected 3, one a step"),
-        ({"extras": {"note": 7}}, "note: found 0 rows, expected 3, one a step"),
+        ({"extras": {"note": ["x"]}}, "note: found 1 rows, expected 3, one per step"),
+        ({"extras": {"note": 7}}, "note: found 0 rows, expected 3, one per step"),
     ],
 )
 def test_an_episode_that_breaks_the_row_rule_is_refused_by_name(

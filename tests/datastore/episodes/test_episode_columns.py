@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text, take
 from replaylake.datastore.episodes.validation import validate_all
 from replaylake.datastore.errors import EpisodeInvalidError
 from replaylake.datastore.lake.lake import open_lake
@@ -117,3 +118,20 @@ def test_a_step_that_is_there_twice_is_refused() -> None:
     twice = EpisodeColumns(**{**vars(joined), "episode_ids": ["test/0", "test/0"]})
     with pytest.raises(EpisodeInvalidError, match="episode test/0: found step 2 twice"):
         encode(twice, SPEC)
+
+
+@pytest.mark.parametrize("space", [SPACE, SPACE.spaces["at"]])
+def test_a_selection_may_lose_every_final_observation(space: Any) -> None:
+    columns = made([2, 3], [0, 0], 0, agents=False)
+    finals: Any = take(columns.final_observations, slice(0, 1))
+    steps = columns.steps
+    if space is not SPACE:
+        steps = replace(steps, observations=steps.observations["at"])
+        finals = finals["at"]
+    columns = replace(
+        columns, steps=steps, final_observations=finals, has_final=np.array([True, False])
+    )
+    spec = DatasetSpec(space, Discrete(3), mask_size=3)
+    for selection in (columns.part(1, 2), columns.select(np.array([False, True]))):
+        rows = encode(validate_all(selection, space, Discrete(3)), spec)
+        assert rows["final_observation"].null_count == rows.num_rows == 3

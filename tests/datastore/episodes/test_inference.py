@@ -92,7 +92,7 @@ def test_a_mask_says_how_many_actions_there_are(make_episode: Make) -> None:
         ({"actions": np.zeros((3, 2, 2), int)}, r"action: found integers of shape \[2, 2\]"),
         ({"observations": [[1], [1, 2], [3]]}, "observation: found rows of unequal length"),
         ({"observations": np.zeros((3, 2), complex)}, "observation: found complex128, expected"),
-        ({"observations": np.zeros((3, 0))}, r"observation: found \(3, 0\), expected one value"),
+        ({"observations": np.zeros((3, 0))}, r"observation: found \(3, 0\), expected at least one"),
         ({"observations": {"a.b": [1, 2, 3]}}, "Dict space: found the keys"),
         ({"observations": {}}, "Dict space: found the keys"),
         ({"rewards": [], "observations": np.zeros((0, 2))}, "found no steps, expected at least"),

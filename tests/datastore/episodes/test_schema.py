@@ -217,9 +217,9 @@ def test_further_columns_are_widened_at_the_door(given: Any, kind: Any, values: 
         (pa.array([1], pa.timestamp("ns", "UTC")), "expected values that timestamp"),
         (pa.array([1], pa.time64("us")), "expected a type that Delta and SQL have"),
         (pa.array([1], pa.duration("us")), "expected a type that Delta and SQL have"),
-        ([1, "a"], "expected one value of one type a step"),
-        ([object()], "expected one value of one type a step"),
-        ([2**70], "expected one value of one type a step"),
+        ([1, "a"], "expected one value of one type per step"),
+        ([object()], "expected one value of one type per step"),
+        ([2**70], "expected one value of one type per step"),
     ],
 )
 def test_further_columns_that_no_table_holds_are_refused(given: Any, message: str) -> None:

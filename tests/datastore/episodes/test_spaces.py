@@ -25,6 +25,7 @@ from replaylake.datastore.episodes.spaces import (
     gather,
     leaves,
     num_values,
+    parse,
     take,
     to_json,
     value_dtype,
@@ -122,10 +123,10 @@ def test_as_values_casts_what_is_exact() -> None:
         (Box((2,)), [[1.0, 2.0], [3.0]], "rows of unequal length"),
         (Box((2,)), 1.0, "found one value, expected an array"),
         (Discrete(2), ["a"], "expected numbers of dtype int64"),
-        (Text(), ["a", 1], "expected one string a step"),
+        (Text(), ["a", 1], "expected one string per step"),
         (NESTED, {"camera": []}, r"expected the keys \['camera', 'rest'\]"),
         (NESTED, [1], "expected the keys"),
-        (Discrete(2), [0, 1, 1], "found 3 rows, expected 2, one a step"),
+        (Discrete(2), [0, 1, 1], "found 3 rows, expected 2, one per step"),
     ],
 )
 def test_as_values_refuses_the_rest(space: Space, raw: Any, message: str) -> None:
@@ -178,3 +179,20 @@ def test_bounds_of_leaves_within_a_mapping() -> None:
         check_bounds(NESTED, values, "observation")
     with pytest.raises(SchemaMismatchError, match="Text has no bounds"):
         bounds(Text())
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, '"a"', '{"type":"box","shape":[2],"dtype":"=)"}']
+)
+def test_what_is_no_space_is_refused(text: str) -> None:
+    with pytest.raises(SchemaMismatchError, match="space"):
+        parse(text)
+
+
+def test_spaces_are_read_64_levels_deep() -> None:
+    def nested(depth: int) -> str:
+        return '{"type":"dict","spaces":{"a":' * depth + '{"type":"text"}' + "}}" * depth
+
+    assert next(iter(leaves(parse(nested(64)))))[1] == Text()
+    with pytest.raises(SchemaMismatchError, match="nested more than 64 levels deep"):
+        parse(nested(65))

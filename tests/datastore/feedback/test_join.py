@@ -18,6 +18,7 @@ from replaylake.datastore.feedback.decisions import (
 from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
 from replaylake.datastore.feedback.segments import frame_records, journal_folder
+from replaylake.datastore.feedback.waits import Wait
 from replaylake.datastore.lake.lake import open_lake
 
 OBSERVATION, ACTION = Box((2,)), Discrete(3)
@@ -136,6 +137,35 @@ def test_an_open_episode_waits_and_then_keeps_its_end_open(log):
         (1, 1.0, False),
         (2, 5.0, True),
     ]
+
+
+def test_the_receipt_states_why_decisions_wait_and_until_when(log):
+    """Two wait for an end, three for rewards, of which one episode has a part."""
+    for second in (0, 1):
+        log.reward(log.decision(second, second, episode="open"), 1.0)
+    log.reward(log.decision(2, 0, episode="part"), 1.0)
+    log.decision(3, 1, episode="part")
+    log.decision(5, 0, episode="none")
+    receipt = log.run(second=10)
+    until = {s: f"2027-01-15T09:00:{s:02d}Z" for s in (1, 3, 5)}  # an hour after NOW_S + s
+    assert receipt.waits == [
+        Wait("end", 2, until[1], until[1]),
+        Wait("reward", 3, until[3], until[5]),
+    ]
+    assert receipt.waiting == 5
+    assert receipt.to_json()["waits"][0] == {
+        "reason": "end", "num": 2, "first_until": until[1], "last_until": until[1],
+    }  # fmt: skip
+    # They are settled a moment after that, and not before.
+    assert log.run(second=HOUR_S + 1).waiting == 5
+    assert log.run(second=HOUR_S + 2).waiting == 3
+    assert log.run(second=HOUR_S + 6).waits == []
+
+
+def test_a_window_that_is_longer_than_dates_go_is_one(log):
+    log.decision(0, 0)
+    receipt = join_feedback(log.lake, "d", now_s=NOW_S + 10, window_s=1e12)
+    assert receipt.waits == [Wait("reward", 1, "9999-12-31T23:59:59Z", "9999-12-31T23:59:59Z")]
 
 
 def test_a_step_without_a_reward_leaves_a_gap_but_no_false_successor(log):
@@ -316,7 +346,8 @@ def test_a_decision_written_while_the_tables_are_read_gets_no_false_successor(lo
     receipt = log.run(second=4)
     assert (receipt.steps, receipt.waiting) == (0, 2)
     monkeypatch.undo()
-    assert log.run(second=10).waiting == 2  # it is in the journal yet
+    waiting = log.run(second=10)  # it is in the journal yet
+    assert waiting.waits == [Wait("journal", 2, None, None)]
     journal.close()
     log.reward(middle, 2.0)
     assert log.run(second=10).steps == 3

@@ -2,11 +2,13 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +48,17 @@ def rows(table: Table) -> list[int]:
     return sorted(table.snapshot().read().column("x").to_pylist())
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_for_rows(table: Table, expected: list[int]) -> None:
+    wait_until(lambda: rows(table) == expected)
+
+
 def line(record: bytes) -> bytes:
     return frame_records([record])[0]
 
@@ -68,10 +81,7 @@ def test_records_reach_the_table_in_the_background(tmp_path):
     table = make_table(tmp_path)
     journal = Journal(table, encode, worker="w", config=JournalConfig(flush_interval_s=0.05))
     journal.append([b'{"x":1}', b'{"x":2}'])
-    deadline = time.monotonic() + 10
-    while rows(table) != [1, 2]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_rows(table, [1, 2])
     journal.close()
     assert list(journal_folder(table).iterdir()) == []
 
@@ -258,6 +268,20 @@ def test_a_live_workers_segments_are_left_alone(tmp_path):
     journal.close()
 
 
+def test_a_live_journal_commits_what_a_killed_worker_left(tmp_path):
+    table = make_table(tmp_path)
+    config = JournalConfig(flush_interval_s=0.05)
+    journals = [Journal(table, encode, worker=name, config=config) for name in "ab"]
+    (journal_folder(table) / "dead-0.jsonl").write_bytes(line(b'{"x":1}') + line(b'{"x":2}'))
+    wait_for_rows(table, [1, 2])
+    journals[0].append([b'{"x":3}'])
+    wait_for_rows(table, [1, 2, 3])
+    for journal in journals:
+        journal.close()
+    assert rows(table) == [1, 2, 3]
+    assert list(journal_folder(table).iterdir()) == []
+
+
 def test_a_refused_write_leaves_no_half_line(tmp_path, monkeypatch):
     table = make_table(tmp_path)
     journal = Journal(table, encode, worker="w", config=NEVER)
@@ -276,6 +300,32 @@ def test_a_refused_write_leaves_no_half_line(tmp_path, monkeypatch):
     journal.append([b'{"x":3}'])
     journal.close()
     assert rows(table) == [1, 3]
+
+
+def test_a_journal_whose_files_are_removed_acknowledges_nothing_more(tmp_path):
+    table = make_table(tmp_path)
+    journal = Journal(table, encode, worker="w", config=JournalConfig(flush_interval_s=0.05))
+    shutil.rmtree(tmp_path / "t")
+    # Without a request, too.
+    wait_until(lambda: journal.failure is not None)
+    assert "w-0.jsonl was removed while in use" in journal.failure
+    wait_until(lambda: journal.commit_failure is not None)
+    assert journal.num_commit_failures > 0
+    with pytest.raises(StorageError, match="was removed while in use"):
+        journal.append([b'{"x":1}'])
+    with pytest.raises(StorageError, match=r"was removed while in use.*Restore the dataset"):
+        journal.close()
+    assert not (tmp_path / "t").exists()
+
+
+def test_no_record_is_acknowledged_that_goes_into_a_removed_file(tmp_path):
+    table = make_table(tmp_path)
+    journal = Journal(table, encode, worker="w", config=NEVER)
+    shutil.rmtree(tmp_path / "t")
+    with pytest.raises(StorageError, match="was removed while in use"):
+        journal.append([b'{"x":1}'])
+    with pytest.raises(StorageError):
+        journal.close()
 
 
 def test_a_failed_commit_is_tried_again(tmp_path):

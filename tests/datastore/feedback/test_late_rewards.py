@@ -172,6 +172,7 @@ def test_late_and_new_in_one_run(log: Log) -> None:
     assert log.steps("reward, reward_late") == [(3.0, True), (2.0, False)]
 
 
+@pytest.mark.slow
 def test_beside_a_compactor_and_another_run(log: Log) -> None:
     keys = []
     for number in range(6):

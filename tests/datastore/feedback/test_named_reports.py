@@ -227,6 +227,7 @@ def test_sums_add_and_their_late_parts_too(log: Log) -> None:
     assert (log.run(30).late, log.dataset.snapshot().version) == (0, version + 1)
 
 
+@pytest.mark.slow
 def test_a_label_is_not_overruled_by_the_sum_that_it_replaced(log: Log) -> None:
     key = log.decide(0)
     log.report(1, 1.0, decision_id=key, mode="sum", feedback_id="a", terminated=True)
@@ -285,6 +286,7 @@ def test_status_counts_every_decision_once(log: Log) -> None:
     assert (total.lag_p50_s, status.rewards) == ((HOUR_S + 4) / 2, 5)
 
 
+@pytest.mark.slow
 def test_tables_of_an_earlier_release_take_reports_by_name(tmp_path: Path) -> None:
     log = Log.__new__(Log)
     log.lake = open_lake(tmp_path / "lake", create=True)
@@ -342,6 +344,7 @@ def test_a_run_that_is_killed_between_its_commits_is_made_good(
     assert log.steps("reward, reward_late") == [(2.0, True), (5.0, False)]
 
 
+@pytest.mark.slow
 def test_what_is_deleted_takes_the_reports_that_name_it_along(log: Log) -> None:
     for begin, episode in ((0, "e"), (100, "e"), (200, "f")):
         log.decide(begin, episode, request_id="q")
@@ -358,6 +361,7 @@ def test_what_is_deleted_takes_the_reports_that_name_it_along(log: Log) -> None:
     assert len(log.steps("episode_id")) == 2
 
 
+@pytest.mark.slow
 def test_a_report_of_a_step_leaves_with_the_episode_that_has_it(log: Log) -> None:
     """Two episodes under one id; the newest decision at the time is of the other one."""
     for begin, steps in ((0, (0, 1)), (10, (0,))):
@@ -439,6 +443,7 @@ def plans(draw: Any) -> list[tuple[bool, int, list[list[list[tuple[str, str, int
     return clients
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=8)
 @hypothesis.given(plan=plans(), data=st.data())
 def test_it_is_what_the_oracle_says(

@@ -22,6 +22,7 @@ from replaylake.datastore.feedback.received_table import (
     recover_received,
 )
 from replaylake.datastore.feedback.segments import frame_records, journal_folder
+from replaylake.datastore.feedback.waits import Wait
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
@@ -148,7 +149,8 @@ def test_an_open_episode_is_continued_at_once(sink):
 def test_a_gap_waits_for_the_window_and_stays_one(sink):
     sink.receive(piece("e", [0, 1], final=[2, 2.5]), piece("e", [3, 4], end=True, final=[5, 5]))
     assert (sink.run().steps, sink.run().waiting) == (2, 2)
-    assert sink.run(HOUR_S - 1).waiting == 2
+    until = "2027-01-15T09:00:00Z"  # an hour after NOW_S
+    assert sink.run(HOUR_S - 1).waits == [Wait("gap", 2, until, until)]
     assert sink.run(HOUR_S + 1).steps == 2
     assert sink.numbers() == [0, 1, 3, 4]
     followed = dict(sink.rows("step, next_observation", "transitions"))
@@ -213,6 +215,7 @@ CUTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -43,6 +43,7 @@ def records(draw):
     }
 
 
+@pytest.mark.slow
 @hypothesis.given(st.lists(records(), min_size=1, max_size=5))
 def test_each_value_is_the_one_that_was_written(rows):
     table = parse_records([orjson.dumps(row) for row in rows], SCHEMA)

@@ -213,6 +213,7 @@ def test_a_reward_that_is_no_number_holds_up_no_other(log):
     assert (receipt.steps, receipt.recovered, receipt.damaged, receipt.set_aside) == (1, 2, 2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"log_prob": 3.0}, {"log_prob": math.inf}, {"action": 7}])
 def test_a_decision_that_is_no_step_holds_up_no_other(log, changes):
     keys = [log.decide(second, **(changes if second == 1 else {})) for second in range(4)]
@@ -306,6 +307,7 @@ def test_sums_of_what_a_server_takes_are_finite():
     assert math.isfinite(MAX_REWARD * MAX_REWARD * 1e100)
 
 
+@pytest.mark.slow
 def test_a_purge_leaves_nothing_of_it(log):
     bad = log.decide(0)
     for second in (1, 2):
@@ -319,6 +321,7 @@ def test_a_purge_leaves_nothing_of_it(log):
     assert log.run().set_aside == 0
 
 
+@pytest.mark.slow
 def test_a_purge_of_its_policy_leaves_nothing_of_it(log):
     bad = log.decide(0)
     for second in (1, 2):
@@ -340,6 +343,7 @@ def test_a_purge_of_its_policy_leaves_nothing_of_it(log):
     assert log.run().quarantined == 0
 
 
+@pytest.mark.slow
 def test_trim_by_age_brings_nothing_of_it_back(log):
     bad = log.decide(0)
     for second in (1, 2):

@@ -602,6 +602,7 @@ def test_many_killed_writers_lose_and_double_nothing(lake: Lake) -> None:
 # --- random layouts -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -657,3 +658,10 @@ def test_a_column_of_vectors_is_there_before_the_first_step_that_has_it(dataset:
         dataset.add_vectors("remembered", 4)
     with pytest.raises(SchemaMismatchError, match="step"):
         dataset.add_vectors("step", 1)
+
+
+@pytest.mark.parametrize("name", ["steps", "quarantine", "runs", "metrics"])
+def test_no_new_dataset_has_the_name_of_a_view(lake: Lake, make_episode: Any, name: str) -> None:
+    with pytest.raises(InvalidNameError, match="is a view's name in SQL"):
+        lake.dataset(name).append([make_episode("a")])
+    assert lake.datasets() == []

@@ -407,6 +407,7 @@ def _write_many(root: Path, number: int, num_episodes: int) -> None:
             writer.write(episode)
 
 
+@pytest.mark.slow
 def test_processes_append_at_once(lake: Lake, dataset: Dataset, make_episode: Make) -> None:
     dataset.append([make_episode("first")])
     context = multiprocessing.get_context("spawn")

@@ -344,6 +344,7 @@ _commits = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(commits=_commits)
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

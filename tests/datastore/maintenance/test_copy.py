@@ -239,6 +239,7 @@ def test_rows_that_left_the_target_come_from_elsewhere(
     assert fsck(centre, all_versions=True).findings == ()
 
 
+@pytest.mark.slow
 def test_several_lakes_come_together(
     lake: Lake, centre: Lake, dataset: Dataset, make_episode: Make, tmp_path: Path
 ) -> None:
@@ -358,6 +359,7 @@ def _copy_until(source: Path, target: Path, num: int) -> None:
         copy(lake, "d", centre)
 
 
+@pytest.mark.slow
 def test_copies_while_writers_append_and_compact(
     lake: Lake, centre: Lake, dataset: Dataset
 ) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import NotFoundError, QueryError, QueryRefusedError
 from replaylake.datastore.feedback.segments import frame_records, journal_folder
+from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.delete import delete
+from replaylake.datastore.maintenance.episode_condition import condition_of_ids, find_unknown_ids
+from replaylake.datastore.maintenance.purge.purge import purge
 
 
 @pytest.fixture
@@ -93,11 +99,60 @@ def test_what_is_refused(filled: Lake, where: str, error: type[Exception], said:
     assert filled.dataset("d").snapshot().version == 2
 
 
+@pytest.fixture
+def people(lake: Lake, make_episode: Callable[..., Any]) -> Lake:
+    """Episodes a, b, c of users u1, u2, u1, in shards of one episode; `spam` has b's user."""
+    for name, user in (("a", "u1"), ("b", "u2"), ("c", "u1")):
+        users = {"user_id": np.array([user] * 2, object)}
+        lake.dataset("d").append([make_episode(name, 2, extras=users)])
+    lake.dataset("spam").append([make_episode("x", 1, extras={"who": np.array(["u2"], object)})])
+    return lake
+
+
+@pytest.mark.parametrize(
+    ("where", "left"),
+    [
+        ("user_id in (select who from spam.steps)", ["a", "c"]),
+        ("any(user_id in (select who from spam.steps where reward > 0))", ["a", "c"]),
+        ("num_steps > (select max(num_steps) from spam.episodes) and user_id = 'u1'", ["b"]),
+        ("exists (select 1 from spam.steps where who = 'u3')", ["a", "b", "c"]),
+        ("not any(user_id = 'u1')", ["a", "c"]),
+    ],
+)
+def test_a_condition_may_have_subqueries(people: Lake, where: str, left: list[str]) -> None:
+    delete(people, "d", where)
+    assert ids(people) == left
+
+
+def test_a_subquery_is_executed_by_itself(people: Lake) -> None:
+    with pytest.raises(QueryError, match="executed by itself"):
+        delete(people, "d", "exists (select 1 from spam.steps where who = user_id)")
+    with pytest.raises(QueryRefusedError, match="enable_logging"):
+        delete(people, "d", "num_steps in (select * from enable_logging())")
+    assert ids(people) == ["a", "b", "c"]
+
+
+def test_ids_select_by_any_column(people: Lake) -> None:
+    by_user = condition_of_ids(people, "d", ["u1", "nobody"], "user_id")
+    seen = delete(people, "d", by_user, dry_run=True)
+    assert (seen.num_episodes, seen.first_episodes) == (2, ("a", "c"))
+    sizes = [entry.size_bytes for entry in people.snapshot("d").files]
+    assert seen.num_bytes == sizes[0] + sizes[2]
+    assert find_unknown_ids(people, "d", ["u1", "nobody"], "user_id") == ["nobody"]
+    assert delete(people, "d", condition_of_ids(people, "d", ["b"])).num_episodes == 1
+    assert ids(people) == ["a", "c"]
+    with pytest.raises(NotFoundError, match="no column 'user'"):
+        condition_of_ids(people, "d", ["u1"], "user")
+    assert purge(people, "d", by_user).num_episodes == 2
+    assert ids(people) == []
+
+
 def test_no_such_dataset(lake: Lake) -> None:
     with pytest.raises(NotFoundError, match="nothing"):
         delete(lake, "nothing", "true")
 
 
+@pytest.mark.slow
 def test_the_join_does_not_bring_it_back(served: Any) -> None:
     for client in ("ada", "bob"):
         first, gap, last = (served.decide(t, client) for t in (0, 1, 2))
@@ -144,3 +199,30 @@ def test_what_a_killed_server_left_is_committed_first(served: Any) -> None:
     (folder / "dead-0.jsonl").write_bytes(frame_records([json.dumps(record).encode()])[0])
     assert delete(served.lake, "d", "true").num_rewards == 2
     assert list(folder.glob("*.jsonl")) == []
+
+
+def test_the_name_of_a_column_may_be_that_of_any_alias(
+    lake: Lake, tmp_path: Path, make_episode: Callable[..., Any]
+) -> None:
+    rows = [
+        {"episode_id": name, "step": 0, "observation": [1.0], "action": 0, "reward": reward,
+         "terminated": True, "key": name, "selected": 1}
+        for name, reward in (("a", 1.0), ("b", 1.0), ("c", "x"))
+    ]  # fmt: skip
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ingest(lake, [log], "d")
+    done = delete(lake, "d", "\"key\" = 'c' or \"key\" = 'a'")
+    assert (done.num_episodes, done.num_rejected) == (2, 1)
+
+
+def test_a_field_of_a_struct_is_no_column_of_its_name(
+    lake: Lake, make_episode: Callable[..., Any]
+) -> None:
+    def episode(name: str, inner: str, outer: str) -> Any:
+        meta = pa.array([{"uid": inner}] * 2, pa.struct([("uid", pa.string())]))
+        return make_episode(name, 2, extras={"meta": meta, "uid": pa.array([outer] * 2)})
+
+    lake.dataset("d").append([episode("a", "anna", "x"), episode("b", "bert", "anna")])
+    assert delete(lake, "d", "meta.uid = 'anna'").num_episodes == 1
+    assert lake.dataset("d").append([episode("c", "carl", "anna")]).num_episodes == 1

@@ -11,6 +11,7 @@ import base64
 import json
 import re
 import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -218,6 +219,7 @@ def _annotate(lake: Lake, other: Subject) -> None:
     annotate(lake, "d", labels, on=["source_episode_id"], add=["label"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_compact, _trim, _annotate])
 def test_what_is_written_again_after_a_delete_has_no_byte(
     filled: Lake,
@@ -231,6 +233,7 @@ def test_what_is_written_again_after_a_delete_has_no_byte(
     assert _holding(_live(filled), gone, page_bytes) == {}
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_copied_without_some_rows_has_no_byte_of_them(
     filled: Lake, subjects: list[Subject], page_bytes: PageBytes, tmp_path: Path
 ) -> None:
@@ -242,3 +245,32 @@ def test_a_shard_that_is_copied_without_some_rows_has_no_byte_of_them(
     delete(target, "d", f"agent_id = '{gone.agent_id}'")
     assert target.dataset("d").snapshot().num_steps == 22
     assert _holding(_live(target), gone, page_bytes) == {}
+
+
+@pytest.mark.slow
+def test_no_source_brings_a_byte_back(
+    filled: Lake, subjects: list[Subject], page_bytes: PageBytes, tmp_path: Path
+) -> None:
+    """A longer log, the same writer, a backup: here, and in a lake that learns of it by a copy."""
+    gone, other, _ = subjects
+    dataset, target = filled.dataset("d"), open_lake(tmp_path / "target", create=True)
+    copy(filled, "d", target)
+    backup = Path(shutil.copytree(filled.path, tmp_path / "backup"))
+    assert purge(filled, "d", f"agent_id = '{gone.agent_id}'").is_proven
+    log = tmp_path / f"{gone.logged}.jsonl"
+    lines = [line for one in (gone, other) for line in _lines(one)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {**lines[0], "step": 9}]))
+    receipt = ingest(filled, [log], "d", options=ReadOptions({"policy": "who"}))
+    assert receipt.episodes.committed == 1
+    assert dataset.append([_written(gone), _written(other)]).num_deleted_before == 1
+    assert copy(open_lake(backup), "d", filled).num_deleted_before_steps == 11
+    copy(filled, "d", target)
+    assert purge(target, "d", None).is_proven
+    for lake in (filled, target):
+        _checkpoint(lake)
+        named = _holding(_files(lake), gone, page_bytes)
+        # The name of the new file: whoever names files after people has to purge again.
+        assert all(texts == [gone.logged] for texts in named.values())
+    purge(filled, "d", f"source_episode_id = '{gone.logged}' OR agent_id = '{gone.agent_id}'")
+    held = _holding(_files(filled), other, page_bytes)
+    assert {text for texts in held.values() for text in texts} == set(other.texts())

@@ -27,11 +27,14 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.entries import policy_key
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.datastore.maintenance.fsck.finding import NOTE, FsckFinding, FsckFindings
 from replaylake.datastore.maintenance.fsck.fsck import FsckReport, fsck
 from replaylake.datastore.query import summaries
 from replaylake.datastore.storage.log.commit_file import Intent
 from replaylake.datastore.storage.log.commit_log import CommitLog
+from replaylake.datastore.storage.seals import seal_json
 from replaylake.datastore.storage.table.table import WrittenRows
 
 Make = Callable[..., Episode]
@@ -399,6 +402,39 @@ def test_a_manifest_that_has_no_hash_on_record(lake: Lake, package: Path) -> Non
     assert fsck(lake).findings == ()
 
 
+@pytest.mark.parametrize(
+    ("check", "pattern"),
+    [
+        ("metrics", "_lake/runs/r/metrics/*.parquet"),
+        ("run checkpoint", "_lake/runs/r/checkpoints/*.json"),
+        ("run checkpoint", "_lake/runs/r/checkpoints/*.safetensors"),
+        ("heartbeat", "_lake/runs/r/heartbeat.json"),
+        ("signing key", "_lake/keys/signing"),
+        ("signing key", "_lake/keys/signing.sha256"),
+        ("purge", "_lake/purge/d/*.json"),
+        ("priorities", "d/_derived/priorities/*.npz"),
+    ],
+)
+def test_files_with_a_checksum_of_their_own(
+    lake: Lake, dataset: Dataset, check: str, pattern: str
+) -> None:
+    lake.signing_key()
+    with MetricsLog(lake.storage, "r") as metrics:
+        metrics.add(1, {"loss": 1.0}, 0.0)
+    Checkpoints(lake.storage, "r").save(1, {"w": np.ones(2)}, {"seed": 1})
+    beat = {"owner": "o", "host": "h", "pid": 1, "lock": "l", "at_ms": 0}
+    lake.storage.put("_lake/runs/r/heartbeat.json", seal_json(beat))
+    work = {"id": "w", "started_ms": 0, "episodes": [], "decisions": [], "policies": {}}
+    lake.storage.put("_lake/purge/d/w.json", seal_json(work))
+    dataset.snapshot().replay(cache=False).prioritized(1, seed=0).save_priorities()
+    before = said(fsck(lake))
+    (path,) = lake.path.glob(pattern)
+    flip(path, path.stat().st_size // 3, 1)
+    report = fsck(lake)
+    assert sorted(said(report)) == sorted([*before, ("error", check)])
+    assert any(path.name in f.message or path.name in f.path for f in report.findings)
+
+
 def test_a_remote_policy_is_read_where_it_is(tmp_path: Path, package: Path) -> None:
     """And not where this machine has a copy of it."""
     lake = open_lake(f"memory://fsck-{tmp_path.name}", create=True)
@@ -586,6 +622,7 @@ def reopened_or_none(lake: Lake) -> Lake | None:
         return None  # its own log is damaged, and that was reported
 
 
+@pytest.mark.slow
 def test_every_bit_counts(lake: Lake, dataset: Dataset, long_log: Path) -> None:
     _chance(lake, seed=0, num=25)
 

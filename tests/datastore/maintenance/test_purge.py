@@ -83,6 +83,25 @@ def test_no_file_of_the_lake_holds_it_afterwards(filled: Lake) -> None:
     assert sorted(set(oracle["episode_id"].to_pylist())) == ids(filled)
 
 
+def test_each_stage_reports_the_files_that_it_has_to_look_into(filled: Lake) -> None:
+    told: list[tuple[str, int, int | None]] = []
+    done = purge(
+        filled,
+        "d",
+        f"episode_id = '{SECRET}'",
+        on_progress=lambda stage, done, total: told.append((stage, done, total)),
+    )
+    stages = list(dict.fromkeys(stage for stage, _, _ in told))
+    assert stages == [
+        "selecting episodes in all versions",
+        "removing from the newest version",
+        "looked for old rows in",
+        "verified",
+    ]
+    counts = [(n, total) for stage, n, total in told if stage == "verified"]
+    assert counts == [(n, done.num_scanned) for n in range(done.num_scanned + 1)]
+
+
 def test_old_versions_say_why_they_are_gone(filled: Lake) -> None:
     done = purge(filled, "d", f"episode_id = '{SECRET}'")
     assert filled.dataset("d").snapshot(1).table.read().num_rows == 3
@@ -104,6 +123,7 @@ def test_the_record_has_counts_and_no_ids(filled: Lake) -> None:
     assert not list((filled.path / "_lake" / "purge").rglob("*.json"))
 
 
+@pytest.mark.slow
 def test_tags_and_policies_that_it_broke_are_named(filled: Lake, package: Path) -> None:
     filled.tags.set("d", "before", 1)
     filled.tags.set("d", "golden", 3)
@@ -144,6 +164,7 @@ def test_a_dry_run_changes_nothing(filled: Lake) -> None:
     assert tree() == before
 
 
+@pytest.mark.slow
 def test_what_was_deleted_before_is_purged_from_the_old_versions(filled: Lake) -> None:
     delete(filled, "d", f"episode_id = '{SECRET}'")
     assert holding(filled.path)
@@ -153,6 +174,7 @@ def test_what_was_deleted_before_is_purged_from_the_old_versions(filled: Lake) -
     assert purge(filled, "d", f"episode_id = '{SECRET}'").id is None
 
 
+@pytest.mark.slow
 def test_the_condition_is_judged_by_the_last_version_that_has_the_episode(
     filled: Lake, make_episode: Any
 ) -> None:
@@ -222,6 +244,7 @@ def test_ids_in_what_a_policy_was_trained_with_are_named(filled: Lake, package: 
     assert all(path.startswith("_lake/_delta_log/") for path in done.named_in)
 
 
+@pytest.mark.slow
 def test_what_was_served(served: Any) -> None:
     keys = {}
     for client in ("ada", "bob"):

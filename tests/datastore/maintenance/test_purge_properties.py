@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 from hypothesis import HealthCheck, given, settings
@@ -15,18 +18,19 @@ from hypothesis import strategies as st
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import NotFoundError
+from replaylake.datastore.lake.commit import Commit
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
 from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.maintenance.purge import purge as purge_module
-from replaylake.datastore.maintenance.purge.purge import purge
+from replaylake.datastore.maintenance.purge.purge import PurgeReceipt, purge
 from replaylake.datastore.storage.storage import LocalStorage
 
 NAMES = ["episode-aa", "episode-bb", "episode-cc", "episode-dd"]
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["append", "delete", "purge", "annotate", "compact", "tag"]),
+        st.sampled_from(["append", "readmit", "delete", "purge", "annotate", "compact", "tag"]),
         st.sampled_from(NAMES),
     ),
     min_size=2,
@@ -56,13 +60,20 @@ def test_any_history(
     dataset = lake.dataset("d")
     dataset.create(Box((2,)), Discrete(2))
     known: dict[str, int] = {}
-    purged: set[str] = set()
+    stored: set[str] = set()  # in some version, the newest or an older one
+    purged: set[str] = set()  # refused from then on
     for number, (kind, name) in enumerate(actions):
         where = f"episode_id = '{name}'"
-        if kind == "append" and name not in known:
-            dataset.append([make_episode(name), make_episode(f"other-{number:03}", 1)])
-            known |= {name: 3, f"other-{number:03}": 1}
-            purged.discard(name)
+        if kind in ("append", "readmit") and name not in known:
+            episodes = [make_episode(name), make_episode(f"other-{number:03}", 1)]
+            commit = dataset.append(episodes, readmit=kind == "readmit")
+            if kind == "readmit":
+                purged.discard(name)
+            known[f"other-{number:03}"] = 1
+            if name not in purged:
+                known[name] = 3
+                stored.add(name)
+            assert commit.num_episodes == 1 + (name not in purged)
         elif kind == "delete":
             done = delete(lake, "d", where)
             assert done.num_steps == known.pop(name, 0)
@@ -70,7 +81,10 @@ def test_any_history(
             gone = purge(lake, "d", where)
             assert gone.is_proven
             assert gone.num_steps == known.pop(name, 0)
-            purged.add(name)
+            assert (gone.id is not None) == (name in stored)
+            if name in stored:
+                stored.discard(name)
+                purged.add(name)
         elif kind == "annotate":
             labels = pa.table({"episode_id": [name], "x": [number]})
             annotate(lake, "d", labels, on=["episode_id"], add=["x"])
@@ -148,22 +162,54 @@ def test_beside_writers(tmp_path: Path, make_episode: Any) -> None:
     assert sum(num for name, num in names.items() if name.startswith("writer")) == 3 * len(written)
 
 
-def test_a_writer_that_goes_on_brings_rows_back_and_the_purge_says_so(
+def _purge_beside(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch, write: Callable[[], object]
+) -> PurgeReceipt:
+    """Purge episode-aa while something writes each time that files have been deleted."""
+    delete_files = LocalStorage.delete
+
+    def delete_and_write(self: LocalStorage, paths: Iterable[str]) -> None:
+        delete_files(self, paths)
+        write()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "delete", delete_and_write)
+        return purge(lake, "d", "episode_id = 'episode-aa'")
+
+
+def test_a_purge_refuses_the_steps_that_a_writer_goes_on_sending(
     lake: Lake, make_episode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode("episode-aa"), make_episode("episode-bb")])
-    begun = dataset.table.storage.delete
     steps = iter(range(3, 300, 3))
+    commits: list[Commit] = []
+    other = open_lake(lake.url).dataset("d")
 
-    def append_more(self: Any, paths: Any) -> None:
-        begun(paths)
-        dataset.append([make_episode("episode-aa", first_step=next(steps))])
+    def append_more() -> None:
+        commits.append(other.append([make_episode("episode-aa", first_step=next(steps))]))
 
-    monkeypatch.setattr(LocalStorage, "delete", append_more)
-    done = purge(lake, "d", "episode_id = 'episode-aa'")
-    monkeypatch.undo()
-    monkeypatch.setattr(purge_module, "_PAUSE_S", 0.0)
+    done = _purge_beside(lake, monkeypatch, append_more)
+    assert done.is_proven
+    assert commits
+    assert {commit.num_episodes for commit in commits} == {0}
+    assert live(lake) == {"episode-bb": 3}
+
+
+@pytest.mark.slow
+def test_rows_of_a_writer_that_knows_of_no_deletions_are_named_and_purged_again(
+    lake: Lake, make_episode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("episode-aa"), make_episode("episode-bb")])
+    rows = dataset.table.snapshot().read().filter(pc.field("episode_id") == "episode-aa")
+    numbers = count()
+
+    def commit_rows() -> None:
+        # As an older ReplayLake, or another program that writes Delta tables, would.
+        dataset.table.commit([dataset.table.write(rows)], producer="other", sequence=next(numbers))
+
+    done = _purge_beside(lake, monkeypatch, commit_rows)
     assert {trace.kind for trace in done.left} == {"live"}
     again = purge(lake, "d", "episode_id = 'episode-aa'")
     assert again.is_proven

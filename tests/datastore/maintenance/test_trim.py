@@ -252,6 +252,7 @@ class Served:
         table.append(encode([record]), producer="server", sequence=self._sequence)
 
 
+@pytest.mark.slow
 def test_decisions_leave_with_their_episodes_and_do_not_come_back(lake: Lake) -> None:
     served = Served(lake)
     keys = {}
@@ -267,6 +268,7 @@ def test_decisions_leave_with_their_episodes_and_do_not_come_back(lake: Lake) ->
     assert join_feedback(lake, "d").steps == 0
 
 
+@pytest.mark.slow
 def test_a_late_reward_brings_nothing_back(lake: Lake) -> None:
     served = Served(lake)
     first, middle, last = (served.decision("a") for _ in range(3))
@@ -280,6 +282,7 @@ def test_a_late_reward_brings_nothing_back(lake: Lake) -> None:
     assert join_feedback(lake, "d", window_s=1.0).steps == 0
 
 
+@pytest.mark.slow
 def test_a_crash_before_the_steps_leave_brings_nothing_back(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +318,7 @@ def _episode(name: str) -> Episode:
     )
 
 
+@pytest.mark.slow
 @given(
     commits=st.lists(
         st.lists(

@@ -102,6 +102,7 @@ def test_what_duckdb_raises_for_ctrl_c_is_a_keyboard_interrupt() -> None:
         raise RuntimeError("another")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_query_again_and_again() -> None:
     # In a process of its own, whose main thread gets the signals.
     code = (

@@ -105,7 +105,9 @@ def test_a_condition_selects_episodes(snapshot: TableSnapshot) -> None:
 def test_a_reward_is_one_number_a_step(snapshot: TableSnapshot) -> None:
     rewards = evaluate_rewards(snapshot, "10 * reward - step")
     assert rewards["reward"].to_pylist() == [10, 19, 28, 10]
-    with pytest.raises(QueryRefusedError, match="found 1 values for 4 steps, expected one a step"):
+    with pytest.raises(
+        QueryRefusedError, match="found 1 values for 4 steps, expected one per step"
+    ):
         evaluate_rewards(snapshot, "sum(reward)")
 
 

@@ -161,9 +161,11 @@ def test_a_dataset_may_be_named_in_many_ways(lake: Lake, dataset: Dataset, query
 
 
 def test_two_datasets_and_every_view_in_one_query(lake: Lake, make_episode: Make) -> None:
-    """Also datasets that are called as views are."""
-    for name in ("steps", "policies", "other"):
+    """Also datasets that are called as views are, which an earlier version let people make."""
+    for name in ("first", "second", "other"):
         lake.dataset(name).append([make_episode("x", 2)])
+    (lake.path / "first").rename(lake.path / "steps")
+    (lake.path / "second").rename(lake.path / "policies")
     query = (
         "SELECT count(*) AS n FROM other.steps a, steps.steps b, policies.transitions c, "
         "steps.episodes e"
@@ -225,7 +227,7 @@ def test_duckdb_s_own_words(lake: Lake, dataset: Dataset, query: str, message: s
         (
             "SELECT * FROM d.step",
             r"^d\.step: found no such view, expected steps, episodes, games, transitions, "
-            r"decisions, rewards, received, quarantine\.$",
+            r"sequences, groups, decisions, rewards, received, quarantine\.$",
         ),
         (
             "SELECT * FROM steps",
@@ -454,7 +456,7 @@ def test_expressions_that_do_not_run(dataset: Dataset, where: str, message: str)
 
 @pytest.mark.parametrize("reward", ["sum(reward)", "unnest([reward, 1])"])
 def test_a_reward_is_one_number_a_step(dataset: Dataset, reward: str) -> None:
-    with pytest.raises(QueryRefusedError, match="values for 12 steps, expected one a step"):
+    with pytest.raises(QueryRefusedError, match="values for 12 steps, expected one per step"):
         dataset.snapshot().replay(reward=reward)
 
 

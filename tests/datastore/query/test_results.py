@@ -133,3 +133,18 @@ def test_a_time_that_python_cannot_hold_is_named(form: str) -> None:
     table = pa.table({"t": pa.array([2**62], pa.timestamp("us"))})
     with pytest.raises(QueryError, match=r"column t: .* expected the years 1 to 9999"):
         written(table, form)
+
+
+@pytest.mark.parametrize(("form", "expected"), [("csv", '"[[[1], 2]]"'), ("json", "[[[1], 2]]")])
+def test_a_map_with_lists_as_keys_is_written_as_pairs(form: str, expected: str) -> None:
+    kind = pa.map_(pa.list_(pa.int64()), pa.int64())
+    out = io.BytesIO()
+    write_result(pa.table({"m": pa.array([[([1], 2)]], kind)}), form, out)
+    assert expected in out.getvalue().decode()
+
+
+def test_a_type_that_parquet_lacks_is_named(tmp_path: Path) -> None:
+    column = pa.array([(1, 2, 3)], pa.month_day_nano_interval())
+    with pytest.raises(QueryError, match="whose type Parquet does not have"):
+        write_result(pa.table({"i": column}), "parquet", tmp_path / "out.parquet")
+    assert not (tmp_path / "out.parquet").exists()

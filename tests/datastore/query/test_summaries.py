@@ -154,6 +154,7 @@ def test_sums_of_floats_are_stable(lake: Lake, make_episode: Make) -> None:
     assert found.pop() == pytest.approx(direct, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_sql_from_others_gets_it_too(lake: Lake, dataset: Dataset) -> None:
     query = "SELECT * FROM d.episodes e JOIN d.games g USING (episode_id) ORDER BY ALL"
     direct = lake.sql_untrusted(query).rows.to_pylist()
@@ -249,6 +250,7 @@ def test_a_lake_that_may_only_be_read(dataset: Dataset, monkeypatch: pytest.Monk
     assert files(dataset) == []
 
 
+@pytest.mark.slow
 def test_several_at_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     direct = rows(dataset.snapshot(), "episodes")
     monkeypatch.setattr(summaries, "_WRITE_US", 0.0)

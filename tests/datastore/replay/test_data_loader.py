@@ -90,6 +90,7 @@ def test_workers_draw_different_rows_and_share_the_batches(view: ReplayView) -> 
             assert [key.tobytes() for key in batch.keys] != []
 
 
+@pytest.mark.slow
 def test_epochs_differ_and_come_again(view: ReplayView) -> None:
     for make, num_batches in ((uniform, 6), (shuffled, None)):
         data = ReplayIterable(view, make, seed=0, num_batches=num_batches)

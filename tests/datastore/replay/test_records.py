@@ -96,6 +96,7 @@ def test_chains(pack_pieces: Pack) -> None:
     assert nothing.chain_heads().tolist() == nothing.chain_ends().tolist() == []
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data(), length=st.integers(2, 14), frame_stack=st.integers(1, 4))
 def test_windows_hold_the_episode_s_own_steps(

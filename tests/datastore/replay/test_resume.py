@@ -173,6 +173,7 @@ def main(lake: str, states: str) -> None:
     json.dump(found, sys.stdout)
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_from_the_middle_of_a_block(made: Lake, tmp_path: Path) -> None:
     view = view_of(made)
     assert view.wait_cached() is not None

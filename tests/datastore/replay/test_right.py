@@ -290,6 +290,7 @@ SEQUENCES: Final = st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(0
 )
 
 
+@pytest.mark.slow
 @fast
 @given(COMMITS, WHERE, WHERE_STEPS, SEQUENCES)
 def test_sequences_and_masks_are_exact(
@@ -308,6 +309,7 @@ def test_sequences_and_masks_are_exact(
         assert rows["mask"][i, : len(steps)].tolist() == mask
 
 
+@pytest.mark.slow
 @fast
 @given(COMMITS, WHERE, st.booleans())
 def test_episodes_are_whole(make_dataset: Make, commits: Any, where: Any, complete: bool) -> None:
@@ -357,6 +359,7 @@ SELECTORS: Final[dict[str, Callable[[ReplayView, Item, int], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @fast
 @given(COMMITS, st.sampled_from([Transitions(0.9, 2), Sequences(3, 1, 1)]), st.integers(1, 40))
 def test_every_sampler_draws_rows_of_the_view(
@@ -385,6 +388,7 @@ def test_every_sampler_draws_rows_of_the_view(
             assert batch.weights.min() > 0
 
 
+@pytest.mark.slow
 @fast
 @given(COMMITS, WHERE, WHERE_STEPS, st.integers(1, 9))
 def test_weights_are_those_of_sql(

@@ -298,6 +298,7 @@ def test_a_reward_that_is_not_finite_is_refused_with_what_helps(
         lake.dataset("one").snapshot().replay(reward=f"({reward})::DOUBLE")
 
 
+@pytest.mark.slow
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -471,6 +472,7 @@ def seen(view: ReplayView) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "is_mapped_there", "is_small"),
     [
@@ -491,6 +493,7 @@ def test_a_view_can_be_sent(
     assert (len(pickle.dumps(view)) < words.nbytes) == is_small, "the records are not sent"
 
 
+@pytest.mark.slow
 def test_joined_views_are_sent_by_their_parts(pieces: Lake, tmp_path: Path) -> None:
     joined = concatenate(both(pieces))
     assert len(pickle.dumps(joined)) < joined.packed.records.words.nbytes
@@ -503,6 +506,7 @@ def test_joined_views_are_sent_by_their_parts(pieces: Lake, tmp_path: Path) -> N
     assert joined.wait_cached() is None
 
 
+@pytest.mark.slow
 def test_a_view_of_a_remote_lake_can_be_sent(make_episode: Make, tmp_path: Path) -> None:
     lake = open_lake("memory://sent", create=True)
     lake.dataset("a").append([make_episode("a", 3, terminated=True)])

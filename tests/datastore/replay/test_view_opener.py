@@ -208,6 +208,7 @@ def test_shards_that_are_gone_are_not_replayed_from_the_cache(
         snapshot.replay()
 
 
+@pytest.mark.slow
 def test_where_steps_limits_starts_and_nothing_else(snapshot: Snapshot) -> None:
     view = snapshot.replay(where_steps="step % 2 = 1")
     assert (view.num_steps, view.num_transitions, len(view.packed.steps)) == (8, 3, 3)
@@ -249,6 +250,7 @@ def finished(process: subprocess.Popen[str]) -> str:
     return out
 
 
+@pytest.mark.slow
 def test_processes_that_open_at_once_agree_and_leave_one_whole_view(
     snapshot: Snapshot, lake: Lake, home: Path
 ) -> None:
@@ -269,6 +271,7 @@ open_lake(sys.argv[1]).snapshot("d").replay(**eval(sys.argv[2])).wait_cached()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["{}", "{'memory_budget_bytes': 0}"])
 def test_a_kill_before_it_is_whole_leaves_nothing_that_opens(
     snapshot: Snapshot, lake: Lake, home: Path, options: str
@@ -303,6 +306,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_is_told_apart_by_the_budget(
     snapshot: Snapshot, lake: Lake, home: Path
 ) -> None:

@@ -116,6 +116,7 @@ def test_without_obstore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     open_storage("a/folder")
 
 
+@pytest.mark.slow
 def test_a_folder_needs_no_obstore(tmp_path: Path) -> None:
     code = """
         import sys

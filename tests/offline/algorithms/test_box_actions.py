@@ -137,6 +137,7 @@ def optimum(observations):
     return np.stack([first, 5 + 2.5 * np.tanh(observations[:, 1])], axis=1)
 
 
+@pytest.mark.slow
 @each
 def test_each_finds_the_better_of_random_actions(name, batch):
     """One step, reward falling with the distance to the best action; actions logged at random."""

@@ -73,6 +73,7 @@ def test_d3rlpys_defaults_are_taken_as_options(info):
     assert all(key.endswith("encoder_factory") for key in changed)
 
 
+@pytest.mark.slow
 def test_needs_do_not_import_d3rlpy():
     code = (
         "import sys\n"

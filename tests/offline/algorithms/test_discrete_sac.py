@@ -216,6 +216,7 @@ def test_one_update_is_d3rlpys(batch):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_finds_the_better_action_and_keeps_its_entropy(batch):
     """A bandit: the first action pays 1, the others nothing."""
     learner = make(

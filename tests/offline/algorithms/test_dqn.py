@@ -155,6 +155,7 @@ def test_n_steps_bootstrap_with_the_batches_own_discounts(batch):
     )
 
 
+@pytest.mark.slow
 def test_it_learns_the_values_of_a_chain(batch):
     """Five states in a row, left or right, 1 at the right end: Q is gamma to the steps left."""
     learner = make(

@@ -100,6 +100,7 @@ def test_it_prefers_what_paid_to_what_was_common(batch):
     assert (actions == np.where(observations[:, 0] > 0, 2, 1)).mean() > 0.95
 
 
+@pytest.mark.slow
 def test_a_box_action_moves_to_where_it_paid(batch):
     """Actions are spread over [-2, 2], and pay the more the nearer they are to 1."""
     learner = make("box", beta=3.0)

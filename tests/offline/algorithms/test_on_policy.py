@@ -345,6 +345,7 @@ def stacked(episodes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("actions", ["discrete", "continuous", "multi_discrete"])
 @pytest.mark.parametrize("name", NAMES)

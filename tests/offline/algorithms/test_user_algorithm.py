@@ -160,8 +160,8 @@ class Demanding:
     [
         ("def f(o, a, config, facts) -> Algorithm: ...", "found nothing as the annotation of `c"),
         ("def f(o, a, config: dict, facts) -> Algorithm: ...", "found dict as the annotation"),
-        ("def f(o, a, config: Config, facts): ...", "found nothing as what it returns"),
-        ("def f(o, a, config: Config, facts) -> int: ...", "found int as what it returns"),
+        ("def f(o, a, config: Config, facts): ...", "found nothing as its return annotation"),
+        ("def f(o, a, config: Config, facts) -> int: ...", "found int as its return annotation"),
         ("def f(o, a, config: Demanding, facts) -> Algorithm: ...", "no default of option 'rate'"),
         ("def f(o, a, config: 'Absent', facts) -> Algorithm: ...", "'Absent' is not defined"),
         ("f = 3", "f"),
@@ -175,5 +175,5 @@ def test_a_function_that_makes_no_algorithm_is_refused(module, signature, messag
 
 def test_what_it_returns_is_checked(module):
     module(HEADER + "def f(o, a, config: Config, facts) -> Algorithm: return 3")
-    with pytest.raises(ConfigInvalidError, match="my_algorithms:f: found that it returned int"):
+    with pytest.raises(ConfigInvalidError, match="my_algorithms:f: returned int"):
         make_learner("my_algorithms:f", Box((2,)), Discrete(2), options={}, seed=0)

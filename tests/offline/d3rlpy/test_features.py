@@ -73,7 +73,7 @@ def test_images_that_it_cannot_take_are_refused(row_of):
         Box((2, 4, 8, 8), "uint8", 0, 255),
     ):
         with pytest.raises(
-            SpaceUnsupportedError, match=r"dqn: found image .*one image of 2 or 3 dims"
+            SpaceUnsupportedError, match=r"dqn: found image .*a single image of 2 or 3 dims"
         ):
             D3rlpyLearner(row, space, Discrete(3), options={}, seed=0)
     with pytest.raises(ConfigInvalidError, match="hidden_sizes with image observations"):

@@ -283,6 +283,7 @@ def test_the_discount_reaches_d3rlpy():
     assert learner._d3rlpy.gamma == 0.5
 
 
+@pytest.mark.slow
 def test_it_prints_nothing():
     code = (
         "from replaylake.datastore.episodes.spaces import Box, Discrete\n"

@@ -124,7 +124,7 @@ def test_an_installed_module_comes_before_one_in_the_current_folder(here):
         (
             "my_environments:make_nothing",
             ConfigInvalidError,
-            "it returned dict, expected a gymnasium",
+            "returned dict, expected a gymnasium",
         ),
         (
             "my_environments:make_trouble",
@@ -142,7 +142,7 @@ def test_what_makes_no_environment_is_named(here, env_id, kind, message):
 @pytest.mark.parametrize("env_id", ["my_environments:make_corridor", "CartPole-v1"])
 def test_an_argument_that_it_does_not_take_is_named(here, env_id):
     with pytest.raises(
-        ConfigInvalidError, match=r"made with speed=2 it raised TypeError.*`env_args`"
+        ConfigInvalidError, match=r"with the arguments speed=2 it raised TypeError.*`env_args`"
     ):
         make(env_id, speed=2)
 
@@ -204,4 +204,4 @@ def test_without_pettingzoo_its_extra_is_named(here):
         "    except ExtraMissingError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.count("Install replaylake[multiagent].") == 2
+    assert done.stdout.count("pip install 'replaylake[multiagent]'.") == 2

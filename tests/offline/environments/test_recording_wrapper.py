@@ -341,6 +341,7 @@ def test_a_step_before_reset_is_refused(lake):
         env.step(0)
 
 
+@pytest.mark.slow
 def test_recording_needs_neither_torch_nor_ray():
     code = (
         "import sys, replaylake as rl; rl.record; "

@@ -122,6 +122,18 @@ def _rolled(shift: int) -> Edit:
             "the reward of the row after it",
             "reward column down",
         ),
+        (
+            "Pendulum-v1",
+            lambda e: replace(e, rewards=-e.rewards),
+            "rewards .* -1 times",
+            "`reward_scale` -1",
+        ),
+        (
+            _TAXI,
+            lambda e: replace(e, rewards=e.rewards * 20),
+            "rewards .* 20 times",
+            "`reward_scale` 0.05",
+        ),
     ],
 )
 def test_usual_mistakes_are_named(env_id: str, edit: Edit, cause: str, advice: str) -> None:

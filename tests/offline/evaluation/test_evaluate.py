@@ -329,7 +329,7 @@ def test_an_environment_that_cannot_draw_is_refused(drawing):
         ConfigInvalidError, match=r"found render modes \['human'\], expected rgb_array"
     ):
         evaluate(policy, drawing["Blind"], callbacks=Callbacks(on_frame=lambda *_: None))
-    with pytest.raises(ConfigInvalidError, match=r"its picture is <U9 \[\], expected uint8"):
+    with pytest.raises(ConfigInvalidError, match=r"its image is <U9 \[\], expected uint8"):
         evaluate(policy, drawing["Odd"], callbacks=Callbacks(on_frame=lambda *_: None))
 
 

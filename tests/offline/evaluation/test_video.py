@@ -118,7 +118,9 @@ def test_frames_of_two_sizes_are_no_video(tmp_path: Path) -> None:
 
 def test_without_pyav_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ExtraMissingError, match=r"replaylake\[video\], or name a \.gif"):
+    with pytest.raises(
+        ExtraMissingError, match=r"pip install 'replaylake\[video\]', or name a \.gif"
+    ):
         Video(tmp_path / "v.mp4", 30.0)
 
 

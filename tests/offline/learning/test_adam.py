@@ -47,6 +47,7 @@ def test_it_goes_on_from_a_saved_state():
     assert torch.equal(whole, half)
 
 
+@pytest.mark.slow
 def test_a_process_that_learns_imports_no_compiler():
     program = (
         "import sys, torch\n"

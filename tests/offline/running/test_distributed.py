@@ -15,28 +15,12 @@ from replaylake.datastore.lake.policies.package import check_package, load_learn
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.callbacks import Callbacks
-from replaylake.offline.running.local_ray import import_ray, silence_exit_output
+from replaylake.offline.running.distributed import _Failure
 from replaylake.offline.running.train import TrainConfig, resume, train
 from replaylake.offline.running.training.interruption import RunInterrupted
 
 # Ray 2.60 reads settings of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
-
-
-@pytest.fixture(scope="module")
-def ray():
-    """One Ray for all tests of the file: it takes seconds to start."""
-    silence_exit_output()
-    ray = import_ray("tests")
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-    )
-    yield ray
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -58,7 +42,11 @@ def weights(result):
 
 def logged(lake, run_id):
     curves = read_curves(lake.storage, run_id)
-    return {name: (list(c.updates), list(c.values)) for name, c in curves.items()}
+    return {
+        name: (list(c.updates), list(c.values))
+        for name, c in curves.items()
+        if not name.startswith("profile/")
+    }
 
 
 def the_run(lake):
@@ -89,6 +77,13 @@ def test_a_batch_has_to_be_divisible():
         quick(learners=3)
     with pytest.raises(ConfigInvalidError, match="learners: found 0"):
         quick(learners=0)
+
+
+def test_an_error_of_another_process_has_its_parameter():
+    failure = _Failure.of(ConfigInvalidError("batch_size: found 3", parameter="batch_size"))
+    error = failure.error(rank=0, size=2)
+    assert isinstance(error, ConfigInvalidError)
+    assert (str(error), error.parameter) == ("batch_size: found 3", "batch_size")
 
 
 def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lake):
@@ -209,7 +204,7 @@ def test_a_learner_that_is_killed_fails_the_run_and_it_can_go_on(ray, lake, kill
         os.kill(killed_pids[0], signal.SIGKILL)
 
     rank = 0 if killed == "leader" else 1
-    with pytest.raises(TrainingError, match=f"learner {rank} of 2: its process is gone") as found:
+    with pytest.raises(TrainingError, match=f"learner {rank} of 2: its process ended") as found:
         train(
             lake,
             ["line"],

@@ -82,6 +82,7 @@ def test_a_run_leaves_a_policy_a_lineage_and_a_record(lake):
     json.dumps(run, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_steps_are_chosen_and_weighted_by_sql(lake):
     result = train(
         lake, ["line@1"], quick(policy="p", where_steps="step < 4", weight="step + num_steps")

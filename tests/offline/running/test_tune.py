@@ -23,7 +23,6 @@ from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.evaluation.intervals import student_t_interval
-from replaylake.offline.running.local_ray import import_ray, silence_exit_output
 from replaylake.offline.running.train import resume, train
 from replaylake.offline.running.training.interruption import RunInterrupted
 from replaylake.offline.running.tune import resume_sweep, tune
@@ -33,22 +32,6 @@ from replaylake.offline.running.tuning.trial import Trial, TrialEnd, TrialMeasur
 
 # Ray 2.60 reads settings of its own that it has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
-
-
-@pytest.fixture(scope="module")
-def ray():
-    """One Ray for all tests of the file: it takes seconds to start."""
-    silence_exit_output()
-    ray = import_ray("tests")
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-    )
-    yield ray
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -246,7 +229,7 @@ def test_failed_trials_are_told_of_and_tried_again(ray, lake):
     assert "policy_loss is nan" in result.trials[1].error
     assert result.best.options == {"learning_rate": 1e-3}
     assert sweep_record(lake)["num_failed"] == 2
-    with pytest.raises(TrainingError, match=r"no trial of 2 that came to its end \(.*policy_loss"):
+    with pytest.raises(TrainingError, match=r"no trial of 2 that finished \(.*policy_loss"):
         tune(lake, *tune_config(asked({"learning_rate": [1e38]}, updates=60)))
 
 

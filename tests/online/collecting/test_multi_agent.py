@@ -260,11 +260,11 @@ def test_a_game_that_raises_is_named_with_its_seed(games):
 
 def test_an_agent_that_comes_back_is_refused(games):
     worker = made(f"{games}:Race", scripted([0] * 4), revives=True)
-    with pytest.raises(RolloutError, match="agent 'bob' was out and is back at tick 3"):
+    with pytest.raises(RolloutError, match="agent 'bob' left and came back at tick 3"):
         worker.advance(100, 60)
 
 
 def test_times_are_kept(games):
     worker, _ = collected(f"{games}:Ping", scripted([0] * 5))
     totals = worker.timings.take().totals
-    assert totals["inference"].items == totals["env_step"].items == 5
+    assert totals["workers", "inference"].items == totals["workers", "env_step"].items == 5

@@ -1,4 +1,4 @@
-from replaylake.online.collecting.returns import Recenterturns
+from replaylake.online.collecting.returns import RecentReturns
 from replaylake.online.collecting.step_buffer import EpisodeEnd
 
 
@@ -7,7 +7,7 @@ def ends(number, **returns):
 
 
 def test_a_game_returns_what_its_agents_do():
-    last = Recenterturns(2)
+    last = RecentReturns(2)
     for number in range(3):
         last.add(ends(number, ann=number, bob=10.0))
     assert list(last.sums) == [11, 12]
@@ -16,7 +16,7 @@ def test_a_game_returns_what_its_agents_do():
 
 
 def test_one_agent_is_no_game():
-    last = Recenterturns()
+    last = RecentReturns()
     last.add([EpisodeEnd(0, 0, 0.0, 3), EpisodeEnd(1, 1, 0.0, 3)])
     assert list(last.sums) == [0, 0]
     assert last.metrics() == {}
@@ -24,12 +24,12 @@ def test_one_agent_is_no_game():
 
 
 def test_zero_sum_is_said_once_somebody_has_won_and_until_a_sum_is_another():
-    last = Recenterturns()
+    last = RecentReturns()
     last.add(ends(0, ann=0.0, bob=0.0))
     assert (last.may_be_zero_sum, last.is_zero_sum) == (True, False)
     last.add(ends(1, ann=0.1 + 0.2, bob=-0.3))
     assert last.is_zero_sum
-    other = Recenterturns()
+    other = RecentReturns()
     other.load_state_dict(last.state_dict())
     assert other.is_zero_sum
     assert list(other.sums) == list(last.sums)

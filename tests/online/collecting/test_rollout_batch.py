@@ -54,7 +54,7 @@ def test_pieces_of_open_episodes_come_to_be_whole_in_the_lake(lake, toys):
         assert shipment.written.num_steps == shipment.num_steps > 0
         assert shipment.first_step_at <= shipment.last_step_at <= time.time()
         for link in ("env_step", "inference", "encode", "shard_write"):
-            assert shipment.timings.totals[link].items == shipment.num_steps
+            assert shipment.timings.totals["workers", link].items == shipment.num_steps
         num += len(shipment.ends)
         open_.append(len(shipment.open_episodes))
         dataset.commit([shipment.written], producer="p", sequence=len(open_))

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import threading
+import time
 import urllib.request
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.online.monitoring.prometheus import METRIC_FAMILIES, MetricsServer
-from replaylake.online.monitoring.timings import Timings
 
 DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana" / "online.json").read_text())
 # Names that a run logs.
@@ -36,7 +42,7 @@ PANELS: list[dict[str, Any]] = [one for one in DASHBOARD["panels"] if one["type"
 @pytest.fixture(scope="module")
 def samples() -> list[tuple[str, dict[str, str]]]:
     """What is exported of a run: names and labels."""
-    timings = Timings()
+    timings = Timings("workers")
     timings.add("env_step", 1.0, 10, 100)
     with MetricsServer(0) as server:
         server.begin("01aa", policy="pole", env="CartPole-v1")
@@ -72,6 +78,43 @@ def test_every_panel_shows_something_that_is_exported(
         assert set(shown) <= set(found[0])
         # A count that only grows is shown as a rate, but where the count itself is.
         assert name.endswith("_total") or not target["expr"].startswith("rate(")
+
+
+@pytest.mark.slow
+def test_a_run_exposes_what_every_panel_shows_while_it_goes_on(tmp_path: Path) -> None:
+    arguments = ("--env", "CartPole-v1", "--algorithm", "dqn", "--steps", "8000")
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "replaylake.cli.main", "train", "online", *arguments),
+            *("--dataset", "pole", "--policy", "pole", "--lake", str(tmp_path / "lake")),
+            *("--metrics-port", "0"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    said = ""
+    while "metrics at" not in said:
+        said = process.stderr.readline()
+        assert said, "the run ended"
+    url = said.split()[-1]
+    reader = threading.Thread(target=process.stderr.read)
+    reader.start()
+    scrapes: list[tuple[float, set[str]]] = []
+    while process.poll() is None:
+        with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+            names = {sample.name for family in families for sample in family.samples}
+            scrapes.append((time.monotonic(), names))
+        time.sleep(1)
+    end = time.monotonic()
+    reader.join()
+    process.stderr.close()
+    assert process.returncode == 0
+    # What comes in the last seconds Prometheus does not see: it scrapes less often.
+    seen = set().union(*(names for at, names in scrapes if at < end - 5))
+    expressions = " ".join(target["expr"] for one in PANELS for target in one["targets"])
+    assert set(re.findall(r"replaylake_\w+", expressions)) - seen == set()
 
 
 def test_every_metric_is_on_a_panel() -> None:

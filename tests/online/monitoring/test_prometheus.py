@@ -10,13 +10,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.lake.runs.timings import LINKS, Timings
 from replaylake.online.monitoring.prometheus import MetricsServer
-from replaylake.online.monitoring.timings import LINKS, Timings
 
 
 def timings() -> Timings:
     """Each link for as many seconds as its place in the list, from 1."""
-    found = Timings()
+    found = Timings("trainer")
     for number, link in enumerate(LINKS, 1):
         found.add(link, float(number), 10 * number, 100 * number)
     return found
@@ -50,7 +50,7 @@ def scraped(server: MetricsServer) -> dict[tuple[str, str], tuple[str, float]]:
         for sample in family.samples:
             labels = dict(sample.labels)
             assert {name: labels.pop(name) for name in RUN} == RUN
-            found[sample.name, "".join(labels.values())] = (family.type, sample.value)
+            found[sample.name, " ".join(labels.values())] = (family.type, sample.value)
     return found
 
 
@@ -86,16 +86,16 @@ def test_every_metric_of_a_run(server: MetricsServer) -> None:
         ("replaylake_run_updates_per_second", ""): ("gauge", 900),
         ("replaylake_run_env_steps_per_second", ""): ("gauge", 2500),
         ("replaylake_run_latency_seconds", ""): ("gauge", 0.125),
-        ("replaylake_run_evaluation_return", ""): ("gauge", 480),
         ("replaylake_run_selection_environment", ""): ("gauge", 475),
+        ("replaylake_run_metric", "evaluation/return"): ("gauge", 480),
         ("replaylake_run_metric", "critic_loss"): ("gauge", 0.5),
         ("replaylake_run_metric", "q_mean"): ("gauge", 12),
     }
     expected = {}
     for number, link in enumerate(LINKS, 1):
-        expected["replaylake_run_link_seconds_total", link] = ("counter", number)
-        expected["replaylake_run_link_items_total", link] = ("counter", 10 * number)
-        expected["replaylake_run_link_bytes_total", link] = ("counter", 100 * number)
+        expected["replaylake_run_link_seconds_total", f"{link} trainer"] = ("counter", number)
+        expected["replaylake_run_link_items_total", f"{link} trainer"] = ("counter", 10 * number)
+        expected["replaylake_run_link_bytes_total", f"{link} trainer"] = ("counter", 100 * number)
     assert links == expected
 
 
@@ -109,7 +109,7 @@ def test_the_newest_values_count_and_the_others_stay(server: MetricsServer) -> N
     assert found["replaylake_run_updates_total", ""] == ("counter", 300)
     assert str(found["replaylake_run_return", ""][1]) == "nan"
     assert found["replaylake_run_metric", "critic_loss"] == ("gauge", 0.5)
-    assert found["replaylake_run_evaluation_return", ""] == ("gauge", 7)
+    assert found["replaylake_run_metric", "evaluation/return"] == ("gauge", 7)
 
 
 def test_names_that_prometheus_would_not_take_are_labels() -> None:
@@ -131,7 +131,7 @@ def test_a_port_in_use_is_refused_at_once(server: MetricsServer) -> None:
 @pytest.mark.parametrize(("port", "host"), [(70_000, "127.0.0.1"), (0, "192.0.2.1")])
 def test_an_address_that_is_not_here(port: int, host: str) -> None:
     with pytest.raises(
-        ConfigInvalidError, match="expected a free port of an address of this machine"
+        ConfigInvalidError, match="expected a free port on an address of this machine"
     ):
         MetricsServer(port, host)
 
@@ -150,6 +150,7 @@ def test_closed_it_leaves_no_thread_and_a_free_port() -> None:
         assert again.port == server.port
 
 
+@pytest.mark.slow
 def test_it_is_read_while_it_is_written(server: MetricsServer) -> None:
     server.begin("01aa", policy="pole", env="CartPole-v1")
     done = threading.Event()

@@ -61,6 +61,7 @@ def child(code: str) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.slow
 def test_shards_become_fewer_while_others_come(lake: Lake, dataset: Dataset) -> None:
     dataset.append([piece(1000, ends=False)], producer="open", sequence=0)
     with (
@@ -86,6 +87,7 @@ def test_shards_become_fewer_while_others_come(lake: Lake, dataset: Dataset) -> 
     assert dataset.snapshot(20).num_steps == 100
 
 
+@pytest.mark.slow
 def test_trouble_is_a_remark(
     lake: Lake, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_round_ends_with_the_run(
     assert keeper.rounds == []
 
 
+@pytest.mark.slow
 def test_the_child_gives_way_and_ends_with_a_parent_that_is_killed() -> None:
     code = (
         "import os, time\n"

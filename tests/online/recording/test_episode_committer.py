@@ -72,6 +72,7 @@ def test_what_was_handed_over_is_acknowledged_in_order(dataset):
         assert recorder.last_version == 2
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_is_asked_until_it_takes_it(lake, dataset, monkeypatch):
     refusals = iter([True, True, False])
     commit = dataset.commit

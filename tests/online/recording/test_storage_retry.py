@@ -15,6 +15,7 @@ def refusing(times, error=TransientStorageError):
     return call
 
 
+@pytest.mark.slow
 def test_what_is_refused_in_passing_is_tried_again_and_told_once():
     told = []
     refusals = StorageRetry(told.append)

@@ -63,6 +63,7 @@ def rows(lake, query):
     return lake.sql(query).to_pylist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
 def test_a_shared_policy_learns_from_all_agents_steps(lake, algorithm):
     points = {}
@@ -115,6 +116,7 @@ def test_agents_that_see_the_same_learn_to_do_opposites(lake, algorithm):
     assert again.policies == result.policies
 
 
+@pytest.mark.slow
 def test_one_shared_policy_cannot_do_both(lake):
     result = train_online(lake, "live", request(steps=800, evaluate_steps=None))
     assert result.evaluation.mean_return == 8.0
@@ -138,6 +140,7 @@ def test_games_in_turns_with_masks(lake, algorithm, agents):
     assert result.num_steps - 4 <= row["n"] <= result.num_steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", ["shared", "each"])
 def test_where_sums_are_zero_the_last_policy_is_kept(lake, agents):
     remarks = []
@@ -154,6 +157,7 @@ def test_where_sums_are_zero_the_last_policy_is_kept(lake, agents):
     assert {point["value"] for point in result.selection["history"]} == {None}
 
 
+@pytest.mark.slow
 def test_a_run_of_many_policies_goes_on_where_it_was(lake):
     until = iter([False] * 150)
     with pytest.raises(RunInterrupted) as interrupted:
@@ -175,6 +179,7 @@ def test_a_run_of_many_policies_goes_on_where_it_was(lake):
     assert row["n"] == row["d"] == result.num_steps
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_registered_already_is_not_again(lake, tmp_path):
     result = train_online(lake, "live", request(agents="each", steps=400, evaluate_steps=None))
     packages = {agent: ref.path for agent, ref in result.policies.items()}
@@ -194,7 +199,7 @@ def test_a_policy_that_is_registered_already_is_not_again(lake, tmp_path):
 @pytest.mark.parametrize(
     ("env_id", "changes", "text"),
     [
-        ("CartPole-v1", {}, "an environment of one agent, expected one of several"),
+        ("CartPole-v1", {}, "an environment with one agent, expected several"),
         (OPPOSITES, {"mix": {"other": 0.5}}, "found mix, expected none"),
         (OPPOSITES, {"record": False}, "found record off, expected on"),
     ],

@@ -5,9 +5,9 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.offline.algorithms.catalog import make_learner
-from replaylake.online.monitoring.timings import Timings
 from replaylake.online.training.config import OnlineConfig
 from replaylake.online.training.on_policy_batches import OnPolicyBatches
 
@@ -39,7 +39,9 @@ def view(lake):
 def supply(view, **given):
     options = {"hidden_sizes": [4], "num_sequences": 2, "length": 8, "minibatches": 1}
     learner = make_learner("ppo", *SPACES, options=options, seed=0)
-    return OnPolicyBatches(view, learner, OnlineConfig("ppo", min_size=1, **given), Timings())
+    return OnPolicyBatches(
+        view, learner, OnlineConfig("ppo", min_size=1, **given), Timings("trainer")
+    )
 
 
 def numbers(batch):

@@ -1,6 +1,7 @@
 """GET /policy: which versions answer, what they came from, and how following goes."""
 
 import json
+import threading
 import time
 
 import numpy as np
@@ -11,6 +12,7 @@ from replaylake.datastore.lake.policies.package import save_package
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.loading import load_serving
+from replaylake.serve.recording.feedback_join_process import FeedbackJoinProcess
 
 DATASET = {
     "dataset": "cartpole", "version": 7, "named": "cartpole", "where": "num_steps > 10",
@@ -103,3 +105,31 @@ def eventually(client, is_so):
         assert time.monotonic() < deadline, said
         time.sleep(0.02)
     return said
+
+
+@pytest.mark.slow
+def test_a_join_that_fails_is_counted_and_told_and_the_server_stays_ready(logged, tmp_path):
+    key = logged.post("/act", json={"observation": [1, 2, 3, 4]}).json()["decision_id"]
+    logged.post("/feedback", json={"decision_id": key, "reward": 1, "terminated": True})
+    logged.log.decisions.flush()
+    logged.log.rewards.flush()
+    (shard,) = (logged.lake.path / "d/_rewards/shards").iterdir()
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    join = FeedbackJoinProcess(logged.lake.dataset("d"), tmp_path / "lake", 0.2, 60.0)
+    failed, joined = threading.Event(), threading.Event()
+    join.on_failure = failed.set
+    join.on_round = lambda *counts: joined.set()
+    logged.serving.feedback_join = join
+    join.start()
+    try:
+        assert failed.wait(30)
+        answer = logged.get("/readyz")
+        assert (answer.status_code, answer.json()["degraded"]) == (200, ["feedback-join"])
+        assert logged.post("/act", json={"observation": [1, 2, 3, 4]}).status_code == 200
+        shard.write_bytes(whole)
+        assert joined.wait(30)
+        assert logged.get("/readyz").json() == {"ready": True, "degraded": []}
+    finally:
+        logged.serving.feedback_join = None
+        join.stop()

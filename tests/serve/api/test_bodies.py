@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import io
+import json
 import struct
 import time
 import tracemalloc
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.act_request import ActReader
-from replaylake.serve.api.bodies import parse_msgpack, read_fields
+from replaylake.serve.api.bodies import parse_json, parse_msgpack, read_fields
 from replaylake.serve.api.values import encode_observations, read_values
 from replaylake.serve.messages import Request, RequestRefusedError
 
@@ -252,6 +253,7 @@ FIELDS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=500)
 @hypothesis.given(st.dictionaries(FIELDS, ANYTHING, max_size=4), st.booleans())
 def test_no_fields_are_beyond_us(fields, is_observed):
@@ -280,6 +282,38 @@ def test_keys_of_msgpack_are_texts(body):
 
 def test_of_a_key_that_is_there_twice_the_last_counts():
     assert parse_msgpack(b"\x82\xa1a\x01\xa1a\x02") == {"a": 2}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": 1, "a": 2}',
+        b'{"b": [{"a": 1, "a": 2}]}',
+        b'{"b": [[], [{"c": {"a": 1, "\\u0061": 2}}]]}',
+        b'{"b": [1, {"a": {"a": 1}, "a": 2}]}',
+        b'{"time": "12:00", "a": [1, {"b": 1}], "a": 1.5}',
+    ],
+)
+def test_a_key_of_json_that_is_there_twice_is_refused(body):
+    with pytest.raises(
+        RequestRefusedError, match=r"^a: field is given twice; send it once"
+    ) as found:
+        parse_json(body)
+    assert found.value.status == 422
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    st.recursive(
+        st.none() | st.integers(-(2**53), 2**53) | st.text(":a{", max_size=4),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(":ab", max_size=2), inner)
+        ),
+        max_leaves=8,
+    )
+)
+def test_keys_of_json_that_are_there_once_are_taken(value):
+    assert parse_json(json.dumps({"x": value}).encode()) == {"x": value}
 
 
 def test_a_route_that_takes_no_array_says_so():

@@ -263,7 +263,7 @@ def test_without_a_log_there_is_nowhere_to_write(app_client, policy, refused):
 
 def test_a_full_disk_is_a_503_and_nothing_is_held(server, client, monkeypatch, refused):
     send(client, changed(episode_id="opens it"))
-    journal = client.serving.received._journal
+    journal = client.serving.received.journal
 
     def full(records):
         raise StorageError("no space left")
@@ -344,6 +344,7 @@ def hardened(app_client, policy, tmp_path_factory):
         yield client
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=200)
 @hypothesis.given(
     changes=st.dictionaries(st.sampled_from([*EPISODE, "agent_id", "first_step"]), JSON, max_size=3)

@@ -348,6 +348,7 @@ def test_no_report_is_beyond_us(client, reports):
     assert response.status_code in (404, 422)
 
 
+@pytest.mark.slow
 def test_a_process_beside_the_server_joins(logged, tmp_path):
     key = logged.post("/act", json={"observation": GOOD}).json()["decision_id"]
     logged.post("/feedback", json={"decision_id": key, "reward": 1, "terminated": True})

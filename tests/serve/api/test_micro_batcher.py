@@ -202,6 +202,7 @@ def test_arrivals_count_those_behind_and_forget_the_lost():
     assert asyncio.run(ask()) == ([2, 1], 0)
 
 
+@pytest.mark.slow
 def test_a_real_server_takes_together_what_comes_together(server):
     async def ask():
         async with httpx.AsyncClient(base_url=server.url) as client:

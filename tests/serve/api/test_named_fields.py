@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -133,6 +134,30 @@ def test_a_wrong_field_is_422_and_named(client, changed, field, found, expected)
         assert error["field"] == place
         assert error.get("found") == found
         assert expected in error["message" if found is None else "expected"]
+
+
+def test_a_category_that_the_policy_does_not_know_is_named_counted_and_logged(client, caplog):
+    known = _named(_rows()[0])
+    unknown = {**known, "device": "amiga\n"}
+    counted = 'replaylake_unknown_categories_total{field="device"}'
+    assert f"{counted} 0.0" in client.get("/metrics").text
+    assert "unknown_categories" not in client.post("/act", json={"observation": known}).json()
+    one = client.post("/act", json={"observation": unknown}).json()
+    assert one["unknown_categories"] == ["device"]
+    many = client.post("/act", json={"observations": [known, unknown, {**known, "device": ""}]})
+    assert many.json()["unknown_categories"] == [[], ["device"], []]
+    packed = client.post(
+        "/act",
+        content=msgpack.packb({"observation": unknown}),
+        headers={"content-type": "application/msgpack", "accept": "application/msgpack"},
+    )
+    assert msgpack.unpackb(packed.content)["unknown_categories"] == ["device"]
+    assert f"{counted} 3.0" in client.get("/metrics").text
+    lines = [one.message for one in caplog.records if "vocabulary" in one.message]
+    assert lines[0] == (
+        "/act: device: found 'amiga\\n', which is not in the vocabulary of the policy; "
+        "it is encoded as other"
+    )
 
 
 def test_a_plain_vector_of_the_wrong_length_is_refused(client):

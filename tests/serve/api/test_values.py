@@ -59,6 +59,7 @@ def same(found, expected):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=1500)
 @hypothesis.given(st.sampled_from(SPACES), st.lists(VALUES, min_size=1, max_size=3))
 def test_the_quick_way_takes_what_the_slow_way_does(space, raw):

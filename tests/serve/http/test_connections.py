@@ -100,6 +100,7 @@ def test_an_unknown_cycle_of_uvicorns_is_answered_by_messages(monkeypatch):
     assert answer.endswith(b"two!")
 
 
+@pytest.mark.slow
 def test_the_date_moves_on(address):
     def date():
         return talk(address, post(b"!")).partition(b"date: ")[2].partition(b"\r\n")[0]

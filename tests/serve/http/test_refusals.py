@@ -177,6 +177,22 @@ def test_what_any_page_may_send_is_415(url, kind, body, route):
     assert metric(url, "replaylake_refused_headers_total", header="content-type") == before + 1
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br, gzip", "x"])
+@pytest.mark.parametrize("route", ["/act", "/feedback", "/episodes"])
+def test_a_compressed_body_is_415(url, encoding, route):
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    answer = httpx.post(f"{url}{route}", content=b"\x1f\x8b", headers=headers)
+    check_error(answer, 415)
+    assert answer.json()["error"]["field"] == "content-encoding"
+    assert answer.headers["accept-encoding"] == "identity"
+
+
+def test_a_body_that_says_it_is_not_compressed_is_taken(url):
+    headers = {"content-type": "application/json", "content-encoding": "identity"}
+    content = b'{"observation": [1, 2, 3, 4]}'
+    assert httpx.post(f"{url}/act", content=content, headers=headers).status_code == 200
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("headers", "refused"),

@@ -1,7 +1,11 @@
 """A Bento holds the model, the wheel, the lock and a Dockerfile, and two builds are the same."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -56,6 +60,7 @@ def contents(folder):
     return found
 
 
+@pytest.mark.slow
 def test_two_builds_are_the_same(built):
     _, first, second = built
     assert contents(first) == contents(second)
@@ -112,6 +117,30 @@ def test_it_listens_on_loopback_unless_told(built):
     described = built[1].joinpath("bento.yaml").read_text()
     assert re.search(r"host: 127\.0\.0\.1\n\s+port: 3000\n", described)
     assert "workers: 1\n" in described
+
+
+@pytest.mark.slow
+def test_its_service_knows_the_hash_of_its_package(built, tmp_path):
+    receipt, first, _ = built
+    folder = shutil.copytree(first, tmp_path / "bento")
+    code = (
+        "from replaylake_bento import *; from replaylake.serve.processes.worker import load; load()"
+    )
+    command = [sys.executable, "-c", code]
+    mine = {k: v for k, v in os.environ.items() if not k.startswith("REPLAYLAKE_SERVE_")}
+
+    def start(**variables):
+        environment = {**mine, **variables, "BENTOML_HOME": str(tmp_path / "home")}
+        return subprocess.run(
+            command, cwd=folder / "src", env=environment, capture_output=True, text=True, timeout=60
+        )
+
+    assert start().returncode == 0
+    refused = start(REPLAYLAKE_SERVE_MANIFEST_SHA256="00" * 32).stderr
+    assert f"found sha256 {receipt.package_sha256[:16]}, expected {'00' * 8}" in refused
+    manifest = folder / "src" / "policy" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"by_hand"', b'"by-hand"'))
+    assert f"expected {receipt.package_sha256[:16]}" in start().stderr
 
 
 def test_what_cannot_be_packaged_is_refused(ref, tmp_path):

@@ -65,7 +65,7 @@ def test_its_metadata_is_that_of_the_installation(archive):
     info = f"replaylake-{VERSION}.dist-info"
     installed = own_distribution()
     assert archive.read(f"{info}/METADATA").decode() == installed.read_text("METADATA")
-    assert "replaylake.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert "replaylake.cli.main:run" in archive.read(f"{info}/entry_points.txt").decode()
     assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
     assert b"Root-Is-Purelib: true\nTag: py3-none-any\n" in archive.read(f"{info}/WHEEL")
     # Where it was installed from is nobody's business.

@@ -49,6 +49,7 @@ def test_all_is_well_and_nothing_is_written(lake):
     assert "one observation" in checks["speed"][1]
 
 
+@pytest.mark.slow
 def test_each_failure_is_a_line_of_its_own(kit, lake, tmp_path, monkeypatch):
     lake.dataset("other").create(Box((7,)), Discrete(2))
     spec = kit.PolicySpec(Box((4,)), Box((1,), low=-1, high=1), "deterministic")

@@ -1,5 +1,6 @@
 """A server's folder: there as long as anybody works in it, and not for ever after a kill."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -34,10 +35,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def make_old(path):
-    os.utime(path, (0, 0))
-
-
 def test_a_home_goes_with_its_server(folder):
     with make_runtime_dir() as home:
         (home.path / "work").mkdir()
@@ -45,6 +42,7 @@ def test_a_home_goes_with_its_server(folder):
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder):
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER],
@@ -54,7 +52,6 @@ def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder):
         text=True,
     )
     left = folder / os.path.basename(server.stdout.readline().strip())
-    make_old(left)
     with make_runtime_dir():
         assert left.is_dir()  # its server lives
     server.send_signal(signal.SIGKILL)
@@ -70,20 +67,30 @@ def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder):
     assert not left.exists()
 
 
-def test_a_young_one_may_not_have_its_lock_yet(folder):
+def test_one_that_was_left_a_moment_ago_goes_too(folder):
     young = folder / "replaylake-server-young"
     young.mkdir()
     with make_runtime_dir():
-        assert young.is_dir()
-    make_old(young)
-    with make_runtime_dir():
         assert not young.exists()
+
+
+def test_it_is_locked_before_others_find_it(folder, monkeypatch):
+    found, flock = [], fcntl.flock
+
+    def look(*arguments):
+        found.append([path.name for path in folder.glob("replaylake-server-*")])
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", look)
+    with make_runtime_dir() as home:
+        assert [path.name for path in folder.glob("*")] == [home.path.name]
+        assert home.path.name.startswith("replaylake-server-")
+    assert found == [[]]
 
 
 def test_a_link_is_not_followed(folder):
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
-    make_old(elsewhere)
     (folder / "replaylake-server-link").symlink_to(elsewhere)
     with make_runtime_dir():
         assert elsewhere.is_dir()

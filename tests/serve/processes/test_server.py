@@ -20,10 +20,12 @@ from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.serve.config import ServeConfig
+from replaylake.serve.loading import check_servable
 from replaylake.serve.processes.server import serve
 from replaylake.serve.safety.limits import Safety
 
 
+@pytest.mark.slow
 def test_a_thousand_observations_get_the_actions_of_the_package(client, package):
     observations = np.random.default_rng(0).normal(size=(1000, 4)).astype(np.float32)
     expected = load_policy(package).act(observations).actions.tolist()
@@ -104,6 +106,7 @@ def _count(lake, where):
     return lake.sql(f"select count(*) as n from served.steps where {where}").to_pylist()[0]["n"]
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_clear_line(server, package):
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ServeError, match=rf"port {port} on 127.0.0.1: in use"):
@@ -159,6 +162,24 @@ def test_config_survives_the_way_through_the_environment(tmp_path):
     assert plain.url == "http://127.0.0.1:3000"
     with pytest.raises(ConfigInvalidError, match="REPLAYLAKE_SERVE_PACKAGE"):
         ServeConfig.from_environment({})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [("PORT", "http", "an integer"), ("FOLLOW_S", "soon", "a number"), ("BODY_BYTES", "8M", "an")],
+)
+def test_a_number_in_the_environment_that_is_none_names_its_variable(name, text, expected):
+    environment = {"REPLAYLAKE_SERVE_PACKAGE": "p", "REPLAYLAKE_SERVE_POLICY": "p"}
+    with pytest.raises(ConfigInvalidError) as refused:
+        ServeConfig.from_environment({**environment, f"REPLAYLAKE_SERVE_{name}": text})
+    assert f"REPLAYLAKE_SERVE_{name}: found {text!r}, expected {expected}" in str(refused.value)
+    assert refused.value.parameter == name.lower()
+
+
+def test_an_access_log_that_cannot_be_written_is_refused_before_a_worker_starts(package, tmp_path):
+    config = ServeConfig(package, "p", 1, safety=Safety(access_log=str(tmp_path)))
+    with pytest.raises(ConfigInvalidError, match=r"access_log: .*Is a directory"):
+        check_servable(config)
 
 
 @pytest.fixture

@@ -103,6 +103,7 @@ def test_a_worker_that_cannot_begin_ends_everything(tmp_path):
     assert "worker 1 ended with status 3 before it was ready" in said
 
 
+@pytest.mark.slow
 def test_a_worker_that_goes_on_ending_is_started_ever_more_seldom(tmp_path, kit):
     counter = """
         import pathlib, os

@@ -24,6 +24,7 @@ def make_batch(**fields):
         "policy": "p",
         "policy_version": 3,
         "deterministic": False,
+        "package_sha256": "ab" * 32,
     }
     return DecisionBatch(**given | fields)
 

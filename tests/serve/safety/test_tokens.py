@@ -1,5 +1,7 @@
 """Bearer tokens: where they come from, whom they let in, and what is never said of them."""
 
+from hashlib import sha256
+
 import pytest
 
 from replaylake.datastore.errors import ConfigInvalidError
@@ -122,3 +124,89 @@ def test_safety_survives_the_way_through_the_environment(tmp_path):
 def test_limits_that_let_nothing_through_are_refused(wrong):
     with pytest.raises(ConfigInvalidError, match=next(iter(wrong))):
         Safety(**wrong)
+
+
+def refusal(tokens, role, header, route):
+    try:
+        tokens.check(role, header, route)
+    except RequestRefusedError as error:
+        return error.status, str(error)
+    return 200, ""
+
+
+def table(tmp_path, text):
+    path = tmp_path / "roles.toml"
+    path.write_text(text)
+    return path
+
+
+def entry(name, token, roles):
+    return (
+        f'[[tokens]]\nname = "{name}"\nsha256 = "{sha256(token.encode()).hexdigest()}"\n{roles}\n'
+    )
+
+
+ROUTES = {"/act": "act", "/episodes": "feedback", "/feedback": "feedback", "/metrics": "admin"}
+
+
+@pytest.mark.parametrize(
+    ("roles", "dataset", "routes"),
+    [
+        ('writer = ["live"]', "live", {"/act", "/episodes"}),
+        ('labeler = ["live"]', "live", {"/feedback"}),
+        ('reader = ["*"]', "live", {"/metrics"}),
+        ('operator = ["*"]\nlabeler = ["*"]', "live", {"/metrics", "/feedback"}),
+        ('writer = ["other"]', "live", set()),
+        ('writer = ["other"]', None, {"/act", "/episodes"}),
+    ],
+)
+def test_the_role_table_opens_routes_by_dataset(tmp_path, roles, dataset, routes):
+    path = table(tmp_path, entry("one", ONE, roles))
+    tokens = read_tokens({}, {"REPLAYLAKE_ACT_TOKEN": OTHER}, roles_file=path, dataset=dataset)
+    allowed = set()
+    for route, role in ROUTES.items():
+        answer, message = refusal(tokens, role, bearer(ONE), route)
+        if answer == 200:
+            allowed.add(route)
+        else:
+            assert answer == 403
+            assert (f"for dataset {dataset}" in message) == (dataset is not None)
+    assert allowed == routes
+    assert tokens.roles == {"act", *(ROUTES[route] for route in routes)} - (
+        {"feedback"} if "/feedback" not in routes else set()
+    )
+    tokens.check("act", bearer(OTHER), "/act")
+    with pytest.raises(RequestRefusedError, match=r"unknown token; .* or writer in the role table"):
+        tokens.check("act", bearer(TWO), "/act")
+    assert ONE not in repr(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"expected one or more tables"),
+        ("tokens = 3", r"expected one or more tables"),
+        ("[[tokens]", "expected TOML"),
+        ('[[tokens]]\nname = "a"\nsha256 = "secret-token"\nreader = ["*"]', "64 hex digits"),
+        (entry("a", ONE, 'admin = ["*"]'), "found admin, expected the roles reader"),
+        (entry("a", ONE, 'reader = "live"'), "expected a list of datasets"),
+        (entry("a", ONE, ""), "found no role"),
+        (entry("a", ONE, 'reader = ["*"]') + entry("b", ONE, 'writer = ["*"]'), "sha256 of 'a'"),
+        (
+            entry("a", ONE, 'reader = ["*"]') + entry("a", TWO, 'writer = ["*"]'),
+            "name of 'a' twice",
+        ),
+    ],
+)
+def test_a_role_table_that_is_none_is_refused(tmp_path, text, message):
+    with pytest.raises(ConfigInvalidError, match=message) as caught:
+        read_tokens({}, {}, roles_file=table(tmp_path, text))
+    assert "secret-token" not in str(caught.value)
+    assert caught.value.parameter == "roles_file"
+
+
+def test_a_role_table_is_tokens_enough_for_other_machines(tmp_path):
+    path = table(tmp_path, entry("a", ONE, 'writer = ["*"]'))
+    assert check_exposure("0.0.0.0", Safety(roles_file=path)).roles == {"act"}
+    safety = Safety(roles_file=path)
+    assert Safety.from_environment(safety.to_environment()) == safety

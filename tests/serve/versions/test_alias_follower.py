@@ -315,6 +315,7 @@ class Load:
                     self.failures.append(repr(error))
 
 
+@pytest.mark.slow
 def test_two_workers_under_load_follow_within_two_seconds(kit, lake, register):
     first = register()
     lake.registry.set_alias("clone", "champion", 1)

@@ -14,15 +14,22 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
-from replaylake.datastore.interchange.formats.generic.arrow_messages import refuse_packed_bomb
+from replaylake.datastore.interchange.formats.generic.arrow_messages import (
+    BoundedStream,
+    refuse_packed_bomb,
+)
+from replaylake.datastore.interchange.formats.generic.encoded_columns import ColumnDecoder
 from replaylake.datastore.interchange.formats.generic.standard import (
     read_declaration,
     standard_schema,
     write_tables,
 )
 from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
-from replaylake.datastore.interchange.sources.compression import refuse_bomb
+from replaylake.datastore.interchange.formats.tabular.tables import (
+    Chunk,
+    TableSource,
+    refuse_wide,
+)
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
@@ -31,7 +38,6 @@ _FEATHER_1: Final = b"FEA1"
 _STREAM: Final = b"\xff\xff\xff\xff"
 # The first message of a stream is its schema: longer ones than this are none.
 _SCHEMA_BYTES: Final = 64 << 20
-_CHUNK_BYTES: Final = 16 << 20
 
 
 class ArrowTables(TableSource):
@@ -45,15 +51,14 @@ class ArrowTables(TableSource):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         for file in self._files:
             file.check_unchanged()
-            row = num_bytes = 0
+            row, decoder = 0, ColumnDecoder(file)
             with _translate_errors(file), _batches(file) as batches:
+                refuse_wide(file, len(_read_schema(file)))
                 for batch in batches:
                     # Offsets of a damaged batch would lead out of its memory; names may be no text.
                     batch.validate(full=True)
                     check_names(batch.schema)
-                    num_bytes += batch.nbytes
-                    refuse_bomb(file.name, num_bytes, file.num_bytes)
-                    for part in _parts(batch):
+                    for part in decoder.parts(batch):
                         table = pa.Table.from_batches([part])
                         if columns is not None:
                             table = table.select([n for n in columns if n in table.schema.names])
@@ -65,7 +70,7 @@ class ArrowFormat:
     """Any Arrow table, by aliases and `--map`."""
 
     name = "arrow"
-    about = "any table as an Arrow IPC file (Feather) or stream, one row a step"
+    about = "any table as an Arrow IPC file (Feather) or stream, one row per step"
     is_folder = False
     suffix = ".arrow"
 
@@ -99,20 +104,13 @@ def _batches(file: SourceFile) -> Iterator[Iterator[pa.RecordBatch]]:
             f"{file.name}: found Feather of version 1, expected version 2 or an Arrow file. Write "
             "it again with a newer pyarrow or R arrow."
         )
+    refuse_packed_bomb(file)
     if head.startswith(_FILE):
-        refuse_packed_bomb(file)
         with pa.OSFile(str(file.path)) as source, pa.ipc.open_file(source) as reader:
             yield (reader.get_batch(number) for number in range(reader.num_record_batches))
     else:
-        with file.open() as source, pa.ipc.open_stream(source) as reader:
+        with BoundedStream(file) as source, pa.ipc.open_stream(source) as reader:
             yield iter(reader)
-
-
-def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    num_parts = max(1, -(-batch.nbytes // _CHUNK_BYTES))
-    size = max(1, -(-batch.num_rows // num_parts))
-    for start in range(0, batch.num_rows, size):
-        yield batch.slice(start, size)
 
 
 def _read_schema(file: SourceFile) -> pa.Schema:
@@ -123,7 +121,7 @@ def _read_schema(file: SourceFile) -> pa.Schema:
             with pa.OSFile(str(file.path)) as source, pa.ipc.open_file(source) as reader:
                 schema = reader.schema
         else:
-            with file.open() as source, pa.ipc.open_stream(source) as reader:
+            with BoundedStream(file) as source, pa.ipc.open_stream(source) as reader:
                 schema = reader.schema
         check_names(schema)
         return schema

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import struct
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -20,8 +21,32 @@ _DICTIONARY_DATA: Final = 1
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3
 
 
+class BoundedStream(io.RawIOBase):
+    """A file's bytes for reading in order; never asked for more than are left of it.
+
+    Python allocates what a reader asks for, which is what the messages of a file declare.
+    """
+
+    def __init__(self, file: SourceFile) -> None:
+        self._stream = file.open()
+        self._left = file.num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1) -> Any:
+        wanted = self._left if size is None or size < 0 else min(size, self._left)
+        data = self._stream.read(wanted)
+        self._left -= len(data)
+        return data
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
 def refuse_packed_bomb(file: SourceFile) -> None:
-    """Refuse an Arrow IPC file whose packed buffers, or rows without data, declare too much.
+    """Refuse an Arrow IPC file or stream whose packed buffers, or bare rows, declare too much.
 
     Reads the messages' headers and the first bytes of each packed buffer, before anything is
     unpacked. Raises: SourceInvalidError.
@@ -37,9 +62,9 @@ def refuse_packed_bomb(file: SourceFile) -> None:
 def _count_unpacked_bytes(file: SourceFile) -> int:
     """Add up what packed buffers say that they unpack to."""
     total = 0
-    with pa.OSFile(str(file.path)) as stream:
-        if stream.read(len(_MAGIC)) != _MAGIC:
-            raise ValueError("not an Arrow file")
+    with BoundedStream(file) as stream:
+        if file.head(len(_MAGIC)) == _MAGIC:
+            stream.read(len(_MAGIC))
         for message in pa.ipc.MessageReader.open_stream(stream):
             if message.body is not None:
                 total += _message_bytes(message.metadata.to_pybytes(), message.body)

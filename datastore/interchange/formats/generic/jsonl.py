@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,12 @@ from replaylake.datastore.interchange.formats.format import ReadOptions, SourceR
 from replaylake.datastore.interchange.formats.generic.standard import TEXT_TABLE_BYTES, write_tables
 from replaylake.datastore.interchange.formats.generic.text_rows import json_lines
 from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource, is_encodable
+from replaylake.datastore.interchange.formats.tabular.tables import (
+    Chunk,
+    TableSource,
+    is_encodable,
+    refuse_wide,
+)
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
 
@@ -63,7 +69,7 @@ class JsonlFormat:
     """Any JSON lines, by aliases and `--map`."""
 
     name = "jsonl"
-    about = "any table as JSON lines, one object a step"
+    about = "any table as JSON lines, one object per step"
     is_folder = False
     suffix = ".jsonl"
 
@@ -101,6 +107,7 @@ def json_chunks(file: SourceFile) -> Iterator[Chunk]:
                 table, misfits, lines = _parse(
                     data.removeprefix(_BOM) if line == 1 else data, file, line
                 )
+                refuse_wide(file, table.num_columns)
                 num_bytes = stream.tell()
                 yield Chunk(file, row, table, misfits=misfits, lines=lines, num_bytes=num_bytes)
                 row += table.num_rows
@@ -174,7 +181,7 @@ def parse_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[pa.Table, Misfits]:
 def _parse(
     data: bytes, file: SourceFile, first_line: int
 ) -> tuple[pa.Table, Misfits, Sequence[int]]:
-    """Return a block's rows, their misfits, and their lines where none is empty."""
+    """Return a block's rows, their misfits, and their lines where they are known."""
     try:
         table = parse_json(data)
     except (pa.ArrowException, UnicodeDecodeError):
@@ -183,8 +190,10 @@ def _parse(
     if has_great and _LONG_INTEGER.search(data):
         return _parse_lines(data, file, first_line)
     num_lines = data.count(b"\n") + (not data.endswith(b"\n"))
-    lines = range(first_line, first_line + num_lines if num_lines == table.num_rows else first_line)
-    return table, {}, lines
+    if num_lines == table.num_rows:
+        return table, {}, range(first_line, first_line + num_lines)
+    filled = [n for n, line in enumerate(data.split(b"\n"), first_line) if line.strip()]
+    return table, {}, filled if len(filled) == table.num_rows else []
 
 
 def _has_great(values: pa.Array) -> bool:
@@ -220,7 +229,7 @@ def _without_times(kind: pa.DataType) -> pa.DataType:
 def _too_long_error(file: SourceFile, line: int) -> SourceInvalidError:
     return SourceInvalidError(
         f"{file.name} line {line}: found a line of more than {_MAX_LINE_BYTES:,} bytes, expected "
-        "one step, or one batch of them, in each. Write shorter lines."
+        "one step, or one batch of steps, in each line. Write shorter lines."
     )
 
 
@@ -238,7 +247,7 @@ def _parse_lines(
 ) -> tuple[pa.Table, Misfits, Sequence[int]]:
     """Parse what pyarrow refused: slower, but it knows the line."""
     rows: list[dict[str, Any]] = []
-    lines: list[int] = []
+    lines = array("q")  # kept for each block of the source
     for number, line in enumerate(data.split(b"\n"), first_line):
         if not line.strip():
             continue
@@ -252,7 +261,7 @@ def _parse_lines(
         if not isinstance(value, dict):
             raise SourceInvalidError(
                 f"{file.name} line {number}: found a {type(value).__name__}, expected one JSON "
-                "object a line. Write one step a line."
+                "object per line. Write one step per line."
             )
         rows.append(value)
         lines.append(number)
@@ -260,7 +269,7 @@ def _parse_lines(
         table, misfits = parse_rows(rows)
     except (pa.ArrowException, OverflowError, RecursionError) as error:
         raise SourceInvalidError(
-            f"{file.name} from line {first_line}: found values that no column holds ({error}), "
+            f"{file.name} from line {first_line}: found values that no column can hold ({error}), "
             f"expected some nested no deeper than {MAX_DEPTH} levels. Correct the lines."
         ) from error
     return table, misfits, lines

@@ -13,13 +13,22 @@ import pyarrow.parquet as pq
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
+from replaylake.datastore.interchange.formats.generic.encoded_columns import (
+    ColumnDecoder,
+    min_width,
+)
 from replaylake.datastore.interchange.formats.generic.standard import (
     read_declaration,
     standard_schema,
     write_tables,
 )
 from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, ChunkSchema, TableSource
+from replaylake.datastore.interchange.formats.tabular.tables import (
+    Chunk,
+    ChunkSchema,
+    TableSource,
+    refuse_wide,
+)
 from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
@@ -30,6 +39,12 @@ PARQUET_ERRORS: Final = (pa.ArrowException, OSError, UnicodeDecodeError)
 _MAGIC: Final = b"PAR1"
 _BATCH_ROWS: Final = 131_072
 _BATCH_BYTES: Final = 16 << 20
+# What the lists of a small file may decode to: a row's list is decoded as a whole, several times.
+_MAX_LIST_BYTES: Final = 256 << 20
+# Texts that decode to less than this, whatever they are, are decoded as they are read.
+_MAX_PLAIN_BYTES: Final = 64 << 20
+# Bytes of a value by its physical type; those of BYTE_ARRAY have an offset each.
+_WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 
 
 class ParquetTables(TableSource):
@@ -43,11 +58,15 @@ class ParquetTables(TableSource):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         for file in self._files:
             file.check_unchanged()
-            row = 0
+            row, decoder = 0, ColumnDecoder(file)
             try:
+                refuse_wide(file, len(parquet_schema(file)))
                 # Buffering ahead would keep the bytes of every row group read so far.
                 with pq.ParquetFile(
-                    file.path, pre_buffer=False, page_checksum_verification=True
+                    file.path,
+                    pre_buffer=False,
+                    page_checksum_verification=True,
+                    read_dictionary=_find_dictionaries(file),
                 ) as parquet:
                     names = None
                     if columns is not None:
@@ -55,9 +74,9 @@ class ParquetTables(TableSource):
                     num_rows = _rows_at_once(parquet, file)
                     for batch in parquet.iter_batches(num_rows, columns=names):
                         batch.validate(full=True)  # texts may be no text
-                        table = pa.Table.from_batches([batch])
-                        yield Chunk(file, row, table)
-                        row += batch.num_rows
+                        for part in decoder.parts(batch):
+                            yield Chunk(file, row, pa.Table.from_batches([part]))
+                            row += part.num_rows
             except PARQUET_ERRORS as error:
                 raise unreadable_error(file.name, error) from error
 
@@ -65,6 +84,7 @@ class ParquetTables(TableSource):
         for file in self._files:
             try:
                 with pq.ParquetFile(file.path) as parquet:
+                    refuse_wide(file, len(parquet.schema_arrow))
                     _rows_at_once(parquet, file)
                     rows = parquet.metadata.num_rows
                     yield ChunkSchema(file, 0, rows, parquet.schema_arrow)
@@ -76,7 +96,7 @@ class ParquetFormat:
     """Any Parquet table, by aliases and `--map`."""
 
     name = "parquet"
-    about = "any table as Parquet, one row a step"
+    about = "any table as Parquet, one row per step"
     is_folder = False
     suffix = ".parquet"
 
@@ -124,24 +144,42 @@ def _rows_at_once(parquet: pq.ParquetFile, file: SourceFile) -> int:
     num_rows = parquet.metadata.num_rows
     width = sum(min_width(field.type) for field in parquet.schema_arrow)
     refuse_bomb(file.name, num_rows * width, file.num_bytes)
+    items = _count_item_bytes(parquet)
+    refuse_bomb(file.name, items, file.num_bytes, _MAX_LIST_BYTES)
     groups = range(parquet.metadata.num_row_groups)
     stated = sum(parquet.metadata.row_group(group).total_byte_size for group in groups)
-    widest = max(width, stated // max(1, num_rows), 1)
+    widest = max(width, max(stated, items) // max(1, num_rows), 1)
     return int(np.clip(_BATCH_BYTES // widest, 1, _BATCH_ROWS))
 
 
-def min_width(kind: pa.DataType) -> int:
-    """Return the bytes that a value takes in memory at the least, whatever it is."""
-    types = pa.types
-    if isinstance(kind, pa.BaseExtensionType):
-        return min_width(kind.storage_type)
-    if types.is_struct(kind):
-        return sum(min_width(field.type) for field in kind)
-    if types.is_fixed_size_list(kind):
-        return int(kind.list_size) * min_width(kind.value_type)
-    if types.is_dictionary(kind):
-        return min_width(kind.value_type)  # ingest decodes them
-    try:
-        return max(1, int(kind.bit_width) // 8)
-    except ValueError:  # lists and texts: an offset each
-        return 4
+def _count_item_bytes(parquet: pq.ParquetFile) -> int:
+    """Return what the items of all lists decode to at the least: a run of equal ones is short."""
+    metadata, total = parquet.metadata, 0
+    for number in range(metadata.num_columns):
+        column = metadata.schema.column(number)
+        if column.max_repetition_level:
+            width = _WIDTHS.get(column.physical_type) or max(column.length, 4)
+            for group in range(metadata.num_row_groups):
+                total += width * metadata.row_group(group).column(number).num_values
+    return total
+
+
+def _find_dictionaries(file: SourceFile) -> list[str]:
+    """Return the columns of texts that are read as dictionaries: they may decode to far more."""
+    with pq.ParquetFile(file.path) as parquet:
+        metadata, found = parquet.metadata, []
+        for number in range(metadata.num_columns):
+            column = metadata.schema.column(number)
+            if column.physical_type != "BYTE_ARRAY":
+                continue
+            chunks = [
+                metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)
+            ]
+            # At most each value is as long as all that is stored.
+            if any(
+                any("DICTIONARY" in encoding for encoding in chunk.encodings)
+                and chunk.num_values * chunk.total_uncompressed_size > _MAX_PLAIN_BYTES
+                for chunk in chunks
+            ):
+                found.append(column.path)
+    return found

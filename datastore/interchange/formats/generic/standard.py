@@ -128,7 +128,14 @@ def read_declaration(
         return None
     try:
         spec = DatasetSpec.from_table(first, pa.schema([]))
-    except (ReplayLakeError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (
+        ReplayLakeError,
+        AttributeError,
+        KeyError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise SourceInvalidError(
             f"{where}: found spaces in its metadata that cannot be read "
             f"({type(error).__name__}: {error}), expected them as `replaylake export` writes them. "
@@ -138,6 +145,7 @@ def read_declaration(
         spaces=(spec.observation_space, spec.action_space),
         rewards_optional=spec.rewards_optional,
         encoding=spec.encoding,
+        tokenizer=spec.tokenizer,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -72,8 +71,7 @@ def json_text(column: pa.Array, *, bare: bool = False) -> pa.Array:
     if types.is_struct(kind):
         return _struct_text(column)
     if types.is_map(kind):
-        objects = [None if v is None else json.dumps(v) for v in _python_maps(column)]
-        return pa.array(objects, pa.string())
+        return _map_text(column)
     if is_list(kind):
         return _list_text(column)
     text = _plain_text(column)
@@ -125,6 +123,20 @@ def _list_text(column: pa.Array) -> pa.Array:
     return pc.if_else(column.is_valid(), framed, pa.scalar(None, pa.string()))
 
 
+def _map_text(column: pa.Array) -> pa.Array:
+    """Write maps as objects; a key that is no text has its own text as its name."""
+    column = column.take(pa.array(np.arange(len(column))))  # so that its items begin at 0
+    names = json_text(column.keys)
+    is_named = pc.starts_with(names, '"')
+    names = pc.if_else(is_named, names, _json_strings(names))
+    entries = pc.binary_join_element_wise(
+        names, pc.fill_null(json_text(column.items), "null"), ": "
+    )
+    text = pc.binary_join(pa.ListArray.from_arrays(column.offsets, entries), ", ")
+    framed = pc.binary_join_element_wise("{", text, "}", "")
+    return pc.if_else(column.is_valid(), framed, pa.scalar(None, pa.string()))
+
+
 def _tensor_text(column: pa.Array) -> pa.Array:
     """Write tensors as lists of lists."""
     flat = column.storage
@@ -150,11 +162,6 @@ def _plain_text(column: pa.Array) -> pa.Array:
         return column.cast(pa.string())
     except pa.ArrowNotImplementedError:
         return pa.array([None if v is None else str(v) for v in column.to_pylist()], pa.string())
-
-
-def _python_maps(column: pa.Array) -> list[Mapping[str, Any] | None]:
-    maps: list[Mapping[str, Any] | None] = column.to_pylist(maps_as_pydicts="lossy")
-    return maps
 
 
 def _json_strings(text: pa.Array) -> pa.Array:

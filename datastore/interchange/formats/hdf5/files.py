@@ -118,7 +118,7 @@ class Hdf5Array:
         if self.kind not in (TEXT, BYTES) or len(self.shape) != 1:
             raise SourceInvalidError(
                 f"{self._file.name}: dataset {self.path!r} is {self.kind}{list(self.shape)}, "
-                "expected numbers, or one text a row. Leave it out, or write it as numbers."
+                "expected numbers, or one text per row. Leave it out, or write it as numbers."
             )
         self._check_heaps()
         out: Array = np.empty(max(stop - start, 0), object)
@@ -136,7 +136,8 @@ class Hdf5Array:
         if expected != found:
             raise SourceInvalidError(
                 f"{self._file.name}: dataset {self.path!r} has shape {list(found)}, expected "
-                f"{'one value' if not expected else 'one row a step'}. Is it another format's file?"
+                f"{'one value' if not expected else 'one row per step'}. The file may have "
+                "another format."
             )
 
 
@@ -204,7 +205,7 @@ class Hdf5File:
             if not isinstance(dataset, self._h5py.Dataset):
                 raise SourceInvalidError(
                     f"{self._file.name}: {path!r} is no dataset, expected one. "
-                    "Name the format with `format` if the file is of another one."
+                    "Name the format with `format` if the file has another one."
                 )
             self._refuse_elsewhere(dataset, path)
             array = Hdf5Array(self._file, path, dataset, self._check_heaps)
@@ -251,8 +252,8 @@ class Hdf5File:
             kind = item.id.links.get_info(name.encode(errors="surrogateescape")).type
             if kind != self._h5py.h5l.TYPE_HARD:
                 raise SourceInvalidError(
-                    f"{self._file.name}: {path!r} is a link to elsewhere, expected data in the "
-                    "file itself. Links are not followed: copy what it points at into the file."
+                    f"{self._file.name}: {path!r} is a link to another place, expected data in "
+                    "the file itself. Links are not followed: copy the linked data into the file."
                 )
             item = item[name]
         return item
@@ -261,7 +262,7 @@ class Hdf5File:
         if dataset.is_virtual or dataset.external:
             raise SourceInvalidError(
                 f"{self._file.name}: dataset {path!r} keeps its data in other files, expected it "
-                "in the file itself. Copy it there, for one with h5repack."
+                "in the file itself. Copy it there, for example with h5repack."
             )
         plan = dataset.id.get_create_plist()
         filters = {int(plan.get_filter(i)[0]) for i in range(plan.get_nfilters())}
@@ -269,7 +270,7 @@ class Hdf5File:
             raise SourceInvalidError(
                 f"{self._file.name}: dataset {path!r} is packed by the HDF5 filter "
                 f"{min(filters - _FILTERS)}, expected gzip, lzf, szip or none: others are plugins, "
-                "which are not loaded. Repack it, for one with h5repack -f GZIP=1."
+                "which are not loaded. Repack it, for example with h5repack -f GZIP=1."
             )
 
 
@@ -350,5 +351,5 @@ def _find_heap_fault(raw: mmap.mmap, heap: int) -> str | None:
 def _torn_heap_error(file: SourceFile, at: int, found: str) -> SourceInvalidError:
     return SourceInvalidError(
         f"{file.name}: the heap of values of variable length at byte {at} has {found}, expected "
-        "objects that fill it. The file may be torn: copy or write it again."
+        "objects that fill it. The file may be damaged: copy or write it again."
     )

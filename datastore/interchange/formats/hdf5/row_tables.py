@@ -121,7 +121,8 @@ def open_contents(
             raise SourceInvalidError(
                 f"{file.name}: found the datasets {format_names(paths)}, expected {name}. Name "
                 f"it with "
-                f"`mapping` {ours}=DATASET, or the format with `format` if it is of another one."
+                f"`mapping` {ours}=DATASET, or the format with `format` if the file has another "
+                "one."
             )
     arrays = {path: hdf5.array(path) for path in paths}
     num_rows = len(arrays[required[_OUR_NAMES.index("reward")]])
@@ -133,7 +134,8 @@ def open_contents(
         elif path in (*required, TIMEOUTS, NEXT):
             raise SourceInvalidError(
                 f"{file.name}: {path} is {array.kind} of shape {list(array.shape)}, expected "
-                f"numbers in {num_rows} rows as rewards. The file may be cut: write it again."
+                f"numbers in {num_rows} rows, as many as the rewards. The file may be truncated: "
+                "write it again."
             )
         else:
             lost.append(f"{path} {array.kind}{list(array.shape)}")

@@ -125,7 +125,7 @@ class Hdf5Writer:
 
     def _write_failed_error(self, error: Exception) -> StorageError:
         return StorageError(
-            f"{self._path.name}: could not be written ({error}), expected room for it. Check the "
+            f"{self._path.name}: could not be written ({error}), expected enough space. Check the "
             "disk, then export again."
         )
 

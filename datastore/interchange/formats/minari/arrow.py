@@ -64,7 +64,7 @@ class EpisodeFolders(TableSource):
             if name not in table.schema.names:
                 raise SourceInvalidError(
                     f"{file.name}: found the columns {table.schema.names}, expected {name!r} among "
-                    "them. Is it another format's file?"
+                    "them. The file may have another format."
                 )
         if not table.num_rows:
             return None
@@ -122,13 +122,14 @@ def _arrow_values(column: pa.Array, space: Space | None, where: str) -> Values:
     if column.null_count:
         raise SourceInvalidError(
             f"{where}: found {column.null_count} rows without a value, expected one in each. "
-            "The file may be torn: write it again."
+            "The file may be damaged: write it again."
         )
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return images(column.to_pylist(), space, where)
     if not _is_plain(kind):
         raise SourceInvalidError(
-            f"{where}: found {kind}, expected numbers, text or images. Is it another format's file?"
+            f"{where}: found {kind}, expected numbers, text or images. The file may have another "
+            "format."
         )
     return reshape_rows(decode(column).values, space)
 

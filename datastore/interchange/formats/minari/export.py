@@ -35,6 +35,8 @@ METADATA: Final = "metadata.json"
 _MINARI_VERSION: Final = "0.5.4"
 _SEED: Final = "seed"
 _LOG_PROBS: Final = "infos/behavior_log_prob"
+# Ours, beside Minari's ref_min_score and ref_max_score, which do not say where they are from.
+SCORE_SOURCE: Final = "replaylake_score_source"
 _NAME: Final = re.compile(r"[-\w]+-v\d+")
 
 
@@ -66,6 +68,14 @@ def write_minari(episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> 
             "minari_version": _MINARI_VERSION,
             "dataset_size": round(num_bytes / 1e6, 1),
         }
+        if spec.env_spec is not None:
+            metadata["env_spec"] = spec.env_spec
+        if (reference := spec.score_reference) is not None:
+            metadata |= {
+                "ref_min_score": reference.random,
+                "ref_max_score": reference.expert,
+                SCORE_SOURCE: reference.source,
+            }
         (data / METADATA).write_text(json.dumps(metadata))
     except OSError as error:
         raise StorageError(
@@ -108,7 +118,8 @@ class _MinariWriter:
         if self._num_without_final:
             raise SpaceUnsupportedError(
                 f"Minari: {self._num_without_final} of {self.num_episodes} episodes have no final "
-                "observation, expected one in each: it keeps an observation more than actions. "
+                "observation, expected one in each: Minari stores one more observation than "
+                "actions. "
                 "Leave them out with `where`, or export to d4rl."
             )
         partial = {n for n, count in self._counts.items() if count < self.num_episodes}

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.episodes.score_reference import ScoreReference
+from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.hdf5.column_names import restore_names
 from replaylake.datastore.interchange.formats.hdf5.files import Hdf5File, is_hdf5
 from replaylake.datastore.interchange.formats.minari.arrow import ArrowEpisode, EpisodeFolders
-from replaylake.datastore.interchange.formats.minari.export import MAIN_FILE, METADATA, write_minari
+from replaylake.datastore.interchange.formats.minari.export import (
+    MAIN_FILE,
+    METADATA,
+    SCORE_SOURCE,
+    write_minari,
+)
 from replaylake.datastore.interchange.formats.minari.hdf5 import Hdf5Tables, list_groups
 from replaylake.datastore.interchange.formats.minari.spaces import parse_space
 from replaylake.datastore.interchange.formats.minari.storage import Spaces
@@ -25,6 +32,8 @@ from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import format_names
 
 _LARGEST_METADATA: Final = 64 << 20
+# Gymnasium's are of about a thousand characters.
+_MAX_ENV_SPEC: Final = 1 << 16
 # What main_data.hdf5 said of itself before 0.5, when there was no metadata.json.
 _LABELS: Final = ("observation_space", "action_space", "dataset_id", "env_spec")
 
@@ -72,6 +81,8 @@ class MinariFormat:
             spaces=None if is_other else spaces,
             notes=notes,
             observed="observations",
+            score_reference=_score_reference(metadata, where, notes),
+            env_spec=_env_spec(metadata, notes),
         )
         reading = TabularReader(tables, options, where, declared)
         notes += tables.notes
@@ -79,6 +90,41 @@ class MinariFormat:
 
     def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         return write_minari(episodes, spec, path)
+
+
+def _env_spec(metadata: Mapping[str, Any], notes: list[str]) -> str | None:
+    """Return Minari's JSON of the environment; a note if it is none. Nothing of it is executed."""
+    text = metadata.get("env_spec")
+    if not text:
+        return None
+    if isinstance(text, str) and len(text) <= _MAX_ENV_SPEC:
+        with suppress(ValueError, RecursionError):
+            if isinstance(json.loads(text), dict):
+                return text
+    notes.append(
+        f"env_spec is left out: expected a JSON object of at most {_MAX_ENV_SPEC:,} characters"
+    )
+    return None
+
+
+def _score_reference(
+    metadata: Mapping[str, Any], where: str, notes: list[str]
+) -> ScoreReference | None:
+    """Return Minari's ref_min_score and ref_max_score; a note if they are no such pair."""
+    low, high = metadata.get("ref_min_score"), metadata.get("ref_max_score")
+    if low is None and high is None:
+        return None
+    source = metadata.get(SCORE_SOURCE)
+    if not isinstance(source, str) or not source.strip():
+        source = f"Minari {metadata.get('dataset_id') or where}"
+    try:
+        return ScoreReference(low, high, source)  # type: ignore[arg-type]
+    except ConfigInvalidError:
+        notes.append(
+            f"ref_min_score {low!r} and ref_max_score {high!r} are left out: expected two numbers, "
+            "the second above the first"
+        )
+        return None
 
 
 def _folders(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
@@ -118,14 +164,14 @@ def _find(files: Sequence[SourceFile]) -> MinariFiles:
     if not folders:
         raise SourceInvalidError(
             f"{files[0].name}: found no {MAIN_FILE} and no episode folders beside a {METADATA}, "
-            "expected a Minari dataset's folder. Pass it whole, or name another format."
+            "expected a Minari dataset's folder. Pass the whole folder, or name another format."
         )
     if len(top) != 1:
         names = [folder.removesuffix("/data") or "." for folder in sorted(folders)]
         raise SourceInvalidError(
             f"{files[0].name}: found {len(top)} Minari datasets ({format_names(names)}), "
             f"expected one. "
-            "Ingest the folder of each by itself."
+            "Ingest each folder separately."
         )
     inside = folders[_folder_of(top[0])]
     main = next((file for file in inside if file.base_name == MAIN_FILE), None)
@@ -157,11 +203,11 @@ def _json_object(file: SourceFile) -> Mapping[str, Any]:
         value = json.loads(text) if len(text) <= _LARGEST_METADATA else None
     except (ValueError, RecursionError) as error:
         raise SourceInvalidError(
-            f"{file.name}: {error}, expected one JSON object. It may be torn: write it again."
+            f"{file.name}: {error}, expected one JSON object. It may be damaged: write it again."
         ) from error
     if not isinstance(value, dict):
         raise SourceInvalidError(
-            f"{file.name}: found {len(text)} bytes that are no JSON object, expected one of "
+            f"{file.name}: found {len(text)} bytes that are not a JSON object, expected one of "
             f"at most {_LARGEST_METADATA}. Is it Minari's?"
         )
     return value
@@ -195,8 +241,8 @@ def _survey(main: SourceFile) -> tuple[int, list[str]]:
         groups = list_groups(hdf5)
         if not groups:
             raise SourceInvalidError(
-                f"{main.name}: found no group episode_N, expected one an episode. "
-                "Is it another format's file?"
+                f"{main.name}: found no group episode_N, expected one per episode. "
+                "The file may have another format."
             )
         path = f"{groups[0][1]}/{INFOS}"
         names = hdf5.names(path) if hdf5.has_path(path) and hdf5.is_group(path) else []

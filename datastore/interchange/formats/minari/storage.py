@@ -83,8 +83,8 @@ def members(
     subs = children(space) if isinstance(space, Dict | Tuple) else {}
     if len(paths) < len(names) or not paths or (space is not None and paths.keys() != subs.keys()):
         raise SourceInvalidError(
-            f"{where} holds {names}, expected what its space has: {[*subs]}. The file and its "
-            "metadata.json may not belong together."
+            f"{where} has {names}, expected the members of its space: {[*subs]}. The file and its "
+            "metadata.json may not match."
         )
     return {key: (paths[key], subs.get(key)) for key in subs or sorted(paths, key=_natural_key)}
 
@@ -99,7 +99,7 @@ def is_packed_image(rows: Array, space: Space | None) -> bool:
 def images(encoded: list[bytes], space: Space | None, where: str) -> Values:
     if not isinstance(space, Box):
         raise SourceInvalidError(
-            f"{where}: found packed images, and no space that says their shape. Pass the folder, "
+            f"{where}: found packed images, and no space with their shape. Pass the folder, "
             "with its metadata.json, and not the file alone."
         )
     return reshape_rows(decode_images(encoded, where), space)

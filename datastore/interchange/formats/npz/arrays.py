@@ -103,7 +103,7 @@ class NpzRows:
         if self._stream.read(1):
             array = self._array
             raise SourceInvalidError(
-                f"{array.file.name}: array {array.name!r} goes on after its last row, expected "
+                f"{array.file.name}: array {array.name!r} continues after its last row, expected "
                 f"{array.shape} of {array.dtype}. Save it again, or leave the file out."
             )
 
@@ -128,7 +128,8 @@ class NpzRows:
         if len(data) < expected:
             raise SourceInvalidError(
                 f"{array.file.name}: array {array.name!r} ends before its last row, expected "
-                f"{array.shape} of {array.dtype}. It may be torn: save it again, or leave it out."
+                f"{array.shape} of {array.dtype}. It may be damaged: save it again, or leave it "
+                "out."
             )
         flat = np.frombuffer(data, array.dtype) if expected else np.empty(0, array.dtype)
         return flat.reshape(shape).astype(array.dtype.newbyteorder("="), copy=False)
@@ -143,7 +144,7 @@ def npz_arrays(file: SourceFile) -> dict[str, NpzArray]:
         if not path.endswith(_SUFFIX):
             raise SourceInvalidError(
                 f"{file.name}: found {path!r} in it, expected arrays alone, as numpy.savez writes "
-                "them. Unpack it and pass what it holds."
+                "them. Unpack it and pass its contents."
             )
         name = path.removesuffix(_SUFFIX)
         with archive.open(path) as stream:
@@ -179,6 +180,6 @@ def _header(
         reason = " ".join(str(error).split())[:200]
         raise SourceInvalidError(
             f"{file.name}: array {name!r} has no header of numpy's ({reason}), expected one "
-            "numpy.savez writes it. Save it again, or leave it out."
+            "as numpy.savez writes it. Save it again, or leave it out."
         ) from error
     return dtype, shape, is_fortran

@@ -36,6 +36,8 @@ _SCALARS: Final = frozenset(
     for name in ALIASES[ours]
 ) | {*DONE_ALIASES}
 
+_RECORDED: Final = "terminals"
+
 Arrays = Mapping[str, NpzArray]
 
 
@@ -65,6 +67,12 @@ class NpzFormat:
         if _is_imitation(arrays):
             observed = "obs"
             fields = {"action": "acts", **({"reward": "rews"} if "rews" in arrays else {})}
+        elif _are_recordings(arrays) and "terminated" not in options.mapping:
+            fields = {"truncated": _RECORDED}
+            notes.append(
+                f"{_RECORDED} used as truncated: without rewards and timeouts they mark where a "
+                "recording ends, not where a task does"
+            )
         declared = Declaration(fields=fields, notes=notes, observed=observed)
         return TabularReader(tables, options, files[0].name, declared)
 
@@ -103,6 +111,13 @@ def _is_experts(arrays: Arrays) -> bool:
 def _is_columns(arrays: Arrays) -> bool:
     needed = (ALIASES["observation"], ALIASES["action"])
     return all(set(aliases) & set(arrays) for aliases in needed)
+
+
+def _are_recordings(arrays: Arrays) -> bool:
+    """Return whether `terminals` only mark the ends of recordings, as in OGBench."""
+    others = ("reward", "truncated")
+    names = {name for ours in others for name in ALIASES[ours]} | {*ALIASES["terminated"]}
+    return names & set(arrays) == {_RECORDED}
 
 
 def _trajectories(
@@ -172,15 +187,15 @@ def _experts(
             _expect_length(file, arrays[name], num, "a row a step, as `actions` has them")
     if arrays["obs"].dtype.kind == "U":
         raise SourceInvalidError(
-            f"{file.name}: array 'obs' holds texts, expected numbers: of images, "
-            "stable-baselines saves the paths alone, and these are not read. Save it with the "
+            f"{file.name}: array 'obs' has texts, expected numbers: stable-baselines "
+            "saves only the paths of images, and these are not read. Save it with the "
             "images themselves."
         )
     starts = arrays["episode_starts"]
     if starts.dtype.kind not in "biu" or starts.shape not in ((num,), (num, 1)):
         raise SourceInvalidError(
             f"{file.name}: array 'episode_starts' is {starts.dtype} {list(starts.shape)}, expected "
-            "one flag a step. Save it again."
+            "one flag per step. Save it again."
         )
     _add_note(
         notes, "episode_starts say where episodes begin, not how they ended: the ends are open"
@@ -264,8 +279,8 @@ def _columns(file: SourceFile, arrays: Arrays, notes: list[str]) -> Iterator[Chu
 def _length(file: SourceFile, array: NpzArray, name: str) -> int:
     if array.unread_reason is not None:
         raise SourceInvalidError(
-            f"{file.name}: array {name!r} holds {array.unread_reason}, expected numbers, one row a "
-            "step. Nothing is unpickled: save it as an array of numbers."
+            f"{file.name}: array {name!r} holds {array.unread_reason}, expected numbers, one row "
+            "per step. Nothing is unpickled: save it as an array of numbers."
         )
     return len(array)
 

@@ -93,7 +93,8 @@ def decode_message(data: bytes, where: str) -> Any:
         return msgpack.unpackb(data, object_hook=_array, raw=False, strict_map_key=False)
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException) as error:
         raise SourceInvalidError(
-            f"{where}: found {_one_line(error)}, expected one whole msgpack value. It may be torn: "
+            f"{where}: found {_one_line(error)}, expected one whole msgpack value. It may be "
+            "damaged: "
             "write the log again, or leave the file out."
         ) from error
 
@@ -118,7 +119,7 @@ def _array(body: dict[Any, Any]) -> Any:
         return flat[0]
     shape = parts.get("shape")
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError("an array whose shape is no list of sizes")
+        raise ValueError("an array whose shape is not a list of sizes")
     native = flat.astype(flat.dtype.newbyteorder("="), copy=False)
     return native.reshape(shape)
 
@@ -191,7 +192,9 @@ class ArrayUnpickler:
         except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
             if isinstance(error, PickleRefusedError):
                 raise
-            raise PickleRefusedError(f"a torn pickle ({type(error).__name__}: {error})") from error
+            raise PickleRefusedError(
+                f"a damaged pickle ({type(error).__name__}: {error})"
+            ) from error
 
 
 @dataclass(frozen=True)

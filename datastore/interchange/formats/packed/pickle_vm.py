@@ -159,7 +159,7 @@ class PickleVM:
                 self._memo[self._number(_PUTS[code])] = self._top(1)[0]
             elif code == ord("."):
                 if len(stack) != 1 or self._at != len(self._data):
-                    raise PickleRefusedError("a pickle with something left over")
+                    raise PickleRefusedError("a pickle with remaining values")
                 return stack[0]
             elif code in self._others:
                 self._others[code]()
@@ -171,7 +171,7 @@ class PickleVM:
     def _take(self, num: int) -> memoryview:
         if num > len(self._data) - self._at:
             raise PickleRefusedError(
-                f"a torn pickle: {num} bytes are not there after byte {self._at}"
+                f"a damaged pickle: {num} bytes are not there after byte {self._at}"
             )
         self._at += num
         return self._data[self._at - num : self._at]
@@ -181,7 +181,7 @@ class PickleVM:
 
     def _top(self, num: int) -> list[Any]:
         if len(self._stack) < num:
-            raise PickleRefusedError("a torn pickle: too few values")
+            raise PickleRefusedError("a damaged pickle: too few values")
         return self._stack[-num:]
 
     def _pop(self) -> Any:
@@ -212,7 +212,7 @@ class PickleVM:
     def _list(self) -> list[Any]:
         (target,) = self._top(1)
         if not isinstance(target, list):
-            raise PickleRefusedError("a torn pickle: no list where one belongs")
+            raise PickleRefusedError("a damaged pickle: no list where one is expected")
         return target
 
     def _set_item(self) -> None:
@@ -226,7 +226,7 @@ class PickleVM:
         (target,) = self._top(1)
         # Other keys could be nested deeper than Python can hash.
         if not isinstance(target, dict) or not all(isinstance(key, str) for key in items[::2]):
-            raise PickleRefusedError("a dict whose keys are no names")
+            raise PickleRefusedError("a dict whose keys are not names")
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def _long(self) -> None:
@@ -243,7 +243,7 @@ class PickleVM:
         for _ in range(2):
             end = bytes(self._data[self._at : self._at + 256]).find(b"\n")
             if end < 0:
-                raise PickleRefusedError("a torn pickle: no name where one belongs")
+                raise PickleRefusedError("a damaged pickle: no name where one is expected")
             parts.append(str(self._take(end), "utf-8"))
             self._take(1)
         self._stack.append(_resolve_global(parts[0], parts[1]))
@@ -255,18 +255,18 @@ class PickleVM:
     def _reduce(self) -> None:
         arguments, called = self._pop(), self._pop()
         if not isinstance(called, _Global) or not isinstance(arguments, tuple):
-            raise PickleRefusedError("a call of what is no array, which is not made")
+            raise PickleRefusedError("a call that does not create an array, which is not executed")
         if called.name == _DTYPE:
             code, _, _ = arguments
             if not isinstance(code, str):
-                raise PickleRefusedError("a dtype that is no text")
+                raise PickleRefusedError("a dtype that is not text")
             self._stack.append(_Kind(code))
         elif called.name == _BYTES and not arguments:
             self._stack.append(memoryview(b""))
         elif called.name == _ENCODE:
             text, encoding = arguments
             if not isinstance(text, str) or encoding != "latin1":
-                raise PickleRefusedError("bytes that are no text of their code points")
+                raise PickleRefusedError("bytes that are not text of their code points")
             self._stack.append(memoryview(text.encode("latin-1")))
         elif called.name == _FROMBUFFER:
             buffer, kind, shape, order = arguments
@@ -274,7 +274,7 @@ class PickleVM:
         elif called.name == _RECONSTRUCT and isinstance(arguments[0], _Global):
             self._stack.append(PendingArray())
         else:
-            raise PickleRefusedError(f"a call of {called.name}, which is not made")
+            raise PickleRefusedError(f"a call of {called.name}, which is not executed")
 
     def _build(self) -> None:
         state = self._pop()
@@ -290,16 +290,16 @@ class PickleVM:
                 raise NotAnArrayError("an array of Python objects")
             built.array = _array(raw, kind, shape, "F" if is_fortran else "C")
         else:
-            raise PickleRefusedError("a state for what is no array, which is not set")
+            raise PickleRefusedError("a state for an object that is not an array, which is not set")
 
 
 def _resolve_global(module: Any, name: Any) -> _Global:
     if not isinstance(module, str) or not isinstance(name, str):
-        raise PickleRefusedError("a torn pickle: no name where one belongs")
+        raise PickleRefusedError("a damaged pickle: no name where one is expected")
     known = _ALLOWED_GLOBALS.get((module, name))
     if known is None:
         refusal = NotAnArrayError if (module, name) in _SCALARS else PickleRefusedError
-        raise refusal(f"a pickle that names {module[:60]}.{name[:60]} (nothing of it was run)")
+        raise refusal(f"a pickle that names {module[:60]}.{name[:60]} (none of it was executed)")
     return _Global(known)
 
 
@@ -307,7 +307,7 @@ def _array(raw: Any, kind: Any, shape: Any, order: Any) -> Array:
     if not isinstance(raw, memoryview) or not isinstance(kind, _Kind) or order not in ("C", "F"):
         raise PickleRefusedError("an array without its bytes, dtype and order")
     if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-        raise PickleRefusedError("an array whose shape is no tuple of sizes")
+        raise PickleRefusedError("an array whose shape is not a tuple of sizes")
     dtype = kind.dtype()
     # numpy takes no empty buffer.
     flat = np.frombuffer(raw, dtype) if len(raw) else np.empty(0, dtype)

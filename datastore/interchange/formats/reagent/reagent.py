@@ -122,6 +122,20 @@ class SourceActions:
         return masks
 
 
+def _find_unknown_masks(chunk: Chunk) -> Array:
+    """Return which rows name no possible action: where one was taken, that says nothing of others.
+
+    ReAgent's logs have such rows at the end of an episode. bool [n].
+    """
+    if POSSIBLE_MASK in chunk.table.schema.names:
+        flags = parse_features(chunk.table.column(POSSIBLE_MASK), _where(chunk, POSSIBLE_MASK))
+        return np.asarray(~flags.values.astype(np.bool_).any(axis=1))
+    if POSSIBLE in chunk.table.schema.names:
+        _, rows = _flatten_possible(chunk)
+        return np.asarray(np.bincount(rows, minlength=chunk.table.num_rows) == 0)
+    return np.zeros(chunk.table.num_rows, np.bool_)
+
+
 def _flatten_possible(chunk: Chunk) -> tuple[pa.Array, Array]:
     """Return the names in lists of names, or of one-hot features, and the row of each."""
     lists = chunk.table.column(POSSIBLE).combine_chunks()
@@ -177,6 +191,7 @@ class ReagentTables(TableSource):
         self._keys: list[str] = []
         self.columns: set[str] = set()
         self.notes: list[str] = []
+        self._has_masks = True
         self._survey()
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
@@ -196,7 +211,7 @@ class ReagentTables(TableSource):
     def _survey(self) -> None:
         keys: set[str] = set()
         num_present: Counter[int] = Counter()
-        stored = num_empty_masks = num_ends = 0
+        stored = num_empty_masks = num_unknown = num_ends = 0
         for chunk in self._pieces():
             state, following = _features(chunk, _STATE), _next_features(chunk)
             keys |= set(state.keys) | set(following.keys if following else ())
@@ -207,13 +222,20 @@ class ReagentTables(TableSource):
             self.columns |= set(chunk.table.schema.names)
             ended = _find_terminal(chunk, following)
             num_ends += int(ended.sum()) if _NOT_TERMINAL not in chunk.table.schema.names else 0
-            masks = self._actions.masks(chunk) if POSSIBLE_MASK in self.columns else None
-            num_empty_masks += 0 if masks is None else int((ended & ~masks.any(axis=1)).sum())
+            unknown = _find_unknown_masks(chunk)
+            num_unknown += int(unknown.sum())
+            if POSSIBLE_MASK in self.columns:
+                num_empty_masks += int((ended & unknown).sum())
         self._keys = sort_keys(keys)
+        self._has_masks = num_unknown < num_present.total()
         num_lacking = sum(n for present, n in num_present.items() if present < len(keys))
-        self._note(num_lacking, num_ends, num_empty_masks)
+        has_others = self._has_masks and (self._actions.names or POSSIBLE_MASK in self.columns)
+        num_others = num_unknown - num_empty_masks if has_others else 0
+        self._note(num_lacking, num_ends, num_empty_masks, num_others)
 
-    def _note(self, num_lacking: int, num_ends: int, num_empty_masks: int) -> None:
+    def _note(
+        self, num_lacking: int, num_ends: int, num_empty_masks: int, num_unknown: int
+    ) -> None:
         if num_lacking:
             filled = (
                 f"`fill` put {self._fill} there"
@@ -231,6 +253,11 @@ class ReagentTables(TableSource):
             self.notes.append(
                 f"{num_empty_masks} terminal rows have an empty {POSSIBLE_MASK}, though an action "
                 "was taken: read as all possible"
+            )
+        if num_unknown:
+            self.notes.append(
+                f"{num_unknown} rows name no possible action, though one was taken: what was "
+                "possible is unknown, and read as all possible"
             )
         if never := self._actions.never_taken:
             self.notes.append(f"actions possible but never taken, left out: {', '.join(never)}")
@@ -261,8 +288,9 @@ class ReagentTables(TableSource):
         if following is not None or _NOT_TERMINAL in names:
             columns[_TERMINATED] = pa.array(ended)
         columns[ACTION] = self._actions.column(chunk)
-        if (masks := self._actions.masks(chunk)) is not None and masks.shape[1]:
-            masks |= (ended & ~masks.any(axis=1))[:, None]
+        masks = self._actions.masks(chunk) if self._has_masks else None
+        if masks is not None and masks.shape[1]:
+            masks |= (_find_unknown_masks(chunk) | (ended & ~masks.any(axis=1)))[:, None]
             flat = pa.array(masks.reshape(-1))
             columns[_MASK] = pa.FixedSizeListArray.from_arrays(flat, masks.shape[1])
         return pa.table(columns)
@@ -330,7 +358,7 @@ def _refuse_spans(chunk: Chunk) -> None:
     if others := [one for one in chunk.table.column(_SPAN).to_pylist() if one not in (1, None)]:
         raise SourceInvalidError(
             f"{chunk.file.name}: column {_SPAN!r} holds {others[0]}, expected 1: a row over "
-            "several steps is no transition. Write the log with one step a row."
+            "several steps is not a transition. Write the log with one step per row."
         )
 
 

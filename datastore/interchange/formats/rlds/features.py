@@ -66,7 +66,7 @@ class Record:
         """Return the error for a feature that is not as features.json says."""
         return SourceInvalidError(
             f"{self.where}: found {found}, as features.json and the other features say. The two "
-            "do not belong together, or the file was written wrong: leave it out."
+            "do not match, or the file was written incorrectly: leave it out."
         )
 
 
@@ -90,7 +90,7 @@ def episode_spec(features: Any, where: str) -> EpisodeSpec:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SourceInvalidError(
             f"{where}: found no dataset feature `steps` ({type(error).__name__}: {error}), "
-            "expected the features.json of RLDS episodes. Other TFDS datasets hold no steps."
+            "expected the features.json of RLDS episodes. Other TFDS datasets have no steps."
         ) from error
 
 

@@ -174,7 +174,7 @@ class RldsFormat:
     """A TFDS dataset folder, or several versions' or splits' files of one."""
 
     name = "rlds"
-    about = "RLDS episodes in a TFDS dataset folder (TFRecord), as Open X-Embodiment has them"
+    about = "RLDS episodes in a TFDS dataset folder (TFRecord), as in Open X-Embodiment"
     is_folder = True
 
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
@@ -185,7 +185,8 @@ class RldsFormat:
         if len(features) != 1:
             raise SourceInvalidError(
                 f"{files[0].name}: found {len(features)} {FEATURES} in the source, expected one "
-                "dataset's: without it nothing tells the shapes of what its records hold. Pass the "
+                "dataset's: without it the shapes of the values in its records are unknown. Pass "
+                "the "
                 "whole folder of one version of one dataset."
             )
         spec = episode_spec(read_json(features[0]), features[0].name)
@@ -213,8 +214,8 @@ def _num_rows(features: dict[str, Feature], where: str) -> int:
     num = len(features.get("steps/is_last", []))
     if not num:
         raise SourceInvalidError(
-            f"{where}: found no steps/is_last, expected one a step as in RLDS. The dataset "
-            "holds no RLDS episodes, or this record is torn: leave it out."
+            f"{where}: found no steps/is_last, expected one per step as in RLDS. The dataset "
+            "has no RLDS episodes, or this record is damaged: leave it out."
         )
     return num
 
@@ -255,8 +256,8 @@ def _final(observations: pa.Array, num: int) -> pa.Array:
 def _refuse_unread(spec: EpisodeSpec, file: SourceFile) -> None:
     for name, reason in list_unread({n: spec.steps[n] for n in _NEEDED if n in spec.steps}):
         raise SourceInvalidError(
-            f"{file.name}: found the feature steps/{name} and {reason}, expected one that is: it "
-            "belongs to what a policy sees or does. Write the dataset without it."
+            f"{file.name}: found the feature steps/{name} and {reason}, expected one that can be "
+            "read: it is part of the observation or the action. Write the dataset without it."
         )
 
 
@@ -265,8 +266,9 @@ def _schema_mismatch_error(
 ) -> SourceInvalidError:
     differs = next(name for name in first.names if first.field(name) != other.field(name))
     return SourceInvalidError(
-        f"{file.name} record {number}: {differs!r} has another size than before it, expected one "
-        "in all records. Resize images to one size where the dataset is written."
+        f"{file.name} record {number}: {differs!r} has another size than in earlier records, "
+        "expected the same size in all records. Resize images to one size where the dataset is "
+        "written."
     )
 
 
@@ -398,7 +400,7 @@ def check_count(shard: Shard, num: int) -> None:
     if shard.num_records not in (None, num):
         raise SourceInvalidError(
             f"{shard.file.name}: found {num} records, expected {shard.num_records} as {_INFO} "
-            "says. The file was cut or is of another version: copy it again."
+            "says. The file was truncated or has another version: copy it again."
         )
 
 

@@ -75,14 +75,15 @@ def parse_example(record: bytes, file: SourceFile, number: int) -> dict[str, Fea
     try:
         return _features(memoryview(record))
     except (_TornRecordError, UnicodeDecodeError) as error:
-        raise torn_record_error(file, number, f"no tf.train.Example ({error})") from error
+        found = f"data that is not a tf.train.Example ({error})"
+        raise torn_record_error(file, number, found) from error
 
 
 def torn_record_error(file: SourceFile, number: int, found: str) -> SourceInvalidError:
     """Return the error for a record that does not hold what it should."""
     return SourceInvalidError(
         f"{file.name} record {number}: found {found}, expected a whole TFRecord of one episode. "
-        "The file may be torn: copy or write it again, or leave it out."
+        "The file may be damaged: copy or write it again, or leave it out."
     )
 
 

@@ -74,8 +74,8 @@ def _by_policy(lines: Chunk) -> Iterator[tuple[Chunk, str | None]]:
     batches = table.column(POLICY_BATCHES).combine_chunks()
     if not pa.types.is_struct(batches.type):
         raise SourceInvalidError(
-            f"{lines.file.name}: {POLICY_BATCHES!r} holds {batches.type}, expected an object of "
-            "one batch a policy, as RLlib's MultiAgentBatch has it."
+            f"{lines.file.name}: {POLICY_BATCHES!r} holds {batches.type}, expected an object with "
+            "one batch per policy, as in RLlib's MultiAgentBatch."
         )
     single = batches.is_null()
     if pc.any(single).as_py():
@@ -132,8 +132,8 @@ def _columns_of_lists(table: pa.Table, where: str) -> pa.Table:
             pa.types.is_null(f.type)
         ):
             raise SourceInvalidError(
-                f"{where}: column {f.name!r} holds {f.type}, expected a list, one entry a step, or "
-                "a packed array. Name the format with `format` jsonl if each line is one step."
+                f"{where}: column {f.name!r} holds {f.type}, expected a list, one entry per step, "
+                "or a packed array. Name the format with `format` jsonl if each line is one step."
             )
     return table
 
@@ -183,7 +183,7 @@ def _check_spaces(chunk: Chunk, policy: str, spaces: dict[str, tuple[str, str]])
             raise SourceInvalidError(
                 f"{chunk.file.name}: the {name} of policy {policy!r} are {space}, those of policy "
                 f"{other!r} {expected}, expected one space in a dataset. Write each policy's "
-                "batches to a log of its own, and ingest them into datasets of their own."
+                "batches to a separate log, and ingest the logs into separate datasets."
             )
 
 

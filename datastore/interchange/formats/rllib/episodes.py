@@ -82,7 +82,7 @@ class _EpisodeState:
             kind = "the state of a multi-agent episode" if _is_multi(state) else "another message"
             raise SourceInvalidError(
                 f"{where}: found {kind}, expected a SingleAgentEpisode's state. Write the log with "
-                "RLlib's single-agent recorder, or one episode an agent."
+                "RLlib's single-agent recorder, or one episode per agent."
             )
         self._state: dict[Any, Any] = state
 
@@ -198,7 +198,7 @@ def _buffer(buffer: Any, name: str) -> Values:
     Raises: ValueError if its entries differ in shape, or are not numbers.
     """
     if not isinstance(buffer, dict) or "data" not in buffer:
-        raise ValueError(f"{name} is no buffer of RLlib's")
+        raise ValueError(f"{name} is not a buffer of RLlib")
     lookback = buffer.get("lookback", 0)
     if not isinstance(lookback, int) or lookback < 0:
         raise ValueError(f"{name} has lookback {str(lookback)[:40]}")
@@ -257,7 +257,7 @@ def _stack(steps: Any, name: str) -> Values:
 
 def _numbers(values: Values) -> Any:
     if isinstance(values, Mapping) or values.ndim != 1 or values.dtype.kind not in "fiub":
-        raise ValueError("rewards are not one number a step")
+        raise ValueError("rewards are not one number per step")
     return values
 
 

@@ -149,7 +149,7 @@ def _cell(text: Any, unpacked: Unpacker, where: str, per_row: bool) -> Values | 
     if len(lengths := set(_lengths(values))) > 1 or None in lengths:
         raise SourceInvalidError(
             f"{where}: found packed arrays with {sorted(map(str, lengths))} entries, expected one "
-            "entry a step in each. Write the log again, or leave the file out."
+            "entry per step in each. Write the log again, or leave the file out."
         )
     return values
 

@@ -38,8 +38,8 @@ class ActionUnits:
         if isinstance(actions, Mapping) or actions.dtype.kind != "f":
             kind = "a struct" if isinstance(actions, Mapping) else str(actions.dtype)
             raise SourceInvalidError(
-                f"column {column!r}: found actions of {kind}, expected floats: only they have "
-                "units. Leave out `action_scale` and `action_range`."
+                f"column {column!r}: found actions of {kind}, expected floats, because only "
+                "floats have units. Leave out `action_scale` and `action_range`."
             )
         outside: Mask = np.zeros(len(actions), dtype=np.bool_)
         if self.is_bounded:

@@ -119,7 +119,7 @@ def decode_names(column: pa.Array, what: str) -> pa.Array:
         if "not_whole" in whole.faults or "not_finite" in whole.faults:
             raise SourceInvalidError(
                 f"{what}: found {kind} values that are not exact whole numbers, expected text or "
-                "integers. Write ids as text (integers over 2**53 do not survive as floats)."
+                "integers. Write ids as text (floats cannot represent all integers over 2**53)."
             )
         column = pa.array(whole.values, mask=np.asarray(column.is_null()))
     elif not (pa.types.is_integer(kind) or is_text(kind) or pa.types.is_null(kind)):
@@ -209,7 +209,7 @@ def to_storable(column: pa.Array, name: str) -> pa.Array | None:
         if len(members) < kind.num_fields:
             raise SourceInvalidError(
                 f"column {name!r}: found members {[f.name for f in kind]}, expected names that "
-                "stay distinct once characters outside [A-Za-z0-9_] are replaced. Rename one."
+                "remain distinct after characters outside [A-Za-z0-9_] are replaced. Rename one."
             )
         storable = {key: member for key, member in members.items() if member is not None}
         if not storable:

@@ -39,14 +39,16 @@ def decode_steps(
     survey: Survey,
     encoder: Encoder = _PLAIN,
     units: ActionUnits = _AS_LOGGED,
+    reward_scale: float | None = None,
 ) -> TableSteps:
     """Decode rows; those that fail a check are marked in `faults`, never dropped or changed.
 
-    `encoder` makes numbers of text columns; `units` are those that actions are brought to.
+    `encoder` makes numbers of text columns; `units` are those that actions are brought to,
+    and `reward_scale` is what rewards are multiplied by.
 
     Raises: SourceInvalidError for a column whose type cannot be its field's at all.
     """
-    return _Decoder(table, layout, survey, encoder, units).steps()
+    return _Decoder(table, layout, survey, encoder, units, reward_scale).steps()
 
 
 class _Decoder:
@@ -57,8 +59,10 @@ class _Decoder:
         survey: Survey,
         encoder: Encoder,
         units: ActionUnits,
+        reward_scale: float | None,
     ) -> None:
         self._encoder = encoder
+        self._reward_scale = reward_scale
         self._units = units
         self._table = table
         self._layout = layout
@@ -201,9 +205,12 @@ class _Decoder:
         if isinstance(values, Mapping) or values.ndim != 1 or values.dtype.kind not in "fiub":
             raise SourceInvalidError(
                 f"column {column!r}: found {self._table.column(column).type}"
-                f"{_example(values)}, expected one number a step as the reward. Map another column."
+                f"{_example(values)}, expected one number per step as the reward. Map another "
+                "column."
             )
         rewards = np.asarray(values, dtype=np.float64)
+        if self._reward_scale is not None:
+            rewards = rewards * self._reward_scale
         missing = decoded.faults.get("missing") if is_optional else None
         return rewards if missing is None else np.where(missing, np.nan, rewards)
 
@@ -245,8 +252,8 @@ class _Decoder:
         missing = np.asarray(self._column(name).is_null())
         if isinstance(values, Mapping) or values.ndim != 1 or values.dtype.kind not in "fiu":
             raise SourceInvalidError(
-                f"column {name!r}: found {self._table.column(name).type}, expected one number a "
-                f"step as the {ours}. Map another column."
+                f"column {name!r}: found {self._table.column(name).type}, expected one number "
+                f"per step as the {ours}. Map another column."
             )
         values = np.where(missing, np.nan, values.astype(np.float64))
         # A density may exceed 1, the probability of one of several actions may not.
@@ -279,7 +286,7 @@ class _Decoder:
         if isinstance(masks, Mapping) or masks.ndim != 2 or masks.dtype.kind not in "fiub":
             columns = ",".join(self._layout.fields["action_mask"])
             raise SourceInvalidError(
-                f"column {columns!r}: expected a list of flags a step as the action_mask. "
+                f"column {columns!r}: expected a list of flags per step as the action_mask. "
                 "Map another column."
             )
         return np.asarray(masks, dtype=bool)

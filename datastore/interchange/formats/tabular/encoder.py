@@ -259,7 +259,7 @@ def _check_known(known: Encoding, layout: ColumnLayout, schema: pa.Schema) -> No
         if kind not in fits and not pa.types.is_null(schema.field(one.name).type):
             raise SourceInvalidError(
                 f"column {one.name!r}: found {schema.field(one.name).type}, expected a {one.kind} "
-                "as the dataset's encoding has it. Correct the column, or ingest into a new "
+                "as in the dataset's encoding. Correct the column, or ingest into a new "
                 "dataset."
             )
 

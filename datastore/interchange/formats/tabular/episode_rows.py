@@ -102,7 +102,7 @@ def to_column(values: Values, name: str) -> pa.Array:
     if 0 in values.shape[1:]:
         raise SourceInvalidError(
             f"{name}: found values of shape {list(values.shape[1:])}, expected at least one number "
-            "a step. Leave it out of the file."
+            "per step. Leave it out of the file."
         )
     column = pa.array(np.ascontiguousarray(values).reshape(-1))
     for size in reversed(values.shape[1:]):

@@ -44,6 +44,7 @@ ALIASES: Final[dict[str, tuple[str, ...]]] = {
         "action_prob",
         "action_probability",
         "pscore",
+        "propensity",
         "propensity_score",
     ),
     "policy": ("policy",),
@@ -149,7 +150,7 @@ def lay_out(
         if len(candidates) > 1:
             raise SourceInvalidError(
                 f"{where}: found the columns {candidates}, expected one that is the {ours}. "
-                f"Say which with `mapping` {ours}={candidates[0]}."
+                f"Name it with `mapping` {ours}={candidates[0]}."
             )
         fields[ours] = (candidates[0],)
     if {"behavior_prob", "behavior_log_prob"} <= fields.keys():
@@ -173,6 +174,13 @@ def lay_out(
     return ColumnLayout(fields, extras, done, renames, rewards_optional, by, tuple(order_by))
 
 
+def _find_meant(ours: str) -> str | None:
+    """Return the field that a name of a log stands for; None for a field's own name and others."""
+    if ours in ALIASES:
+        return None
+    return next((name for name, aliases in ALIASES.items() if ours in aliases), None)
+
+
 def _parse_mapping(
     names: Sequence[str], mapping: Mapping[str, str], where: str, episode_by: Sequence[str]
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
@@ -186,6 +194,12 @@ def _parse_mapping(
     in_use = {name for theirs in by_field.values() for name in theirs} | set(episode_by)
     for ours, spelled in mapping.items():
         theirs = _expand_patterns(by_field[ours], names, in_use, f"{ours}={spelled}", where)
+        if (meant := _find_meant(ours)) is not None:
+            raise ConfigInvalidError(
+                f"mapping {ours}={spelled}: found {ours!r}, which is a name of logs for the field "
+                f"{meant!r}. Write {meant}={spelled}; a further column needs another name.",
+                parameter="mapping",
+            )
         if ours not in ALIASES and (not is_column_name(ours) or ours in STANDARD_COLUMNS):
             raise ConfigInvalidError(
                 f"mapping {ours}={spelled}: found {ours!r}, expected one of {', '.join(ALIASES)}, "
@@ -203,8 +217,8 @@ def _parse_mapping(
             continue
         if (other := renamed.get(theirs[0])) is not None:
             raise ConfigInvalidError(
-                f"mapping {ours}={spelled}: found the column kept as {other} too, expected one "
-                "name. Leave one out.",
+                f"mapping {ours}={spelled}: found the column also stored as {other}, expected "
+                "one name. Leave one out.",
                 parameter="mapping",
             )
         renamed[theirs[0]] = ours

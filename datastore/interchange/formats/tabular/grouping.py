@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.spaces import Array, Values, num_values, take
+from replaylake.datastore.episodes.episode_columns import TextColumn, as_text_array
+from replaylake.datastore.episodes.spaces import Array, Values, concatenate, num_values, take
 from replaylake.datastore.interchange.formats.checks import (
     CHECKS,
     CORRECTED,
@@ -21,7 +20,7 @@ from replaylake.datastore.interchange.formats.checks import (
     RowLocations,
 )
 from replaylake.datastore.interchange.formats.format import (
-    LoggedEpisode,
+    LoggedColumns,
     ReadOptions,
     RejectedEpisode,
 )
@@ -30,8 +29,8 @@ from replaylake.datastore.interchange.formats.tabular.census import Census
 from replaylake.datastore.interchange.formats.tabular.steps import (
     OPTIONAL_FIELDS,
     RowFault,
-    StepSlices,
     TableSteps,
+    joined_steps,
 )
 from replaylake.datastore.interchange.formats.tabular.tables import MISFITS, Survey
 
@@ -41,8 +40,8 @@ class Groups:
     """Which episode and agent each row belongs to: `codes` int64 [n] index `ids` and `agents`."""
 
     codes: Array
-    ids: list[str]
-    agents: list[str] | None = None
+    ids: Sequence[str]
+    agents: Sequence[str] | None = None
 
     def name(self, code: int) -> str:
         """Return the id, and the agent where there are several."""
@@ -61,12 +60,13 @@ def group(
     survey: Survey,
     options: ReadOptions,
     census: Census,
-) -> Iterator[Episode | RejectedEpisode]:
+) -> Iterator[LoggedColumns | RejectedEpisode]:
     """Yield the episodes of whole groups, in the order of their first rows.
 
     `raw` has the rows of `steps` as the log has them, in the same order, and `mapping` says which
     of their columns are fields of ours. With options.gaps `split`
-    each contiguous run of an episode is yielded, under the same id, one after the other.
+    each contiguous run of an episode is yielded, under the same id, one after the other. Those
+    between two that are rejected come as columns.
     """
     order = _sort_order(groups.codes, steps.numbers)
     if order is not None:
@@ -86,20 +86,61 @@ def group(
     bounds.accepted[list(rejects)] = False
     bounds.settle_ends(census)
     bounds.count_changes(census, _find_moved(steps.origins, groups.codes), cuts)
-    for g in np.argsort(np.minimum.reduceat(steps.origins, starts), kind="stable").tolist():
-        if g not in rejects:
-            yield from bounds.episodes(g, cuts)
-            continue
+    ranked = np.argsort(np.minimum.reduceat(steps.origins, starts), kind="stable")
+    runs = _find_runs(starts, bounds.ends, ranked, cuts)
+    is_accepted = bounds.accepted[runs.groups]
+    accepted = replace(runs, **{n: values[is_accepted] for n, values in vars(runs).items()})
+    found = bounds.columns(accepted) if len(accepted.groups) else []
+    # How many runs are accepted before each rejected group, in the order of output.
+    rank = np.empty(len(ranked), np.int64)
+    rank[ranked] = np.arange(len(ranked))
+    rejected = sorted(rejects, key=lambda g: rank[g])
+    positions = np.searchsorted(rank[accepted.groups], rank[rejected] if rejected else [])
+    start = 0
+    for g, end in zip(rejected, positions.tolist(), strict=True):
+        yield from _parts(found, start, end)
+        start = end
         rows = slice(int(starts[g]), int(bounds.ends[g]))
         yield RejectedEpisode(
-            source_episode_id=groups.ids[bounds.codes[g]],
+            source_episode_id=groups.ids[int(bounds.codes[g])],
             num_steps=rows.stop - rows.start,
             findings=tuple(rejects[g]),
-            agent_id="" if groups.agents is None else groups.agents[bounds.codes[g]],
+            agent_id="" if groups.agents is None else groups.agents[int(bounds.codes[g])],
             rows=_as_logged(raw, rows, order),
             places=RowLocations(steps.origins[rows], bounds.locate),
             mapping=mapping,
         )
+    yield from _parts(found, start, len(accepted.groups))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Contiguous runs of rows, in the order of output, int64 [R]: of which group, from, up to."""
+
+    groups: Array
+    starts: Array
+    ends: Array
+
+
+def _find_runs(starts: Array, ends: Array, ranked: Array, cuts: Array | None) -> _Runs:
+    """Return the groups, or the runs that cuts make of them, the groups in this order."""
+    if cuts is None:
+        return _Runs(ranked, starts[ranked], ends[ranked])
+    firsts = np.union1d(starts, cuts)
+    owners = np.searchsorted(starts, firsts, side="right") - 1
+    rank = np.empty(len(ranked), np.int64)
+    rank[ranked] = np.arange(len(ranked))
+    order = np.argsort(rank[owners], kind="stable")
+    return _Runs(owners[order], firsts[order], np.append(firsts[1:], ends[-1])[order])
+
+
+def _parts(found: Sequence[LoggedColumns], start: int, end: int) -> Iterator[LoggedColumns]:
+    """Yield the runs from start up to end, whatever columns they are in."""
+    for columns in found:
+        first, last = max(start, 0), min(end, len(columns))
+        if first < last:
+            yield columns if last - first == len(columns) else columns.part(first, last)
+        start, end = start - len(columns), end - len(columns)
 
 
 class _GroupBounds:
@@ -110,12 +151,11 @@ class _GroupBounds:
     ) -> None:
         self._steps, self._groups, self._survey, self._options = steps, groups, survey, options
         self.starts, self.ends = starts, np.append(starts[1:], len(steps))
-        self.codes: list[int] = groups.codes[starts].tolist()
+        self.codes = groups.codes[starts]
         self.accepted = np.ones(len(starts), dtype=np.bool_)
         self.locate = make_locator(survey)
         self._terminated = steps.terminated[self.ends - 1]
         self._truncated = steps.truncated[self.ends - 1]
-        self._columns = StepSlices(steps)
 
     def settle_ends(self, census: Census) -> None:
         """Say how each episode ended, by the log and by the options."""
@@ -129,7 +169,13 @@ class _GroupBounds:
             census.num_longer += int((lengths > limit)[self.accepted].sum())
             self._count(census, "time_limit", CORRECTED, at_limit, "truncated, and not terminated")
         is_open = ~self._terminated & ~self._truncated
-        if self._options.open_ends == "truncated":
+        if self._options.open_ends == "time-limit" and limit is not None:
+            ended, reached = is_open & (lengths < limit), is_open & (lengths == limit)
+            self._terminated, self._truncated = self._terminated | ended, self._truncated | reached
+            what = f"recorded by the time limit of {limit} steps"
+            self._count(census, "no_end", CORRECTED, ended | reached, what)
+            self._count(census, "no_end", NOTED, is_open & (lengths > limit), "recorded as open")
+        elif self._options.open_ends == "truncated":
             self._truncated = self._truncated | is_open
             self._count(census, "no_end", CORRECTED, is_open, "recorded as truncated")
         else:
@@ -155,32 +201,54 @@ class _GroupBounds:
                 num_hit, num_rows = int(hit.sum()), int(nums[hit].sum())
                 census.counts.add(Check(name, CORRECTED, num_hit, num_rows, text, place=place))
 
-    def episodes(self, g: int, cuts: Array | None) -> Iterator[Episode]:
-        """Yield one episode, or its runs."""
-        start, end = int(self.starts[g]), int(self.ends[g])
-        if cuts is None:
-            yield self._episode(g, start, end)
-            return
-        inside = cuts[np.searchsorted(cuts, start) : np.searchsorted(cuts, end)].tolist()
-        bounds = [start, *inside, end]
-        for first, last in pairwise(bounds):
-            yield self._episode(g, first, last)
+    def columns(self, runs: _Runs) -> list[LoggedColumns]:
+        """Return runs as columns: several only where their final observations do not go together.
 
-    def _episode(self, g: int, start: int, end: int) -> Episode:
-        code, numbers = self.codes[g], self._steps.numbers
-        is_last = end == self.ends[g]
-        agents = self._groups.agents
-        return LoggedEpisode(
-            episode_id=self._groups.ids[code],
-            agent_id="" if agents is None else agents[code],
-            first_step=0 if numbers is None else int(numbers[start]),
-            # The row before a gap ended nothing: what came of it is not in the log.
-            terminated=is_last and bool(self._terminated[g]),
-            truncated=is_last and bool(self._truncated[g]),
-            source_episode_id=self._groups.ids[code],
-            places=RowLocations(self._steps.origins[start:end], self.locate),
-            **self._columns.slice_fields(start, end),
-        )
+        Each row of the steps is in one of them, or copied.
+        """
+        steps, lengths = self._steps, runs.ends - runs.starts
+        try:
+            finals, has_final = _find_finals(steps, runs.ends - 1)
+        except (ValueError, KeyError, TypeError):
+            half = len(runs.groups) // 2
+            halves = [
+                replace(runs, **{n: values[part] for n, values in vars(runs).items()})
+                for part in (slice(half), slice(half, None))
+            ]
+            return [columns for part in halves for columns in self.columns(part)]
+        firsts = np.cumsum(lengths) - lengths
+        rows = np.arange(int(lengths.sum())) + np.repeat(runs.starts - firsts, lengths)
+        if len(rows) < len(steps) or (np.diff(rows) != 1).any():
+            steps = steps.take(rows)
+        codes, agents = self.codes[runs.groups], self._groups.agents
+        is_last = runs.ends == self.ends[runs.groups]
+        continues = runs.starts != self.starts[runs.groups]
+        ids = TextColumn(as_text_array(self._groups.ids).take(pa.array(codes)))
+        numbers = self._steps.numbers
+        columns, absent = joined_steps(steps, lengths)
+        return [
+            LoggedColumns(
+                steps=columns,
+                episode_ids=ids,
+                source_ids=ids,
+                agent_ids=None
+                if agents is None
+                else TextColumn(as_text_array(agents).take(pa.array(codes))),
+                lengths=lengths,
+                first_steps=np.zeros(len(codes), np.int64)
+                if numbers is None
+                else numbers[runs.starts],
+                # The row before a gap ended nothing: what came of it is not in the log.
+                terminated=is_last & self._terminated[runs.groups],
+                truncated=is_last & self._truncated[runs.groups],
+                final_observations=finals,
+                has_final=has_final,
+                absent=absent,
+                origins=steps.origins,
+                locate=self.locate,
+                continues=continues if continues.any() else None,
+            )
+        ]
 
     def _lengths(self, census: Census) -> Array:
         """Return how many steps each episode had, those that the log lacks included."""
@@ -214,7 +282,36 @@ class _GroupBounds:
             census.counts.add(Check(name, outcome, num, num, text, advice, place))
 
     def _name_and_place(self, g: int, row: int) -> tuple[str, str]:
-        return self._groups.name(self.codes[g]), describe_place(self._steps, row, self._survey)
+        return self._groups.name(int(self.codes[g])), describe_place(self._steps, row, self._survey)
+
+
+def _find_finals(steps: TableSteps, rows: Array) -> tuple[Values | None, Mask | None]:
+    """Return what was observed after the steps in some rows, and which of them have that.
+
+    Raises: ValueError, KeyError or TypeError where these values do not go together.
+    """
+    none = np.zeros(len(rows), np.bool_)
+    first, second = (
+        none if values is None or having is None else having[rows]
+        for values, having in (
+            (steps.final_observations, steps.has_final),
+            (steps.next_observations, steps.has_next),
+        )
+    )
+    second = second & ~first
+    parts = [
+        take(values, rows[which])
+        for values, which in ((steps.final_observations, first), (steps.next_observations, second))
+        if values is not None and which.any()
+    ]
+    if not parts:
+        return None, None
+    has_final = first | second
+    finals = concatenate(parts)
+    if len(parts) > 1:
+        # Those of the first kind are in front: back into the order of their episodes.
+        finals = take(finals, np.argsort(np.append(np.flatnonzero(first), np.flatnonzero(second))))
+    return finals, None if has_final.all() else has_final
 
 
 def _sort_order(codes: Array, numbers: Array | None) -> Array | None:
@@ -245,12 +342,17 @@ def _find_moved(origins: Array, codes: Array) -> Mask | None:
 
 
 def _as_logged(raw: pa.Table, rows: slice, order: Array | None) -> pa.Table:
-    """Return the log's rows, without the hidden columns that only readings have."""
+    raw = logged_columns(raw)
+    if order is None:
+        return raw.slice(rows.start, rows.stop - rows.start)
+    return raw.take(pa.array(order[rows]))
+
+
+def logged_columns(raw: pa.Table) -> pa.Table:
+    """Return rows without the hidden columns that only readings have."""
     # Misfits are part of the row; with none, they are no column of it.
     names = [name for name in raw.column_names if not name.startswith("\0") or name == MISFITS]
-    if order is None:
-        return raw.select(names).slice(rows.start, rows.stop - rows.start)
-    return raw.select(names).take(pa.array(order[rows]))
+    return raw.select(names)
 
 
 def _mask(rows: Array, num: int) -> Mask:
@@ -305,6 +407,8 @@ def findings(
         for g, row, num in zip(blamed.tolist(), rows[at].tolist(), nums.tolist(), strict=True):
             place = RowLocations(steps.origins[row : row + 1], locate).text()
             message = f"{place}, column {fault.column!r}: {CHECKS[fault.check]}"
+            if (line := survey.line(int(steps.origins[row]))) is not None:
+                message = f"{message} (line {line})"
             message = fault.messages.get(int(steps.origins[row]), message)
             rejects.setdefault(g, []).append(Finding(fault.check, message, num, place))
     return _with_damage(rejects, steps.damage, starts)

@@ -68,7 +68,7 @@ def require_rewards(episode: Episode, format_name: str) -> Array:
     if np.isnan(rewards).any():
         raise SpaceUnsupportedError(
             f"{format_name}: episode {episode.episode_id} has steps whose reward is not known, "
-            "expected one a step. Leave them out with `where`."
+            "expected one per step. Leave them out with `where`."
         )
     return rewards
 

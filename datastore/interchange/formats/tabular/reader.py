@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -17,10 +18,17 @@ import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.episode_columns import TextColumn
+from replaylake.datastore.episodes.score_reference import ScoreReference
 from replaylake.datastore.episodes.spaces import Array, Space
+from replaylake.datastore.episodes.tokenizer import Tokenizer
 from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.checks import Check
-from replaylake.datastore.interchange.formats.format import ReadOptions, RejectedEpisode
+from replaylake.datastore.interchange.formats.format import (
+    LoggedColumns,
+    ReadOptions,
+    RejectedEpisode,
+)
 from replaylake.datastore.interchange.formats.tabular.arrays import (
     decode_names,
     find_unfilled,
@@ -32,13 +40,22 @@ from replaylake.datastore.interchange.formats.tabular.arrays import (
 from replaylake.datastore.interchange.formats.tabular.census import Census
 from replaylake.datastore.interchange.formats.tabular.decoding import decode_steps
 from replaylake.datastore.interchange.formats.tabular.fields import (
+    EPISODE,
     ColumnLayout,
     lay_out,
     without_fields,
 )
-from replaylake.datastore.interchange.formats.tabular.grouping import Groups, group
+from replaylake.datastore.interchange.formats.tabular.grouping import (
+    Groups,
+    group,
+    logged_columns,
+)
 from replaylake.datastore.interchange.formats.tabular.row_plan import find_known_columns, plan_rows
 from replaylake.datastore.interchange.formats.tabular.steps import RowFault
+from replaylake.datastore.interchange.formats.tabular.struct_fields import (
+    StructFieldTables,
+    find_struct_fields,
+)
 from replaylake.datastore.interchange.formats.tabular.tables import (
     ORIGIN,
     CachedTables,
@@ -62,6 +79,8 @@ class Declaration:
     it, is an unknown reward; elsewhere that is an error unless the options say so. encoding: how
     the observations that are there were made of named fields, where the files say it. observed: the
     column whose next and final values the format knows; of another one they say nothing.
+    score_reference: what returns are normalized by. env_spec: see DatasetSpec. tokenizer: of the
+    token columns.
     """
 
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +90,9 @@ class Declaration:
     rewards_optional: bool = False
     encoding: Encoding | None = None
     observed: str = ""
+    score_reference: ScoreReference | None = None
+    env_spec: str | None = None
+    tokenizer: Tokenizer | None = None
 
 
 class TabularReader:
@@ -90,10 +112,13 @@ class TabularReader:
             if isinstance(tables, CachedTables)
             else CachedTables(tables, on_rows=options.on_rows)
         )
+        if options.head_rows is not None:
+            self._tables = self._tables.head(options.head_rows)
         self._options = options
         self._declared = declared or Declaration()
         self._block_bytes = block_bytes
         self._facts = survey(self._tables)
+        self._add_struct_fields()
         if self._facts.num_rows == 0:
             raise SourceInvalidError(f"{where}: found no rows, expected at least one step.")
         names = self._facts.schema.names
@@ -138,7 +163,7 @@ class TabularReader:
         self._extras = {extras[n]: kind.type for n, kind in kinds.items() if kind is not None}
         if not (self._by_id or self._one_step or self._has_flags):
             raise SourceInvalidError(
-                f"{where}: found no column that tells episodes apart, expected an episode id, or "
+                f"{where}: found no column that separates episodes, expected an episode id, or "
                 "terminated flags in rows that are in order. Name it with `mapping` "
                 "episode_id=COLUMN."
             )
@@ -169,6 +194,18 @@ class TabularReader:
         return self._declared.encoding or self._ready.encoder.encoding
 
     @property
+    def score_reference(self) -> ScoreReference | None:
+        return self._declared.score_reference
+
+    @property
+    def env_spec(self) -> str | None:
+        return self._declared.env_spec
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._declared.tokenizer
+
+    @property
     def spaces(self) -> tuple[Space, Space] | None:
         return self._declared.spaces
 
@@ -177,6 +214,8 @@ class TabularReader:
         notes = [*self._declared.notes, *self._own_notes, *self._ready.notes()]
         if self._dropped:
             notes.append(f"columns that hold nothing, left out: {', '.join(self._dropped)}")
+        if self._options.reward_scale is not None:
+            notes.append(f"rewards are {self._options.reward_scale:g} times those logged")
         layout, limit = self._layout, self._options.time_limit
         if layout.done and layout.one("truncated") is None:
             notes.append(
@@ -192,10 +231,46 @@ class TabularReader:
         return notes
 
     @property
+    def mapping(self) -> Mapping[str, str]:
+        return self._layout.mapping()
+
+    @property
+    def known_columns(self) -> Mapping[str, str]:
+        renamed = {ours: theirs for theirs, ours in self.renames.items()}
+        # A name with a comma cannot be one of several.
+        fields = {
+            ours: ",".join(theirs)
+            for ours, theirs in self._layout.fields.items()
+            if EPISODE not in theirs and (len(theirs) == 1 or "," not in "".join(theirs))
+        }
+        return {**renamed, **fields}
+
+    def read_rows(self, origins: Array) -> pa.Table:
+        wanted = np.unique(origins)
+        parts: list[pa.Table] = []
+        start = 0
+        for table in self._ready.preparation.chunks(self._tables):
+            first, end = np.searchsorted(wanted, [start, start + table.num_rows])
+            if not parts or end > first:
+                rows = logged_columns(table).take(pa.array(wanted[first:end] - start))
+                parts.append(rows)
+            start += table.num_rows
+            if end == len(wanted):
+                break
+        return pa.concat_tables(parts).take(pa.array(np.searchsorted(wanted, origins)))
+
+    @property
     def checks(self) -> Sequence[Check]:
         return self._census.checks(self._options.time_limit)
 
     def __iter__(self) -> Iterator[Episode | RejectedEpisode]:
+        for item in self.iter_columns():
+            if isinstance(item, RejectedEpisode):
+                yield item
+            else:
+                yield from item
+
+    def iter_columns(self) -> Iterator[LoggedColumns | RejectedEpisode]:
         self._ahead = self._ahead or self._look_ahead()
         self._census = Census(counts_from_1=self._ahead.least_step == 1)
         self._head_widths = set()
@@ -214,26 +289,25 @@ class TabularReader:
 
     @property
     def _has_flags(self) -> bool:
-        return self._layout.done is not None or self._layout.one("terminated") is not None
+        ends = (self._layout.one("terminated"), self._layout.one("truncated"), self._layout.done)
+        return any(name is not None for name in ends)
 
-    def _by_rows(self) -> Iterator[Episode | RejectedEpisode]:
+    def _by_rows(self) -> Iterator[LoggedColumns | RejectedEpisode]:
         num_before = 0
         for table in self._blocks(whole=self._tables.fill()):
             num = table.num_rows
-            ids = [str(num_before + i) for i in range(num)]
+            ids = pa.array(np.arange(num_before, num_before + num)).cast(pa.string())
             num_before += num
             if (name := self._layout.one("episode_id")) is not None:
-                ids = decode_names(_combine_column(table, name), name).fill_null("null").to_pylist()
+                ids = decode_names(_combine_column(table, name), name).fill_null("null")
             agents = None
             if (agent := self._layout.one("agent_id")) is not None:
-                agents = (
-                    decode_names(_combine_column(table, agent), agent).fill_null("null").to_pylist()
-                )
-            yield from self._episodes(
-                table, Groups(np.arange(num), ids, agents), self._find_reused(table, ids)
-            )
+                names = decode_names(_combine_column(table, agent), agent)
+                agents = TextColumn(names.fill_null("null"))
+            groups = Groups(np.arange(num), TextColumn(ids), agents)
+            yield from self._episodes(table, groups, self._find_reused(table, ids))
 
-    def _by_ids(self) -> Iterator[Episode | RejectedEpisode]:
+    def _by_ids(self) -> Iterator[LoggedColumns | RejectedEpisode]:
         name = str(self._layout.one("episode_id"))
         carried: pa.Table | None = None
         for block in self._blocks(whole=self._tables.fill()):
@@ -246,7 +320,7 @@ class TabularReader:
             if table.num_rows:
                 yield from self._episodes(table, self._groups(table, name))
 
-    def _by_flags(self) -> Iterator[Episode | RejectedEpisode]:
+    def _by_flags(self) -> Iterator[LoggedColumns | RejectedEpisode]:
         if self._layout.one("agent_id") is not None:
             raise SourceInvalidError(
                 f"column {self._layout.one('agent_id')!r}: found several agents and no episode id, "
@@ -273,14 +347,20 @@ class TabularReader:
                 yield from self._episodes(table, Groups(codes, ids))
             block = following
 
-    def _find_reused(self, table: pa.Table, ids: Sequence[str]) -> list[RowFault]:
+    @cached_property
+    def _repeated_array(self) -> pa.Array:
+        return pa.array(self._repeated, pa.string())
+
+    def _find_reused(self, table: pa.Table, ids: pa.Array) -> list[RowFault]:
         """Mark the rows of one decision whose key other rows have too."""
-        rows = np.asarray([one in self._repeated for one in ids]) if self._repeated else None
-        if rows is None or not rows.any():
+        if not self._repeated:
+            return []
+        rows = np.asarray(pc.is_in(ids, self._repeated_array))
+        if not rows.any():
             return []
         name = str(self._layout.one("episode_id"))
         origins = np.asarray(table.column(ORIGIN))[rows].tolist()
-        again = [one for one in ids if one in self._repeated]
+        again = ids.filter(pa.array(rows)).to_pylist()
         places = {
             origin: f"{self._facts.place(origin)}, column {name!r}: found {one!r} in several rows, "
             "expected an id of each decision's own"
@@ -290,11 +370,16 @@ class TabularReader:
 
     def _episodes(
         self, table: pa.Table, groups: Groups, faults: Sequence[RowFault] = ()
-    ) -> Iterator[Episode | RejectedEpisode]:
+    ) -> Iterator[LoggedColumns | RejectedEpisode]:
         if self._layout.order_by:
             table, groups = sort_rows(table, groups, self._layout.order_by)
         steps = decode_steps(
-            table, self._layout, self._facts, self._ready.encoder, self._ready.units
+            table,
+            self._layout,
+            self._facts,
+            self._ready.encoder,
+            self._ready.units,
+            self._options.reward_scale,
         )
         if self._one_step:
             steps.terminated = np.ones(len(steps), dtype=np.bool_)
@@ -347,12 +432,21 @@ class TabularReader:
             return LookAhead()
         return look_ahead(self._ready.preparation.chunks(self._tables, columns), by_id, step)
 
-    def _is_whole(
-        self, table: pa.Table, name: str, last: int, last_rows: Mapping[str, int]
-    ) -> Array:
+    def _is_whole(self, table: pa.Table, name: str, last: int, last_rows: LastRows) -> Array:
         ids = decode_names(_combine_column(table, name), name).fill_null("null").dictionary_encode()
-        known = np.asarray([last_rows[label] <= last for label in ids.dictionary.to_pylist()])
+        known = last_rows.find(ids.dictionary) <= last
         return np.asarray(known[np.asarray(ids.indices)])
+
+    def _add_struct_fields(self) -> None:
+        """Make columns of the fields of structs that the options name."""
+        options = self._options
+        spelled = {*options.mapping.values(), *options.episode_by, *options.order_by}
+        spelled |= {part.strip() for text in options.mapping.values() for part in text.split(",")}
+        paths = find_struct_fields(sorted(spelled), self._facts.schema)
+        if paths:
+            flags = {options.mapping[ours] for ours in _ENDS if ours in options.mapping}
+            self._tables = CachedTables(StructFieldTables(self._tables, paths, flags))
+            self._facts = survey(self._tables)
 
     def _declared_fields(self) -> Mapping[str, str]:
         """Return what the format knows, without what `--map` says in another way."""
@@ -411,8 +505,8 @@ class TabularReader:
         if self._one_step and (idle := [ours for ours in _ENDS if ours in mapping]):
             raise ConfigInvalidError(
                 f"mapping {idle[0]}={mapping[idle[0]]}: found it with format bandit ({where}), "
-                "whose rows are a decision each and end there, expected any field but terminated "
-                "and truncated. Keep the column under a name of its own: `mapping` "
+                "whose rows are terminated decisions, expected any field but terminated "
+                "and truncated. Keep the column under another name: `mapping` "
                 f"logged_{idle[0]}={mapping[idle[0]]}.",
                 parameter="mapping",
             )
@@ -425,8 +519,8 @@ class TabularReader:
         if {"behavior_prob", "behavior_log_prob"} <= mapping.keys():
             raise ConfigInvalidError(
                 f"mapping behavior_prob={mapping['behavior_prob']}: found it beside "
-                f"behavior_log_prob={mapping['behavior_log_prob']}, expected one of them: they say "
-                "the same. Leave one out.",
+                f"behavior_log_prob={mapping['behavior_log_prob']}, expected one of them, because "
+                "they have the same meaning. Leave one out.",
                 parameter="mapping",
             )
 
@@ -442,14 +536,15 @@ class TabularReader:
         """Refuse what would change nothing, and would be taken for having done so."""
         if self._one_step and (self._options.episode_by or layout.order_by):
             raise ConfigInvalidError(
-                "episode_by: found it, or `order_by`, for rows that are an episode each, expected "
+                "episode_by: found it, or `order_by`, for rows that are separate episodes, "
+                "expected "
                 "neither. Leave it out.",
                 parameter="episode_by",
             )
         if layout.order_by and layout.one("episode_id") is None:
             raise ConfigInvalidError(
-                f"order_by {','.join(layout.order_by)}: found no episode id, expected one: rows "
-                "are put in order within their episode. Name it with `episode_by`.",
+                f"order_by {','.join(layout.order_by)}: found no episode id, expected one, because "
+                "rows are sorted within their episode. Name it with `episode_by`.",
                 parameter="order_by",
             )
 
@@ -479,12 +574,29 @@ class LookAhead:
     """
 
     least_step: int | None = None
-    last_rows: Mapping[str, int] | None = None
+    last_rows: LastRows | None = None
+
+
+class LastRows:
+    """The last row of each episode, by a hash of its id: 16 bytes each, however long the ids.
+
+    Ids of one hash are taken to end where the later of them does, so that both are read whole.
+    """
+
+    def __init__(self, hashes: Sequence[Array], rows: Sequence[Array]) -> None:
+        self._hashes, places = np.unique(_concatenate(hashes), return_inverse=True)
+        self._rows = np.zeros(len(self._hashes), np.int64)
+        np.maximum.at(self._rows, places, _concatenate(rows))
+
+    def find(self, ids: pa.Array) -> Array:
+        """Return the last row of each of some ids, which are all known, int64 [n]."""
+        return np.asarray(self._rows[np.searchsorted(self._hashes, _hash_texts(ids))])
 
 
 def look_ahead(tables: Iterable[pa.Table], episode_id: str | None, step: str | None) -> LookAhead:
-    """Read the columns of ids and of steps, where they are named; memory: the ids."""
-    last_rows: dict[str, int] = {}
+    """Read the columns of ids and of steps, where they are named; memory: 16 bytes an id."""
+    hashes: list[Array] = []
+    last_rows: list[Array] = []
     minima: list[int] = []
     for table in tables:
         if step is not None:
@@ -496,8 +608,10 @@ def look_ahead(tables: Iterable[pa.Table], episode_id: str | None, step: str | N
             ids = decode_names(column, episode_id).fill_null("null").dictionary_encode()
             last = np.zeros(len(ids.dictionary), np.int64)
             np.maximum.at(last, np.asarray(ids.indices), np.asarray(table.column(ORIGIN)))
-            last_rows.update(zip(ids.dictionary.to_pylist(), last.tolist(), strict=True))
-    return LookAhead(min(minima, default=None), None if episode_id is None else last_rows)
+            hashes.append(_hash_texts(ids.dictionary))
+            last_rows.append(last)
+    least = min(minima, default=None)
+    return LookAhead(least, None if episode_id is None else LastRows(hashes, last_rows))
 
 
 def find_repeated_ids(read: Callable[[], Iterable[pa.Table]], name: str) -> frozenset[str]:
@@ -505,22 +619,29 @@ def find_repeated_ids(read: Callable[[], Iterable[pa.Table]], name: str) -> froz
 
     Cost: a pass, and where two ids may be one, another; memory: 8 bytes a row, and the ids found.
     """
-    parts = [np.fromiter(map(hash, _texts(table, name)), np.int64) for table in read()]
-    hashes, counts = np.unique(np.concatenate(parts), return_counts=True)
-    several = {*hashes[counts > 1].tolist()}
-    if not several:
+    hashes = np.sort(_concatenate(_hash_texts(_texts(table, name)) for table in read()))
+    several = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
+    if not len(several):
         return frozenset()
     found: Counter[str] = Counter()
     for table in read():
-        found.update(text for text in _texts(table, name) if hash(text) in several)
+        texts = _texts(table, name)
+        found.update(texts.filter(pa.array(np.isin(_hash_texts(texts), several))).to_pylist())
     return frozenset(text for text, num in found.items() if num > 1)
 
 
-def _texts(table: pa.Table, name: str) -> list[str]:
-    texts: list[str] = (
-        decode_names(table.column(name).combine_chunks(), name).drop_null().to_pylist()
-    )
-    return texts
+def _concatenate(parts: Iterable[Array]) -> Array:
+    """Join arrays of int64, of which there may be none."""
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _texts(table: pa.Table, name: str) -> pa.Array:
+    return decode_names(table.column(name).combine_chunks(), name).drop_null()
+
+
+def _hash_texts(texts: pa.Array) -> Array:
+    """Return 64 bits of SipHash of each, int64 [n]; they are the same within a process."""
+    return np.fromiter(map(hash, texts.to_numpy(zero_copy_only=False)), np.int64, len(texts))
 
 
 def sort_rows(table: pa.Table, groups: Groups, columns: Sequence[str]) -> tuple[pa.Table, Groups]:
@@ -534,8 +655,8 @@ def sort_rows(table: pa.Table, groups: Groups, columns: Sequence[str]) -> tuple[
         kind = table.schema.field(name).type
         if not _is_ordered(kind):
             raise SourceInvalidError(
-                f"column {name!r}: found {kind}, expected times, numbers or text to put rows in "
-                "order by. Correct `order_by`."
+                f"column {name!r}: found {kind}, expected times, numbers or text to sort rows "
+                "by. Correct `order_by`."
             )
         keys[str(number)] = table.column(name)
     order = pc.sort_indices(pa.table(keys), sort_keys=[(key, "ascending") for key in keys])

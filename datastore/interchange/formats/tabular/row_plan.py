@@ -318,7 +318,7 @@ def in_zone(column: pa.ChunkedArray, name: str, timezone: str, place: Any) -> pa
             row = int(differs[0])
             raise SourceInvalidError(
                 f"{place(row)}, column {name!r}: found {column[row].as_py()}, which {timezone} has "
-                f"{what}: the clocks were changed. Expected times that name one moment. Write them "
+                f"{what}: the clocks were changed. Expected unambiguous times. Write them "
                 "with their offset, as in 2026-01-31T12:00:00+01:00."
             )
     raise SourceInvalidError(

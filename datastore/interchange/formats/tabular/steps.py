@@ -1,4 +1,4 @@
-"""Steps: the rows of a table as arrays, one per field, and slices of them as episodes' fields."""
+"""Steps: the rows of a table as arrays, one per field."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Array, Values, take
 from replaylake.datastore.interchange.formats.tabular.arrays import Mask
 
@@ -95,56 +96,41 @@ class TableSteps:
         def pick(values: Any) -> Any:
             return None if values is None else take(values, order)
 
-        # damage is by row index: rows are few, so they are looked up in the new order.
+        # Damaged rows are few, so they are looked up in the new order; it may leave them out.
         position = {int(row): i for i, row in enumerate(order)} if self.damage else {}
+        damage = {position[row]: text for row, text in self.damage.items() if row in position}
         return replace(
             self,
             **{name: pick(getattr(self, name)) for name in _PER_ROW},
             extras={name: column.take(order) for name, column in self.extras.items()},
             absent={name: rows[order] for name, rows in self.absent.items()},
             faults=[replace(f, rows=f.rows[order]) for f in self.faults],
-            damage={position[row]: text for row, text in self.damage.items()},
+            damage=damage,
         )
 
 
-class StepSlices:
-    """Slices of the steps' arrays, under the names that an Episode has for them."""
+def joined_steps(steps: TableSteps, lengths: Array) -> tuple[Episode, dict[str, Mask]]:
+    """Return rows that are episodes of these lengths, one after another, as those of one episode.
 
-    def __init__(self, steps: TableSteps) -> None:
-        self._steps = steps
-        columns = {
-            "behavior_log_probs": steps.log_probs,
-            "policies": steps.policies,
-            "policy_versions": steps.policy_versions,
-            "action_masks": steps.masks,
-            "timestamps": steps.timestamps,
-            "env_steps": steps.env_steps,
-            "rewards": steps.rewards,
-        }
-        self._arrays = {name: array for name, array in columns.items() if array is not None}
-        self._absent = {OPTIONAL_FIELDS[name][0]: rows for name, rows in steps.absent.items()}
-
-    def slice_fields(self, start: int, end: int) -> dict[str, Any]:
-        steps, rows = self._steps, slice(start, end)
-        return {
-            "observations": take(steps.observations, rows),
-            "actions": take(steps.actions, rows),
-            "final_observation": self._final(end - 1),
-            "extras": {name: a.slice(start, end - start) for name, a in steps.extras.items()},
-            # Of these an episode has all or none: grouping refuses one that has some.
-            **{
-                name: array[rows]
-                for name, array in self._arrays.items()
-                if name not in self._absent or not self._absent[name][start]
-            },
-        }
-
-    def _final(self, row: int) -> Any:
-        steps = self._steps
-        for values, having in (
-            (steps.final_observations, steps.has_final),
-            (steps.next_observations, steps.has_next),
-        ):
-            if values is not None and having is not None and having[row]:
-                return take(values, row)
-        return None
+    And, by their name, the fields that only some of the episodes have, with those that lack them.
+    """
+    firsts = np.cumsum(lengths) - lengths
+    # Of these an episode has all or none: grouping refuses one that has some.
+    absent = {OPTIONAL_FIELDS[name][0]: rows[firsts] for name, rows in steps.absent.items()}
+    masks = steps.masks
+    if masks is not None and "masks" in steps.absent:
+        masks = masks | steps.absent["masks"][:, None]
+    columns = Episode(
+        episode_id="",
+        observations=steps.observations,
+        actions=steps.actions,
+        rewards=steps.rewards,
+        behavior_log_probs=steps.log_probs,
+        policies=steps.policies,
+        policy_versions=steps.policy_versions,
+        action_masks=masks,
+        timestamps=steps.timestamps,
+        env_steps=steps.env_steps,
+        extras=steps.extras,
+    )
+    return columns, {name: which for name, which in absent.items() if which.any()}

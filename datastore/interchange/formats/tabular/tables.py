@@ -13,13 +13,14 @@ import sys
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import SourceInvalidError, StorageError
 from replaylake.datastore.interchange.formats.tabular.arrays import to_plain
 from replaylake.datastore.interchange.sources.source import OnRows, SourceFile
@@ -31,6 +32,8 @@ ORIGIN: Final = "\0origin"
 DAMAGE: Final = "\0damage"
 MISFITS: Final = "\0misfits"
 HIDDEN: Final = (ORIGIN, DAMAGE, MISFITS)
+# Wider tables are refused: each column costs about a millisecond for each pass over a chunk.
+MAX_COLUMNS: Final = 4096
 # A source up to this size is parsed once and kept for the passes that follow.
 _KEEP_BYTES: Final = 64 << 20
 
@@ -114,6 +117,10 @@ class TableSource(Protocol):
         """Return what each chunk, or a run of them in one file, holds; cheaper where it can be."""
         return map(describe, self.chunks())
 
+    def line(self, row: int) -> int | None:
+        """Return the line, from 1, of a row of the source in its file; None where not known."""
+        return None
+
     @property
     def settled(self) -> frozenset[str]:
         """The columns that `settle` gave a type."""
@@ -124,11 +131,34 @@ class TableSource(Protocol):
         return
 
 
+class HeadTables(TableSource):
+    """The first rows of some tables, for whoever wants to see what they are like.
+
+    Reads no more than the chunk that the last of them is in.
+    """
+
+    def __init__(self, tables: TableSource, num_rows: int) -> None:
+        self._tables = tables
+        self._num_rows = num_rows
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        left = self._num_rows
+        for chunk in self._tables.chunks(columns):
+            yield chunk.part(0, chunk.table.slice(0, left))
+            left -= chunk.table.num_rows
+            if left <= 0:
+                return
+
+
 class CachedTables(TableSource):
     """Tables that are parsed once: kept in memory, or where they are too large in a file.
 
     Those that say of themselves that they `reread_cheaply`, as Parquet's, are read again instead.
     """
+
+    _overflown: bool
+    _is_filled: bool
+    _starts: Array
 
     def __init__(
         self, tables: TableSource, keep_bytes: int = _KEEP_BYTES, on_rows: OnRows | None = None
@@ -138,6 +168,10 @@ class CachedTables(TableSource):
         self._keep_bytes = keep_bytes
         self._rereads = tables.reread_cheaply
         self._reset()
+
+    def head(self, num_rows: int) -> CachedTables:
+        """Return the first rows of these tables, which are then not read beyond them."""
+        return CachedTables(HeadTables(self._tables, num_rows), on_rows=self._on_rows)
 
     def fill(self) -> bool:
         """Read until all is kept, or is known to be too much; return whether memory holds it."""
@@ -160,6 +194,16 @@ class CachedTables(TableSource):
         self.fill()
         yield from self._tables.schemas() if self._overflown else self._schemas
 
+    def line(self, row: int) -> int | None:
+        if self._overflown or not self._is_filled:
+            return self._tables.line(row)
+        if not len(self._starts):
+            sizes = [part.num_rows for part in self._schemas]
+            self._starts = np.cumsum([0, *sizes[:-1]])
+        i = int(np.searchsorted(self._starts, row, side="right")) - 1
+        lines = self._chunks[i].lines
+        return int(lines[row - int(self._starts[i])]) if lines else None
+
     @property
     def settled(self) -> frozenset[str]:
         return self._tables.settled
@@ -173,6 +217,7 @@ class CachedTables(TableSource):
     def _reset(self) -> None:
         self._chunks: list[Chunk] = []
         self._schemas: list[ChunkSchema] = []
+        self._starts = np.zeros(0, np.int64)
         self._spool: Spool | None = None
         self._overflown = self._is_filled = False
 
@@ -245,6 +290,8 @@ class Survey:
     num_rows: int
     incomplete: Mapping[str, SourceFile]
     """Columns that some file lacks, with the first such file."""
+    line: Callable[[int], int | None] = lambda row: None
+    """The line of a global row number, where it is known."""
 
     def place(self, row: int) -> str:
         """Return `FILE row N` for a global row number."""
@@ -266,12 +313,13 @@ def survey(tables: TableSource) -> Survey:
     mixed: set[str] = set()
     num_rows = 0
     for part in tables.schemas():
+        refuse_wide(part.file, len(part.schema))
         table, bad_cells = plain_table(_empty(part.schema))
-        for name in table.schema.names:
-            if extents and name not in kinds:
-                lacking[name] = extents[0].file
+        names = {*table.schema.names}
+        for name in names - kinds.keys() if extents else ():
+            lacking[name] = extents[0].file
         for name in kinds:
-            if name not in table.schema.names:
+            if name not in names:
                 lacking.setdefault(name, part.file)
         for f in table.schema:
             kinds.setdefault(f.name, {})[_to_signed(f.type)] = None
@@ -290,7 +338,7 @@ def survey(tables: TableSource) -> Survey:
     contested = [n for n in contested if joined[n] is None or n not in settled]
     voted = _most_common(tables, contested)
     fields = [pa.field(name, voted.get(name, kind)) for name, kind in joined.items()]
-    return Survey(pa.schema(fields), shapes, extents, num_rows, lacking)
+    return Survey(pa.schema(fields), shapes, extents, num_rows, lacking, tables.line)
 
 
 def uniform_chunks(
@@ -304,9 +352,10 @@ def uniform_chunks(
         num = table.num_rows
         misfits: dict[int, dict[str, Any]] = {}
         arrays = []
+        known = {*table.schema.names}
         for f in map(survey.schema.field, names):
             column = pa.nulls(num, f.type)
-            if f.name in table.schema.names:
+            if f.name in known:
                 column, wrong = _fit(table.column(f.name), f.type)
                 for row, value in wrong.items():
                     misfits.setdefault(row, {})[f.name] = value
@@ -324,6 +373,15 @@ def uniform_chunks(
             names=[*names, *HIDDEN],
         )
         start += num
+
+
+def refuse_wide(file: SourceFile, num_columns: int) -> None:
+    """Raise SourceInvalidError for a table of too many columns."""
+    if num_columns > MAX_COLUMNS:
+        raise SourceInvalidError(
+            f"{file.name}: found {num_columns:,} columns, expected {MAX_COLUMNS:,} at most. Join "
+            "the columns of a vector into one of lists, or leave columns out."
+        )
 
 
 def describe(chunk: Chunk) -> ChunkSchema:
@@ -607,9 +665,10 @@ class Spool:
             self._file.flush()
         except OSError as error:
             raise StorageError(
-                f"{tempfile.gettempdir()}: no room for the parsed source ({error.strerror}), "
-                f"expected {(self._end + data.size) >> 20} MiB or more. Free some, or set TMPDIR "
-                "to a folder on a larger disk."
+                f"{tempfile.gettempdir()}: too little space for the parsed source "
+                f"({error.strerror}), "
+                f"expected {(self._end + data.size) >> 20} MiB or more. Free some space, or set "
+                "TMPDIR to a folder on a larger disk."
             ) from error
         self._places.append(_Place(self._end, data.size))
         self._end += data.size

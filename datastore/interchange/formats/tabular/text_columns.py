@@ -76,7 +76,7 @@ def read_contents(
 def too_many_texts_error(name: str, what: str, max_values: int) -> SourceInvalidError:
     """Return the refusal of a column of too many texts."""
     return SourceInvalidError(
-        f"column {name!r}: found more than {max_values} distinct texts, expected fewer to make "
+        f"column {name!r}: found more than {max_values} distinct texts, expected fewer to form "
         f"{what} of. Leave the column out, or raise `max_categories`."
     )
 

@@ -164,11 +164,12 @@ def parse_dialogues(record: Any) -> list[Dialogue]:
 def _dialogue(
     record: Mapping[str, Any], messages: list[Message], framework: str, *used: str
 ) -> Dialogue:
-    num_turns = sum(map(is_generated, messages))
+    rewards = parse_rewards(record, sum(map(is_generated, messages)))
     if "traj" in record:
         status, terminated, truncated = parse_task_end(record)
     else:
-        status, terminated, truncated = parse_end(record)
+        has_outcome = bool(rewards) and rewards[-1] is not None
+        status, terminated, truncated = parse_end(record, has_outcome=has_outcome)
     num_prompt = next((i for i, m in enumerate(messages) if is_generated(m)), len(messages))
     group_id, source = parse_group(record, messages[:num_prompt])
     episode_id = first_id(record, IDS)
@@ -182,7 +183,7 @@ def _dialogue(
         group_id=group_id,
         group_id_source=source,
         sample_id=first_id(record, SAMPLES),
-        rewards=parse_rewards(record, num_turns),
+        rewards=rewards,
         status=status,
         terminated=terminated,
         truncated=truncated,
@@ -338,14 +339,22 @@ def parse_task_end(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
     return "completed", True, False
 
 
-def parse_end(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
-    """Return status, terminated and truncated where the record says so; open where it does not."""
+def parse_end(
+    record: Mapping[str, Any], *, has_outcome: bool = False
+) -> tuple[str | None, bool, bool]:
+    """Return status, terminated and truncated, as the record states them.
+
+    If it states neither, and no status, a dialogue is terminated if it has its outcome: the reward
+    of its last turn, which is known only of a dialogue that is over. Any other is open.
+    """
     names = ("status", "finish_reason", "stop_reason")
     status = next((text for name in names if (text := parse_text(record, name))), None)
     terminated, truncated = record.get("terminated"), record.get("truncated")
     if isinstance(terminated, bool) or isinstance(truncated, bool):
         return status, terminated is True, truncated is True
-    word = (status or "").lower()
+    if status is None:
+        return None, has_outcome, False
+    word = status.lower()
     return status, word in _ENDED, word in _CUT_OFF
 
 

@@ -132,7 +132,7 @@ class _TextStream:
             except RecursionError as error:
                 raise self.error("found values nested too deeply", "a few levels") from error
             except ValueError as error:
-                raise self.error(f"found {error}", "JSON that says one thing") from error
+                raise self.error(f"found {error}", "unambiguous JSON") from error
             else:
                 # A number may go on in what was not read yet.
                 if end < len(self._buffer) or not self._read_more():
@@ -165,7 +165,7 @@ class _TextStream:
             data = self._stream.read(max(_BLOCK_BYTES, num_bytes))
             text = self._decode.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            raise self.error(f"found bytes that are no UTF-8 ({error.reason})", "text") from error
+            raise self.error(f"found bytes that are not UTF-8 ({error.reason})", "text") from error
         except (OSError, EOFError) as error:
             raise unreadable_error(self._file.name, error) from error
         self._is_at_end = not data
@@ -184,4 +184,4 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name}, which is no JSON")
+    raise ValueError(f"{name}, which is not JSON")

@@ -118,8 +118,8 @@ class TranscriptTables(TableSource):
         if silent and not num_rows:
             raise SourceInvalidError(
                 f"{silent[0]}: found no turn of an assistant in any of {len(silent)} transcripts, "
-                f"expected a message of role {', '.join(sorted(GENERATED))}: a row is such a turn. "
-                "Rename the role of those that the policy said."
+                f"expected a message of role {', '.join(sorted(GENERATED))}: each row is such a "
+                "turn. Rename the role of the policy's messages."
             )
 
 

@@ -113,9 +113,9 @@ class Grammar:
             if layout.one(ours) is None:
                 raise SourceInvalidError(
                     f"{self.name}: found no column for {ours}, expected one to follow a "
-                    "stream: without it, lines that are delivered again cannot be told from new "
+                    "stream: without it, repeated lines cannot be distinguished from new "
                     f"ones. Name it with `mapping` {ours}=COLUMN, or ingest the log when it is "
-                    "whole."
+                    "complete."
                 )
         self.layout = layout
         self.renames = dict(layout.renames)

@@ -8,6 +8,7 @@ from typing import Final
 
 import pyarrow as pa
 
+from replaylake.datastore.episodes.schema import UniqueKeys
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.interchange.formats.checks import Finding
 from replaylake.datastore.interchange.formats.format import RejectedEpisode
@@ -23,6 +24,7 @@ from replaylake.datastore.interchange.ingest.stream.receipt import (
 from replaylake.datastore.interchange.ingest.stream.stored_steps import Key, StreamPosition
 from replaylake.datastore.interchange.ingest.stream.writer import StreamWriter
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.unique_keys import OnConflict
 from replaylake.datastore.names import new_ulid
 
 # Text of the lines between two flushes, and of those that wait; in memory they are ten times that.
@@ -45,12 +47,17 @@ class StreamIngester:
         spaces: tuple[Space, Space] | None,
         wait_s: float,
         on_rejected: Callable[[Finding], None] | None,
+        readmit: bool,
+        unique: UniqueKeys | None,
+        on_conflict: OnConflict,
     ) -> None:
         self._name = name
         self._grammar = grammar
         self._wait_s = wait_s
         self._on_rejected = on_rejected
-        self._pieces = StreamWriter(lake, dataset, name, grammar, spaces)
+        self._pieces = StreamWriter(
+            lake, dataset, name, grammar, spaces, readmit, unique, on_conflict
+        )
         self._new: list[StreamRow] = []
         self._waiting: list[StreamRow] = []
         self._num_bytes = 0
@@ -117,17 +124,23 @@ class StreamIngester:
     def receipt(self) -> StreamReceipt:
         """Return what became of the lines."""
         pieces = self._pieces
-        rejected = sum(self._counts.values())
+        rejected = sum(self._counts.values()) + pieces.keys.conflicts
         ordered = sorted(self._counts.items(), key=lambda item: -item[1])
         return StreamReceipt(
             dataset=pieces.dataset,
             stream=self._name,
-            lines=Counts(pieces.num_steps, rejected, pieces.num_present),
+            lines=Counts(
+                pieces.num_steps,
+                rejected,
+                pieces.num_present + pieces.keys.present,
+                pieces.num_deleted_before,
+            ),
             num_commits=pieces.num_commits,
             version=pieces.version,
             reasons=tuple(Reason(check, n, self._examples[check]) for check, n in ordered),
             notes=tuple(pieces.notes),
             renames=dict(self._grammar.renames),
+            keys=pieces.keys,
         )
 
     def _place_rows(self) -> list[StreamRow]:
@@ -212,7 +225,7 @@ class StreamIngester:
             reason = f"which came after {first} of its episode had been committed"
         else:
             reason = f"whose predecessors from {reached.following} on have not come"
-        return self._finding("gap", row, f"{reason}. Deliver the lines of the episode again")
+        return self._finding("gap", row, f"{reason}. Send the lines of the episode again")
 
     def _finding(self, check: str, row: StreamRow, reason: str) -> Finding:
         return Finding(

@@ -65,10 +65,10 @@ class LineReader:
         """Follow a file. Raises: NotFoundError, SourceInvalidError."""
         if not path.exists():
             raise NotFoundError(
-                f"{path}: found no such file, expected one that grows. Check the path."
+                f"{path}: found no such file, expected a growing file. Check the path."
             )
         if not path.is_file():
-            raise SourceInvalidError(f"{path}: found no file, expected one that grows.")
+            raise SourceInvalidError(f"{path}: found no file, expected a growing file.")
         return cls(_open(path), path.name, path)
 
     def __enter__(self) -> LineReader:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replaylake.datastore.interchange.ingest.receipt import Counts
+from replaylake.datastore.lake.commit import KeyCounts
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class Reason:
 
 @dataclass(frozen=True)
 class StreamReceipt:
-    """What became of every line; `lines.read` is the sum of the other three counts.
+    """What became of every line; `lines.read` is the sum of the other counts.
 
-    reasons: the checks that failed, in how many lines, with an example of each.
+    reasons: the checks that failed, in how many lines, with an example of each. keys: what became
+    of steps whose keys were there; they are counted with what is already present, or rejected.
     """
 
     dataset: str
@@ -42,6 +44,7 @@ class StreamReceipt:
     reasons: tuple[Reason, ...] = ()
     notes: tuple[str, ...] = ()
     renames: dict[str, str] = field(default_factory=dict)
+    keys: KeyCounts = field(default_factory=KeyCounts)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,6 +52,7 @@ class StreamReceipt:
             "version": self.version,
             "stream": self.stream,
             "lines": self.lines.to_json(),
+            "keys": self.keys.to_json(),
             "commits": self.num_commits,
             "rejections": [
                 {"check": r.check, "num_lines": r.num_lines, "example": r.example}

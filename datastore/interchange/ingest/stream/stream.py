@@ -11,18 +11,20 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.interchange.formats.checks import Finding
 from replaylake.datastore.interchange.formats.format import ReadOptions
+from replaylake.datastore.interchange.ingest.key_options import parse_ingest_key
 from replaylake.datastore.interchange.ingest.stream.grammar import Grammar
 from replaylake.datastore.interchange.ingest.stream.ingester import StreamIngester
 from replaylake.datastore.interchange.ingest.stream.lines import Lines
 from replaylake.datastore.interchange.ingest.stream.receipt import StreamProgress, StreamReceipt
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.unique_keys import OnConflict
 
 FLUSH_EVERY_S: Final = 10.0
 # A step waits this many flushes, and no less than so long, for the one before it.
@@ -46,6 +48,10 @@ def follow(
     stop: threading.Event | None = None,
     on_progress: Callable[[StreamProgress], None] | None = None,
     on_rejected: Callable[[Finding], None] | None = None,
+    readmit: bool = False,
+    unique: Sequence[str] = (),
+    late: Sequence[str] = (),
+    on_conflict: OnConflict = "set_aside",
 ) -> StreamReceipt:
     """Commit lines as they arrive, until they are over or `stop` is set; then what is held.
 
@@ -63,6 +69,10 @@ def follow(
         stop: ends it when set.
         on_progress: called after each flush.
         on_rejected: called for each line that is left out, as it is.
+        readmit: also commit what was deleted from the dataset; it counts as deleted no more.
+        unique: columns whose values no two rows share, as for `ingest`.
+        late: as for `ingest`.
+        on_conflict: as for `ingest`.
 
     Raises: ConfigInvalidError, SourceInvalidError if the first lines have no such columns,
     StorageError.
@@ -76,7 +86,13 @@ def follow(
         )
     wait = max(_WAIT_FLUSHES * flush_every_s, _MIN_WAIT_S) if wait_s is None else wait_s
     grammar = Grammar(lines.name, options or ReadOptions())
-    follower = StreamIngester(lake, dataset, name, grammar, spaces, wait, on_rejected)
+    handle = lake.dataset(dataset)
+    key = parse_ingest_key(handle, unique, late)
+    if key is not None and handle.exists():
+        key = handle.set_unique(key)
+    follower = StreamIngester(
+        lake, dataset, name, grammar, spaces, wait, on_rejected, readmit, key, on_conflict
+    )
     stop = stop or threading.Event()
     due: float | None = None
     while not (stop.is_set() or lines.is_over):

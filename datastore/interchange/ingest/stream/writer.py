@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes.encoding import NO_ENCODING
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.schema import DatasetSpec, UniqueKeys
 from replaylake.datastore.episodes.spaces import (
     Discrete,
     MultiBinary,
@@ -33,9 +33,10 @@ from replaylake.datastore.interchange.ingest.stream.stored_steps import (
     is_successor,
 )
 from replaylake.datastore.interchange.ingest.stream.window import Window
-from replaylake.datastore.lake.commit import Commit, DropCounts
+from replaylake.datastore.lake.commit import Commit, DropCounts, KeyCounts
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.unique_keys import OnConflict
 from replaylake.datastore.lake.validation import partition_valid
 from replaylake.datastore.names import new_ulid
 
@@ -56,14 +57,20 @@ class StreamWriter:
         name: str,
         grammar: Grammar,
         spaces: tuple[Space, Space] | None,
+        readmit: bool,
+        unique: UniqueKeys | None = None,
+        on_conflict: OnConflict = "set_aside",
     ) -> None:
+        self._on_conflict: OnConflict = on_conflict
+        self.keys = KeyCounts()
         self._lake = lake
         self._handle = lake.dataset(dataset)
         self._prefix = f"{name}/"
         self._producer = f"stream/{name}"
         self._id = new_ulid()
+        self._readmit = readmit
         self._grammar = grammar
-        self._assembly = PieceAssembler(self._handle, grammar, spaces)
+        self._assembly = PieceAssembler(self._handle, grammar, spaces, unique)
         self._sequence: int | None = None
         self._reported_drops = DropCounts()
         self._quarantines = 0
@@ -71,6 +78,7 @@ class StreamWriter:
         self.dataset = dataset
         self.version: int | None = None
         self.num_commits = self.num_steps = self.num_present = self.num_rejected = 0
+        self.num_deleted_before = 0
 
     @property
     def notes(self) -> list[str]:
@@ -141,6 +149,8 @@ class StreamWriter:
         self.version = commit.version
         self.num_commits += 1
         self.num_steps += commit.num_steps
+        self.num_deleted_before += commit.num_deleted_before_steps
+        self.keys += commit.keys
         for run, episode in pieces:
             self.present.add(episode, window.key(run[0]))
         return [i for run, _ in pieces for i in run], rejections
@@ -170,6 +180,7 @@ class StreamWriter:
                 producer=f"{self._producer}/{self._id}",
                 sequence=self._quarantines,
                 prefix=self._prefix,
+                readmit=self._readmit,
             )
 
     @property
@@ -211,6 +222,8 @@ class StreamWriter:
                     info={_WRITER: self._id},
                     spec=spec,
                     drops=drops - self._reported_drops,
+                    readmit=self._readmit,
+                    on_conflict=self._on_conflict,
                 )
                 break
             except StorageError:
@@ -280,8 +293,13 @@ class PieceAssembler:
     """
 
     def __init__(
-        self, handle: Dataset, grammar: Grammar, spaces: tuple[Space, Space] | None
+        self,
+        handle: Dataset,
+        grammar: Grammar,
+        spaces: tuple[Space, Space] | None,
+        unique: UniqueKeys | None,
     ) -> None:
+        self._unique = unique
         self._handle = handle
         self._grammar = grammar
         self._spaces = spaces
@@ -404,7 +422,10 @@ class PieceAssembler:
             whole = Discrete | MultiDiscrete | MultiBinary
             self._grammar.are_actions_whole = spaces is not None and isinstance(spaces[1], whole)
             self._validator = SourceValidator(
-                spec, self._spaces, rewards_optional=self._rewards_optional
+                spec,
+                self._spaces,
+                rewards_optional=self._rewards_optional,
+                unique=self._unique,
             )
         return self._validator
 

@@ -262,7 +262,7 @@ def test_further_columns_come_back_under_their_own_names(tmp_path: Path, form: s
         found = lake.snapshot(after).spec.extras
         assert {name: str(found[name]) for name in found} == {
             "geo": "string",
-            "infos_qpos": "fixed_size_list<item: double>[2]",
+            "infos_qpos": "fixed_size_list<element: double>[2]",
             "seed": "int64",
         }
     rows = lake.snapshot("c").sql("SELECT geo, infos_qpos, seed FROM steps ORDER BY step")

@@ -39,6 +39,7 @@ def obd(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> Lake:
     return lake
 
 
+@pytest.mark.slow
 def test_the_open_bandit_dataset(obd: Lake) -> None:
     spec = obd.dataset("obd").spec
     assert spec.action_space == Discrete(34)
@@ -84,6 +85,7 @@ def test_a_second_log_is_encoded_as_the_first(obd: Lake) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_a_table_of_items_beside_the_log_is_left_out(shared_data: Path) -> None:
     source = find_source([shared_data / "obd" / "random" / "men"])
     form = find_format("auto", source.files)
@@ -169,7 +171,7 @@ def test_impressions_of_one_row_are_no_slates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"episode_by": ("device",)}, {"order_by": ("age",)}])
 def test_what_would_change_nothing_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigInvalidError, match="an episode each"):
+    with pytest.raises(ConfigInvalidError, match="are separate episodes"):
         _read(_log(tmp_path), mapping=_MAP, **options)
 
 

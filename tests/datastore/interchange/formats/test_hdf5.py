@@ -130,8 +130,8 @@ def _virtual(file: Any, other: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
-        (_external_link, "is a link to elsewhere"),
-        (_soft_link, "is a link to elsewhere"),
+        (_external_link, "is a link to another place"),
+        (_soft_link, "is a link to another place"),
         (_external_storage, "keeps its data in other files"),
         (_virtual, "keeps its data in other files"),
     ],
@@ -226,6 +226,7 @@ def _damages(raw: bytes, seed: int) -> Iterator[bytes]:
         yield bytes(changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["d4rl", "d3rlpy"])
 def test_torn_and_altered_files_are_refused_or_read(path: Path, name: str) -> None:
     raw = (_d4rl(path) if name == "d4rl" else _d3rlpy(path)).read_bytes()

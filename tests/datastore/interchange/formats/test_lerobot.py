@@ -192,7 +192,7 @@ def test_a_dataset_of_videos_alone_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(_MADE / "v3_0" / "arm", tmp_path / "arm")
     path = folder / "data" / "chunk-000" / "file-000.parquet"
     _rewritten(path, lambda t: t.drop(["observation.state", "observation.environment_state"]))
-    with pytest.raises(SourceInvalidError, match="What is only in videos is not read"):
+    with pytest.raises(SourceInvalidError, match="Videos are not read"):
         _open(folder)
 
 

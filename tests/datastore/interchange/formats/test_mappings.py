@@ -211,6 +211,19 @@ def _reagent_log(path: Path) -> Path:
     return path / "log.json"
 
 
+def _nemorl_log(path: Path) -> Path:
+    record = {
+        "input_lengths": [2],
+        "token_ids": [[1, 2, 0]],
+        "token_loss_mask": [[0, 1, 0]],
+        "rewards": [1.0],
+    }
+    records = [{**record, "probe": value, "idx": i} for i, value in enumerate(_PROBE)]
+    file = path / "train_data_step1.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return file
+
+
 def _transcripts_log(path: Path) -> Path:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     records = [{"messages": turns, "probe": value} for value in _PROBE]
@@ -227,6 +240,7 @@ _LOGS: dict[str, Callable[[Path], Path]] = {
     "jsonl": _jsonl_log,
     "lerobot": _lerobot_log,
     "minari": _minari_log,
+    "nemorl": _nemorl_log,
     "npz": _npz_log,
     "parquet": _parquet_log,
     "reagent": _reagent_log,
@@ -241,6 +255,7 @@ _PATHS = {
     "d3rlpy": "infos/probe",
     "rlds": "language_instruction",
     "rllib episodes": "t",
+    "nemorl": "metadata",
     "transcripts": "metadata",
 }
 
@@ -376,6 +391,17 @@ def test_mappings_of_which_one_would_do_nothing_are_refused(
         ConfigInvalidError, match=f"mapping {next(iter(mapping))}=p: found it beside"
     ):
         ingest(lake, [log], "log", options=ReadOptions(mapping=mapping, **options))
+
+
+@pytest.mark.parametrize(
+    ("ours", "meant"), [("obs", "observation"), ("t", "step"), ("propensity", "behavior_prob")]
+)
+def test_a_name_that_logs_give_to_a_field_is_refused_with_the_name_of_the_field(
+    lake: Lake, tmp_path: Path, ours: str, meant: str
+) -> None:
+    log = _write_jsonl(tmp_path / "log", {**_columns(), "p": [0.5] * _NUM})
+    with pytest.raises(ConfigInvalidError, match=rf"mapping {ours}=p: .* Write {meant}=p;"):
+        ingest(lake, [log], "log", options=ReadOptions(mapping={ours: "p"}))
 
 
 def test_a_probability_that_is_named_wins_over_a_logarithm_that_is_found(

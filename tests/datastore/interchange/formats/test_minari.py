@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import h5py
 import minari
 import numpy as np
@@ -28,6 +29,7 @@ from replaylake.datastore.episodes.spaces import (
     Tuple,
 )
 from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
+from replaylake.datastore.interchange.export.export import export
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import (
     ReadOptions,
@@ -76,6 +78,7 @@ def _equal(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["hdf5", "arrow"])
 def test_both_storages_have_their_published_counts(
     shared_data: Path, tmp_path: Path, storage: str
@@ -100,6 +103,7 @@ def test_both_storages_have_their_published_counts(
     assert lake.dataset("cartpole").snapshot().describe()["mean_return"] == 261.22
 
 
+@pytest.mark.slow
 def test_the_two_storages_hold_the_same_steps_and_can_be_named_by_their_data_folder(
     shared_data: Path,
 ) -> None:
@@ -318,6 +322,37 @@ def test_an_export_loads_in_minari_and_reads_again_as_equal_rows(minari_home: Pa
         assert other.extras["infos_speed"].to_pylist() == one.extras["speed"].to_pylist()
 
 
+def test_the_environment_can_be_recovered_from_an_export(minari_home: Path, tmp_path: Path) -> None:
+    environment = gymnasium.make("CartPole-v1", max_episode_steps=77)
+    assert environment.spec is not None
+    stated = environment.spec.to_json()
+    MinariFormat().write(iter([_ours(i) for i in range(3)]), _SPEC, minari_home / "arms-v0")
+    metadata = minari_home / "arms-v0" / "data" / "metadata.json"
+    plain = json.loads(metadata.read_text())
+    assert "env_spec" not in plain
+    metadata.write_text(json.dumps({**plain, "env_spec": stated}))
+    lake = open_lake(tmp_path / "lake", create=True)
+    ingest(lake, [minari_home / "arms-v0"], "arms")
+    assert lake.dataset("arms").spec.env_spec == stated
+    export(lake, "arms", minari_home / "again-v0", format="minari")
+    recovered = minari.load_dataset("again-v0").recover_environment()
+    assert recovered.spec is not None
+    assert (recovered.spec.id, recovered.spec.max_episode_steps) == ("CartPole-v1", 77)
+
+
+@pytest.mark.parametrize("wrong", ["[" * 60_000, "[1]", "x", 7, '{"a": "' + "b" * (1 << 16) + '"}'])
+def test_an_environment_that_is_none_is_left_out(
+    minari_home: Path, tmp_path: Path, wrong: object
+) -> None:
+    MinariFormat().write(iter([_ours(i) for i in range(3)]), _SPEC, minari_home / "arms-v0")
+    metadata = minari_home / "arms-v0" / "data" / "metadata.json"
+    metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "env_spec": wrong}))
+    lake = open_lake(tmp_path / "lake", create=True)
+    receipt = ingest(lake, [minari_home / "arms-v0"], "arms")
+    assert lake.dataset("arms").spec.env_spec is None
+    assert any(note.startswith("env_spec is left out: expected a JSON") for note in receipt.notes)
+
+
 def test_an_episode_without_its_final_observation_refuses_the_export(tmp_path: Path) -> None:
     blind = Episode(**(vars(_ours(1)) | {"final_observation": None}))
     with pytest.raises(SpaceUnsupportedError, match="1 of 3 episodes have no final observation"):
@@ -364,6 +399,7 @@ def test_parts_of_an_observation_that_differ_in_length_reject_their_episode(tmp_
     assert "'observations.arm._0' has 3 rows" in rejected.findings[0].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["hdf5", "arrow"])
 def test_torn_and_altered_files_are_refused_or_read(
     shared_data: Path, tmp_path: Path, storage: str

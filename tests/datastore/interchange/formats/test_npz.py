@@ -315,7 +315,7 @@ def test_headers_that_lie_are_refused(tmp_path: Path, header: str, name: str) ->
 def test_a_member_that_goes_on_is_refused(tmp_path: Path) -> None:
     members = {key: _npy(array) for key, array in _trajectories().items()}
     log = _zip(tmp_path / "log.npz", {**members, "acts": members["acts"] + b"\0"})
-    with pytest.raises(SourceInvalidError, match="'acts' goes on after its last row"):
+    with pytest.raises(SourceInvalidError, match="'acts' continues after its last row"):
         list(_open(log))
 
 
@@ -381,7 +381,7 @@ def test_values_of_one_number_may_have_a_dim_of_their_own(tmp_path: Path) -> Non
 def test_paths_of_images_are_no_observations(tmp_path: Path) -> None:
     paths = np.array([f"recorded_images/{i}.png" for i in range(6)])
     log = _save(tmp_path / "expert.npz", _experts(obs=paths))
-    with pytest.raises(SourceInvalidError, match=r"'obs' holds texts.*paths alone"):
+    with pytest.raises(SourceInvalidError, match=r"'obs' has texts.*only the paths"):
         list(_open(log))
 
 
@@ -398,3 +398,22 @@ def test_one_trajectory_and_none(tmp_path: Path) -> None:
     }
     with pytest.raises(SourceInvalidError, match="found no rows"):
         list(_open(_save(tmp_path / "none.npz", none)))
+
+
+def test_terminals_of_recordings_without_a_task_are_truncations(tmp_path: Path) -> None:
+    """OGBench's files: no rewards, no timeouts, and `terminals` at the end of each recording."""
+    arrays = {
+        "observations": np.arange(12, dtype=np.float32).reshape(6, 2),
+        "actions": np.ones((6, 1), np.float32),
+        "terminals": np.array([0, 0, 1, 0, 0, 1], np.float32),
+    }
+    np.savez(tmp_path / "play.npz", **arrays)
+    reading = _open(tmp_path / "play.npz", reward_unknown=True)
+    episodes = _episodes(reading)
+    assert [len(one) for one in episodes] == [3, 3]
+    assert [(one.terminated, one.truncated) for one in episodes] == [(False, True)] * 2
+    assert "terminals used as truncated" in " ".join(reading.notes)
+    mapped = _open(tmp_path / "play.npz", reward_unknown=True, mapping={"terminated": "terminals"})
+    assert [one.terminated for one in _episodes(mapped)] == [True, True]
+    np.savez(tmp_path / "task.npz", **arrays, rewards=np.zeros(6))
+    assert [one.terminated for one in _episodes(_open(tmp_path / "task.npz"))] == [True, True]

@@ -173,7 +173,9 @@ def test_the_planted_pickles_do_run_where_pickle_reads_them(tmp_path: Path) -> N
 
 
 def test_a_refusal_names_what_was_named() -> None:
-    with pytest.raises(SourceInvalidError, match=r"names posix\.system \(nothing of it was run\)"):
+    with pytest.raises(
+        SourceInvalidError, match=r"names posix\.system \(none of it was executed\)"
+    ):
         _unpack(_frame(_named_call("posix", "system", "true")))
 
 

@@ -319,3 +319,29 @@ def test_numbered_actions_have_no_mask_and_the_receipt_says_so(tmp_path: Path) -
     assert episode.action_masks is None
     assert any(note.startswith("possible_actions left out") for note in reading.notes)
     assert not any("never taken" in note for note in reading.notes)
+
+
+def test_rows_that_name_no_possible_action_have_an_unknown_mask(tmp_path: Path) -> None:
+    """Such rows end the episodes of logs with `possible_actions`, also of those without an end."""
+    rows = [_row(name, i, action="right") for name in "ab" for i in range(3)]
+    rows += [_row(name, 3, possible_actions=[]) for name in "ab"]
+    rows[1]["possible_actions"] = ["right"]
+    rows[4]["possible_actions"] = ["left"]  # not what was taken: still refused
+    reading = _open(_write(tmp_path / "log.json", *rows))
+    first, second = _episodes(reading)
+    assert first.action_masks is not None
+    assert first.action_masks.tolist() == [[True, True], [False, True], [True, True], [True, True]]
+    assert "2 rows name no possible action" in " ".join(reading.notes)
+    lake = open_lake(tmp_path / "lake", create=True)
+    receipt = ingest(lake, [tmp_path / "log.json"], "log")
+    assert receipt.episodes == Counts(committed=1, rejected=1)
+    assert [check.name for check in receipt.checks if check.outcome == "rejected"] == [
+        "action_mask"
+    ]
+    assert second.source_episode_id == receipt.rejected[0].source_episode_id == "b"
+
+
+def test_a_log_that_never_names_a_possible_action_has_no_mask(tmp_path: Path) -> None:
+    rows = [_row("a", i, possible_actions=[]) for i in range(2)]
+    (episode,) = _episodes(_open(_write(tmp_path / "log.json", *rows)))
+    assert episode.action_masks is None

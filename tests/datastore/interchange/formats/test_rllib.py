@@ -334,7 +334,7 @@ def test_a_planted_pickle_is_refused_with_its_place_and_nothing_runs(tmp_path: P
         ({"obs": "BCJNGG!"}, "expected a packed numpy array"),
         ({"obs": "plain text"}, "expected a list"),
         ({"obs": 3.5}, "expected a list"),
-        ({"type": "MultiAgentBatch", "policy_batches": [1]}, "one batch a policy"),
+        ({"type": "MultiAgentBatch", "policy_batches": [1]}, "one batch per policy"),
     ],
 )
 def test_what_is_no_batch_is_refused_by_name(

@@ -283,8 +283,9 @@ def test_json_texts_that_look_like_times_stay_texts(tmp_path: Path) -> None:
     assert episode.timestamps.tolist() == [1769860800_000_000]
 
 
-def test_propensities_become_log_probs(tmp_path: Path) -> None:
-    header = _HEADER.strip() + ",pscore\n"
+@pytest.mark.parametrize("name", ["pscore", "propensity"])
+def test_propensities_become_log_probs(tmp_path: Path, name: str) -> None:
+    header = f"{_HEADER.strip()},{name}\n"
     log = _csv(tmp_path, header + "a,0,0.5,0,1,1,0.5\nb,0,0.5,0,1,1,\nc,0,0.5,0,1,1,1.5\n")
     first, second, third = list(_open(log))
     assert isinstance(first, Episode)
@@ -426,7 +427,7 @@ def test_a_torn_parquet_file_is_named(tmp_path: Path, keep: float) -> None:
     torn = _write(tmp_path / "b.parquet", _rows())
     data = torn.read_bytes()
     torn.write_bytes(data[: max(8, int(len(data) * keep))])
-    with pytest.raises(SourceInvalidError, match=r"b\.parquet.*torn"):
+    with pytest.raises(SourceInvalidError, match=r"b\.parquet.*damaged"):
         list(_open(tmp_path, mapping=_MAPPING))
 
 
@@ -450,7 +451,7 @@ def test_a_torn_json_line_is_named(tmp_path: Path) -> None:
 
 
 def test_a_csv_row_of_another_width_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceInvalidError, match=r"log\.csv.*Expected 6 columns, got 3"):
+    with pytest.raises(SourceInvalidError, match=r"log\.csv.*line 3.*found 3 cells, expected 6"):
         list(_open(_csv(tmp_path, _HEADER + "e,0,1.0,0,1,1\ne,1,2.0\n")))
 
 
@@ -460,7 +461,7 @@ def test_a_csv_row_of_another_width_is_named(tmp_path: Path) -> None:
         (b"PK\x03\x04rest", "could not be read to its end"),
         (b"\x89HDF\r\n\x1a\n", "could not be read to its end"),
         (b"\x80\x04\x95pickle", "pickle"),
-        (b"one column only\n1\n", "no format that is known here"),
+        (b"one column only\n1\n", "an unknown format"),
     ],
 )
 def test_unknown_content_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
@@ -600,3 +601,53 @@ def test_empty_structs_are_pruned_and_the_rest_is_kept(tmp_path: Path) -> None:
 def test_a_choice_that_is_none_is_refused(choice: dict[str, Any]) -> None:
     with pytest.raises(ConfigInvalidError, match=r"found '(spilt|terminated)', expected"):
         ReadOptions(**choice)
+
+
+def test_rewards_are_scaled_and_ends_follow_from_a_time_limit(tmp_path: Path) -> None:
+    """A log of costs without ends: what did not reach the limit ended by itself."""
+    rows = [f"{e},{t},0.5,1,{t}.5" for e, num in (("a", 3), ("b", 2), ("c", 4)) for t in range(num)]
+    (tmp_path / "log.csv").write_text("episode_id,step,obs,action,reward\n" + "\n".join(rows))
+    files = find_source([tmp_path / "log.csv"]).files
+    options = ReadOptions(reward_scale=-2.0, time_limit=3, open_ends="time-limit")
+    reading = find_format("csv", files).read(files, options)
+    found = [one for one in reading if isinstance(one, Episode)]
+    assert [one.rewards.tolist() for one in found][:2] == [[-1.0, -3.0, -5.0], [-1.0, -3.0]]
+    assert [(one.terminated, one.truncated) for one in found] == [
+        (False, True),
+        (True, False),
+        (False, False),
+    ]
+    counts = {(c.name, c.outcome): c.num_episodes for c in reading.checks}
+    assert counts[("no_end", "corrected")] == 2
+    assert counts[("no_end", "noted")] == 1
+    assert "rewards are -2 times those logged" in reading.notes
+    for wrong in ({"reward_scale": 0.0}, {"open_ends": "time-limit"}):
+        with pytest.raises(ConfigInvalidError) as error:
+            ReadOptions(**wrong)
+        assert error.value.parameter == next(iter(wrong))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_ends_may_be_a_field_of_a_struct(
+    tmp_path: Path, nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Gym's infos have it, whose key has a dot; rows without it do not end."""
+    rows = []
+    for i in range(6):
+        row: dict[str, Any] = {"obs": 0.5, "action": 1, "info": {"r": i / 2}, "done": i % 3 == 2}
+        if i == 2:
+            row["info"] |= (
+                {"TimeLimit": {"truncated": True}} if nested else {"TimeLimit.truncated": True}
+            )
+        rows.append(row)
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    mapping = {"truncated": "info.TimeLimit.truncated", "reward": "info.r", "terminated": "done"}
+    for keep_bytes in (1 << 20, 0):  # kept, and read again
+        monkeypatch.setattr(
+            "replaylake.datastore.interchange.formats.tabular.tables._KEEP_BYTES", keep_bytes
+        )
+        found = _episodes(_open(tmp_path / "log.jsonl", mapping=mapping))
+        assert [one.rewards.tolist() for one in found] == [[0, 0.5, 1], [1.5, 2, 2.5]]
+        assert [one.truncated for one in found] == [True, False]
+    with pytest.raises(SourceInvalidError, match=r"'info\.TimeLimt'"):
+        _open(tmp_path / "log.jsonl", mapping={**mapping, "truncated": "info.TimeLimt"})

@@ -299,6 +299,47 @@ def test_ends_only_where_the_record_says_so(
     assert (episode.terminated, episode.truncated) == expected
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASK, SAY]},
+        {"history": [ASK, CALL, RESULT, SAY]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"prompt": "2+2?", "completion": "4"},
+        {"messages_display": "user: Hi\nassistant: Hello"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("given", "terminated"),
+    [
+        ({"reward": 1}, True),
+        ({"score": 0.0}, True),
+        ({"reward": None}, False),
+        ({"reward": 1, "status": "in review"}, False),
+        ({"reward": 1, "terminated": False}, False),
+        ({"reward": 1, "finish_reason": "length"}, False),
+    ],
+)
+def test_a_transcript_with_its_outcome_is_terminated(
+    record: dict[str, Any], given: dict[str, Any], terminated: bool, tmp_path: Path
+) -> None:
+    (episode,), _ = read(lines(tmp_path / "e.jsonl", record | given))
+    assert episode.terminated == terminated
+
+
+def test_the_outcome_of_each_answer_and_turn(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "e.jsonl",
+        {"prompt": "3+3?", "completions": ["6", "7"], "rewards": [1.0, None]},
+        {"prompt": "hi", "chosen": "yes", "rejected": "no", "score_chosen": 8},
+        {"messages": [ASK, SAY, ASK, SAY], "rewards": [None, 1]},
+        {"messages": [ASK, SAY, ASK, SAY], "rewards": [1, None]},
+    )
+    episodes, _ = read(path)
+    assert [e.terminated for e in episodes] == [True, False, True, False, True, False]
+    assert not any(e.truncated for e in episodes)
+
+
 def test_options_hold_here_too(tmp_path: Path) -> None:
     path = lines(tmp_path / "e.jsonl", {"messages": [ASK, SAY]})
     (episode,), _ = read(path, mapping={"observation": "prompt_messages"})
@@ -332,6 +373,7 @@ DIALOGUES = st.lists(
 SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 @given(dialogues=DIALOGUES)
 def test_increments_put_together_are_the_dialogue(dialogues: list[Any], tmp_path: Path) -> None:
@@ -353,6 +395,7 @@ def comparable(episodes: list[Episode]) -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
 @given(
     records=st.lists(

@@ -50,6 +50,7 @@ def _episode(name: str, num: int = 2, action: int = 1) -> str:
     return "".join(rows)
 
 
+@pytest.mark.slow
 def test_the_large_log_has_its_published_counts_and_comes_once(lake: Lake) -> None:
     first = ingest(lake, [_LARGE], "cartpole")
     assert first.episodes == Counts(committed=21)
@@ -92,6 +93,7 @@ def test_another_reader_sees_exactly_our_rows(lake: Lake) -> None:
     assert foreign == set(rows.column("source_episode_id").to_pylist())
 
 
+@pytest.mark.slow
 def test_the_same_content_elsewhere_is_still_the_same(lake: Lake, tmp_path: Path) -> None:
     ingest(lake, [_DATA / "small.json"], "small")
     shutil.copy(_DATA / "small.json", tmp_path / "renamed.jsonl")
@@ -162,7 +164,7 @@ def _torn(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
-        (_torn, {}, SourceInvalidError, r"torn\.parquet.*torn"),
+        (_torn, {}, SourceInvalidError, r"torn\.parquet.*damaged"),
         (
             lambda d: _csv(d, _episode("a")),
             {"options": ReadOptions({"reward": "gain"})},

@@ -129,6 +129,7 @@ def _kill_and_complete(folder: Path, num_kills: int, seed: int) -> None:
     assert (again.steps.already_present, again.num_quarantined) == (_TOTAL, 0)
 
 
+@pytest.mark.slow
 def test_killed_ingests_lose_and_double_nothing(tmp_path: Path) -> None:
     _kill_and_complete(tmp_path, num_kills=3, seed=0)
 

@@ -19,7 +19,7 @@ from replaylake.datastore.interchange.ingest.ingest import NothingValidError, in
 from replaylake.datastore.interchange.ingest.inspection import IngestProgress
 from replaylake.datastore.interchange.ingest.quarantine import quarantine
 from replaylake.datastore.interchange.ingest.receipt import Counts
-from replaylake.datastore.lake.dataset import REJECTED_SCHEMA
+from replaylake.datastore.lake.dataset import REJECTED_SCHEMA, Dataset
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.delete import delete
@@ -130,8 +130,36 @@ def test_what_the_spaces_refuse_is_there_too(lake: Lake, tmp_path: Path) -> None
     _, second = _quarantined(lake)
     assert (second["file"], second["file_row"], second["checks"]) == ("log.csv", 3, ["space"])
     row = json.loads(second["row"])
-    assert (row["step"], row["observation"], row["terminated"]) == (1, [1.5], True)
+    assert (row["step"], row["observation"], row["terminated"]) == (1, 1.5, 1)  # as in the log
     assert row["note"] == "n1"
+
+
+def test_every_row_has_the_names_and_values_of_the_log(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of episodes that were refused as laid out: by their spaces, or read a second time."""
+    log = tmp_path / "log.csv"
+    header = "user,t,x,y,shown,payoff,last,color\n"
+    good = [f"u{i},{t},0.5,0.25,1,1.0,{t},red\n" for i in range(3) for t in range(2)]
+    good[2] = "u1,0,0.5,7.5,1,1.0,0,red\n"
+    log.write_text(header + "".join(good))
+    mapping = {"episode_id": "user", "observation": "x,y", "action": "shown", "reward": "payoff"}
+    options = ReadOptions(mapping={**mapping, "terminated": "last"}, gaps="split")
+    spaces: dict[str, Any] = {
+        "observation_space": Box((2,), "float32", 0.0, 1.0),
+        "action_space": Discrete(2),
+    }
+    expected = [
+        dict(user="u1", t=0, x=0.5, y=7.5, shown=1, payoff=1.0, last=0, color="red"),
+        dict(user="u1", t=1, x=0.5, y=0.25, shown=1, payoff=1.0, last=1, color="red"),
+    ]
+    ingest(lake, [log], "log", options=options, **spaces)
+    assert [json.loads(row["row"]) for row in _quarantined(lake)] == expected
+    monkeypatch.setattr("replaylake.datastore.interchange.ingest.inspection._KEEP_BYTES", 0)
+    monkeypatch.setattr("replaylake.datastore.interchange.ingest.inspection._FETCH_ROWS", 1)
+    again = open_lake(tmp_path / "again", create=True)
+    ingest(again, [log], "log", options=options, **spaces)
+    assert [json.loads(row["row"]) for row in _quarantined(again)] == expected
 
 
 def test_a_source_too_large_to_keep_is_read_again(
@@ -190,15 +218,38 @@ def test_a_cut_between_quarantine_and_last_commit_leaves_each_row_once(
     class Cut(Exception):
         pass
 
+    append, num_appends = Dataset.append, 0
+
+    def cut(*arguments: Any, **named: Any) -> Any:
+        nonlocal num_appends
+        num_appends += 1
+        if num_appends == 2:
+            raise Cut
+        return append(*arguments, **named)
+
+    log = _csv(tmp_path, _rows("a") + _rows("c") + _rows("b", reward="nan"))
+    with monkeypatch.context() as patched:
+        patched.setattr("replaylake.datastore.lake.dataset.Dataset.append", cut)
+        with pytest.raises(Cut):
+            ingest(lake, [log], "log", commit_steps=2)
+    assert len(_quarantined(lake)) == 2
+    receipt = ingest(lake, [log], "log", commit_steps=2)
+    assert (receipt.episodes, receipt.num_quarantined) == (Counts(1, 1, 1), 0)
+    assert len(_quarantined(lake)) == 2
+
+
+def test_a_cut_before_the_first_commit_leaves_each_row_once(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cut(*_: Any, **__: Any) -> None:
-        raise Cut
+        raise KeyboardInterrupt
 
     log = _csv(tmp_path, _rows("a") + _rows("b", reward="nan"))
     with monkeypatch.context() as patched:
         patched.setattr("replaylake.datastore.lake.dataset.Dataset.append", cut)
-        with pytest.raises(Cut):
+        with pytest.raises(KeyboardInterrupt):
             ingest(lake, [log], "log")
-    assert len(_quarantined(lake)) == 2
+    assert not lake.dataset("log").exists()
     receipt = ingest(lake, [log], "log")
     assert (receipt.episodes, receipt.num_quarantined) == (Counts(committed=1, rejected=1), 0)
     assert len(_quarantined(lake)) == 2
@@ -252,6 +303,7 @@ def _with_rejected(lake: Lake, folder: Path) -> None:
     ingest(lake, [_csv(folder, text)], "log")
 
 
+@pytest.mark.slow
 def test_delete_takes_quarantined_episodes_out(lake: Lake, tmp_path: Path) -> None:
     _with_rejected(lake, tmp_path)
     where = "source_episode_id = 'secret-person'"
@@ -265,6 +317,7 @@ def test_delete_takes_quarantined_episodes_out(lake: Lake, tmp_path: Path) -> No
     assert delete(lake, "log", "num_steps = 3").num_rejected == 3
 
 
+@pytest.mark.slow
 def test_purge_leaves_no_trace_of_a_quarantined_id(lake: Lake, tmp_path: Path) -> None:
     _with_rejected(lake, tmp_path)
     delete(lake, "log", "source_episode_id = 'secret-person'")
@@ -291,6 +344,7 @@ def _jsonl(folder: Path, lines: list[dict[str, Any]], name: str = "log.jsonl") -
     return folder / name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["policy", "model", 'the "best"/~one'])
 def test_a_policy_selects_from_quarantine_whatever_the_log_calls_it(
     lake: Lake, tmp_path: Path, column: str
@@ -312,6 +366,31 @@ def test_a_policy_selects_from_quarantine_whatever_the_log_calls_it(
     assert delete(lake, "log", "policy IS NULL").num_rejected == 2
 
 
+@pytest.mark.parametrize(
+    ("where", "num_episodes", "num_undecided"),
+    [
+        ("user_id = 7", 1, 1),
+        ("any(user_id = 7)", 1, 1),
+        ("all(user_id = 7)", 1, 1),
+        ("any(user_id = 7 and source_episode_id = 'bad-two')", 0, 0),
+        ("not any(user_id = 7)", 1, 1),
+        ("any(user_id = 7) and source_episode_id <> 'bad-three'", 1, 0),
+        ("any(user_id = 8) or any(reward > 0)", 1, 2),
+        ("user_id in (select user_id from log.steps where user_id = 7)", 1, 1),
+    ],
+)
+def test_the_logs_own_columns_select_from_quarantine(
+    lake: Lake, tmp_path: Path, where: str, num_episodes: int, num_undecided: int
+) -> None:
+    lines = _lines("good-one", 1, user_id=7)
+    lines += _lines("bad-one", -1, user_id=7) + _lines("bad-two", -1, user_id=8)
+    lines += _lines("bad-three", -1, user_id="seven")  # not a number as in the dataset
+    ingest(lake, [_jsonl(tmp_path, lines)], "log")
+    where = f"({where}) AND source_episode_id <> 'good-one'"
+    told = delete(lake, "log", where, dry_run=True)
+    assert (told.num_episodes, told.num_undecided) == (num_episodes, num_undecided)
+
+
 def test_what_the_spaces_refuse_is_selected_by_its_policy(lake: Lake, tmp_path: Path) -> None:
     lines = _lines("good-one", 1, policy="bert") + _lines("bad-one", 1, policy="anna")
     lines[-1]["action"] = 9
@@ -322,6 +401,7 @@ def test_what_the_spaces_refuse_is_selected_by_its_policy(lake: Lake, tmp_path: 
     assert _quarantined(lake) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "num_episodes", "num_undecided"),
     [
@@ -353,6 +433,7 @@ def test_what_a_condition_cannot_decide_is_told_and_left(
     assert (again.num_episodes, again.num_undecided) == (0, num_undecided)
 
 
+@pytest.mark.slow
 def test_an_episode_of_several_policies_is_told(lake: Lake, tmp_path: Path) -> None:
     """Rows without an episode id lie together, whoever they are of."""
     first, second = _lines("bad-one", -1)
@@ -383,6 +464,7 @@ def test_a_version_that_is_no_number_is_not_known(lake: Lake, tmp_path: Path) ->
     assert left == {"version-3", "version-two"}
 
 
+@pytest.mark.slow
 def test_rows_from_before_the_mapping_was_kept(lake: Lake, tmp_path: Path) -> None:
     """Our own name in the row is believed; where it is not there, nothing is known."""
     ours = _lines("bad-one", -1, policy="anna") + _lines("bad-two", -1, policy="bert")
@@ -470,3 +552,42 @@ def test_a_writer_of_other_kinds_can_use_it(lake: Lake, tmp_path: Path) -> None:
     first, second = _quarantined(lake)
     assert (first["agent_id"], first["row"], first["checks"]) == ("left", None, ["gap", "shape"])
     assert (second["episode_id"], second["row"]) == ("y", '{"k": 1}')
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_wrong_value_is_named_by_its_line_too(lake: Lake, tmp_path: Path, kind: str) -> None:
+    """An empty line and a cell of several lines part lines from rows."""
+    log = tmp_path / f"log.{kind}"
+    if kind == "csv":
+        text = _rows("a").replace("n0", '"two\nlines"') + "\n" + _rows("b", reward="nan")
+        log.write_text(_HEADER + text)
+    else:
+        row = {"observation": 0.5, "action": 1, "reward": 1.0}
+        rows = [{"episode_id": e, "step": t, **row} for e in "ab" for t in range(2)]
+        rows[2]["reward"] = None
+        log.write_text("\n\n".join(map(json.dumps, rows)))
+    ingest(lake, [log], "log")
+    first, _ = _quarantined(lake)
+    place = "log.csv row 2" if kind == "csv" else "log.jsonl row 2"
+    line = 6 if kind == "csv" else 5
+    assert first["reasons"][0].startswith(f"{place}, column 'reward': found")
+    assert first["reasons"][0].endswith(f"(line {line})")
+    assert first["file_row"] == 2
+
+
+def test_a_space_is_counted_for_observations_and_actions_each(lake: Lake, tmp_path: Path) -> None:
+    text = _rows("a") + _rows("b").replace("b,1,0.5,1", "b,1,7.5,4")
+    text += _rows("c").replace("0.5", "9.5") + _rows("d").replace("d,0,0.5,1", "d,0,0.5,3")
+    spaces: dict[str, Any] = {
+        "observation_space": Box((1,), "float32", 0.0, 1.0),
+        "action_space": Discrete(2),
+    }
+    receipt = ingest(lake, [_csv(tmp_path, text)], "log", **spaces)
+    found = {check.column: check for check in receipt.checks if check.name == "space"}
+    counts = {name: (one.num_episodes, one.num_rows) for name, one in found.items()}
+    assert counts == {"observation": (2, 3), "action": (2, 2)}
+    assert "episode b: observation at step 1: found [7.5]" in found["observation"].example
+    assert "episode b: action at step 1: found 4" in found["action"].example
+    both = [row for row in _quarantined(lake) if row["source_episode_id"] == "b"]
+    assert (len(both[0]["reasons"]), both[0]["checks"]) == (2, ["space"])
+    assert receipt.episodes == Counts(committed=1, rejected=3)

@@ -147,6 +147,7 @@ def test_a_step_with_other_content_is_named(lake: Lake, chunks: int) -> None:
     assert json.loads(row["row"])["reward"] == 7.0
 
 
+@pytest.mark.slow
 def test_a_bad_line_lies_in_quarantine_under_all_that_it_tells(lake: Lake) -> None:
     """Else a purge of whom it is of would not find it."""
     log = _log({"a": 2})
@@ -384,6 +385,7 @@ def _deliveries(draw: st.DrawFn) -> list[list[list[dict[str, Any]]]]:
     return runs
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(_deliveries())
 def test_any_delivery_gives_the_same_dataset(

@@ -189,6 +189,7 @@ _OPTIONS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(_logs(), _OPTIONS, st.booleans(), st.booleans(), st.booleans())
 def test_any_log_is_told_truly(

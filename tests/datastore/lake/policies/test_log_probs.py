@@ -84,25 +84,32 @@ def test_density_of_a_gaussian_by_hand():
     assert found[0] == pytest.approx(-1 - np.log(2 * np.pi) - np.log(0.5 * 2.0))
 
 
-def test_densities_integrate_to_one():
+@pytest.mark.parametrize("head", ["gaussian", "squashed_gaussian"])
+@pytest.mark.parametrize("mean", [0.3, 5.0])
+def test_densities_integrate_to_one(head, mean):
     grid = np.linspace(-0.9999, 2.9999, 4001)
     space = Box((1,), low=-1.0, high=3.0)
-    spec = PolicySpec(OBSERVATIONS, space, "squashed_gaussian")
-    given = {"means": np.full((len(grid), 1), 0.3), "log_stds": np.full((len(grid), 1), -0.7)}
+    spec = PolicySpec(OBSERVATIONS, space, head)
+    mean = mean if head == "gaussian" else 0.3
+    given = {"means": np.full((len(grid), 1), mean), "log_stds": np.full((len(grid), 1), -0.7)}
     found = np.exp(
         head_log_probs(spec, given, grid[:, None].astype(np.float32), deterministic=False)
     )
     assert np.trapezoid(found, grid) == pytest.approx(1, abs=1e-3)
 
 
-def test_a_clipped_action_has_no_known_density():
-    spec = PolicySpec(OBSERVATIONS, BOX, "gaussian")
-    given = {"means": np.zeros((2, 2)), "log_stds": np.zeros((2, 2))}
-    actions = np.array([[3.0, 0.5], [2.9, 0.5]], np.float32)
+def test_an_action_on_a_bound_has_a_density_and_one_beyond_it_none():
+    spec = PolicySpec(OBSERVATIONS, Box((2,), low=[-1.0, 0.0], high=[3.0, 0.1]), "gaussian")
+    given = {"means": np.zeros((3, 2)), "log_stds": np.zeros((3, 2))}
+    # float32 has no 0.1: the action next to it is the bound.
+    actions = np.array([[3.0, 0.1], [2.9, 0.05], [3.1, 0.05]], np.float32)
     found = head_log_probs(spec, given, actions, deterministic=False)
-    assert np.isnan(found).tolist() == [True, False]
+    assert np.isfinite(found).tolist() == [True, True, False]
+    assert found[2] == -np.inf
     # A squashed one is taken for what float32 can hold next to the bound.
-    squashed = head_log_probs(SPECS["squashed_gaussian"], given, actions, deterministic=False)
+    squashed = head_log_probs(
+        SPECS["squashed_gaussian"], given, np.array([[3.0, 0.5]] * 3), deterministic=False
+    )
     assert np.isfinite(squashed).all()
 
 

@@ -104,8 +104,6 @@ def test_refusals() -> None:
         act_from_head(
             spec, repeated(1), np.random.default_rng(0), deterministic=False, temperature=-1
         )
-    with pytest.raises(EpisodeInvalidError, match="no rng"):
-        act_from_head(spec, repeated(1), deterministic=False)
     with pytest.raises(SpaceUnsupportedError, match="which only Discrete actions have"):
         head_action_probs(spec, repeated(1))
     with pytest.raises(SpaceUnsupportedError, match="expected a MultiDiscrete or MultiBinary"):

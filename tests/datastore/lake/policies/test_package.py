@@ -298,8 +298,10 @@ def test_a_sampled_head_gets_noise_from_the_rng():
     assert graph_input_names(spec) == ("observations", "noise")
     inputs = graph_inputs(spec, np.zeros((3, 1)), np.random.default_rng(0))
     assert inputs["noise"].shape == (3, 4)
-    with pytest.raises(EpisodeInvalidError, match="rng"):
-        graph_inputs(spec, np.zeros((3, 1)))
+    # By default from a generator of the system's entropy.
+    without = [graph_inputs(spec, np.zeros((3, 1)))["noise"] for _ in range(2)]
+    assert without[0].shape == (3, 4)
+    assert (without[0] != without[1]).all()
 
 
 def test_threads_may_share_one_policy(package):
@@ -364,3 +366,15 @@ def test_it_acts_in_an_environment_with_numpy_and_onnxruntime_alone(package, tmp
 
 def test_onnx_checker_accepts_the_hand_made_graph():
     onnx.checker.check_model(linear_graph())
+
+
+def test_onnxruntime_reports_nothing_to_its_vendor(package, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    variables = {"HOME": str(home), "PATH": "", "PYTHONPATH": str(SOURCE)}
+    code = (
+        "import sys; from replaylake.datastore.lake.policies.package import load_policy; "
+        "load_policy(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, package], env=variables, check=True)
+    assert not list(home.rglob("*onnxruntime*"))

@@ -6,6 +6,7 @@ import pytest
 from replaylake.datastore.episodes.spaces import Box, Discrete, MultiDiscrete
 from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.heads import act_from_head
+from replaylake.datastore.lake.policies.log_probs import head_log_probs
 from replaylake.datastore.lake.policies.policy import HEAD_OUTPUTS, HEADS, Act, PolicySpec
 from replaylake.datastore.lake.policies.uniform import UniformPolicy
 
@@ -181,9 +182,10 @@ def test_a_mask_that_does_not_fit_is_refused(mask, message):
         act_from_head(discrete(), {"logits": np.zeros((1, 3))}, mask=mask)
 
 
-def test_a_random_draw_needs_an_rng():
-    with pytest.raises(EpisodeInvalidError, match="rng"):
-        act_from_head(discrete(), {"logits": np.zeros((1, 3))}, deterministic=False)
+def test_actions_are_drawn_without_a_generator_too():
+    logits = {"logits": np.zeros((64, 3))}
+    first, second = (act_from_head(discrete(), logits, deterministic=False) for _ in range(2))
+    assert first.actions.tolist() != second.actions.tolist()
 
 
 def test_a_negative_temperature_is_refused():
@@ -224,14 +226,18 @@ def test_a_gaussian_in_an_unbounded_box_has_its_own_density():
     assert abs(act.actions.std() - 2) < 4 * 2 / math.sqrt(40_000)
 
 
-def test_a_clipped_gaussian_says_that_the_density_is_unknown():
-    parameters = {"means": repeated([0.9], 1000), "log_stds": repeated([0.0], 1000)}
-    act = act_from_head(
-        continuous("gaussian"), parameters, np.random.default_rng(6), deterministic=False
-    )
-    clipped = np.abs(act.actions[:, 0]) == 1
-    assert 0 < clipped.sum() < 1000
-    np.testing.assert_array_equal(np.isnan(act.log_probs), clipped)
+@pytest.mark.parametrize("mean", [0.9, 1.0, -40.0])
+@pytest.mark.parametrize("temperature", [1.0, 5.0])
+def test_every_draw_of_a_bounded_gaussian_has_a_density(mean, temperature):
+    spec = continuous("gaussian")
+    parameters = {"means": repeated([mean], 1000), "log_stds": repeated([0.0], 1000)}
+    how = {"deterministic": False, "temperature": temperature}
+    act = act_from_head(spec, parameters, np.random.default_rng(6), **how)
+    assert np.isfinite(act.log_probs).all()
+    # Nothing lies on a bound in a heap, as clipped draws would.
+    assert len(np.unique(act.actions)) > 990
+    found = head_log_probs(spec, parameters, act.actions, **how)
+    np.testing.assert_allclose(found, act.log_probs, rtol=1e-4, atol=1e-4)
 
 
 def test_the_mode_of_a_gaussian_is_its_mean_and_squashed_in_the_bounds():

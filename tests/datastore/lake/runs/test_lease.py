@@ -8,9 +8,14 @@ import time
 
 import pytest
 
-from replaylake.datastore.errors import CommitConflictError
+from replaylake.datastore.errors import CommitConflictError, StorageError
 from replaylake.datastore.lake.runs import lease as lease_module
-from replaylake.datastore.lake.runs.lease import RunLease, is_active, last_heartbeat
+from replaylake.datastore.lake.runs.lease import (
+    RunLease,
+    find_damaged_heartbeats,
+    is_active,
+    last_heartbeat,
+)
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.storage import LocalStorage
 
@@ -149,3 +154,26 @@ def test_those_that_wait_get_it_one_by_one(storage):
     for thread in threads:
         thread.join()
     assert max(most) == 1
+
+
+def test_a_damaged_heartbeat_is_named_and_written_again(storage):
+    with RunLease(storage, "r1", heartbeat_s=0.01):
+        whole = storage.get(BLOB)
+        storage.put(BLOB, whole.replace(b'"pid": ', b'"pid": 1'))
+        deadline = time.monotonic() + 10
+        while list(find_damaged_heartbeats(storage)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert last_heartbeat(storage, "r1").pid == os.getpid()
+    for place in range(0, 8 * len(whole), 3):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        storage.put(BLOB, bytes(data))
+        if not list(find_damaged_heartbeats(storage)):
+            assert last_heartbeat(storage, "r1").pid == os.getpid(), place
+            continue
+        with (
+            pytest.raises(StorageError, match="again within 15 s; where none is, remove the file"),
+            RunLease(storage, "r1"),
+        ):
+            pass

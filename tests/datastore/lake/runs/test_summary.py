@@ -125,20 +125,21 @@ def test_an_online_run_s_own_dataset_comes_first_and_once() -> None:
     assert dataset_texts({}) == ()
 
 
-def test_runs_are_found_by_how_their_ids_begin() -> None:
-    runs = [{"run_id": "01ab"}, {"run_id": "01ac"}, {"run_id": "01"}]
-    assert find_run(runs, "01ab")["run_id"] == "01ab"
-    assert find_run(runs, "01ac")["run_id"] == "01ac"
+def test_runs_are_found_by_how_their_ids_begin(lake: Lake) -> None:
+    with pytest.raises(NotFoundError, match="latest runs are none"):
+        find_run(lake.registry, "x")
+    for run_id in ("01ab", "01ac", "01"):
+        record(lake, run_id)
+    assert find_run(lake.registry, "01ab")["run_id"] == "01ab"
+    assert find_run(lake.registry, "01ac")["run_id"] == "01ac"
     # A whole id is itself, whatever others begin with it.
-    assert find_run(runs, "01")["run_id"] == "01"
-    with pytest.raises(NotFoundError, match=r"found 2 runs that begin so, the latest 01ab, 01ac"):
-        find_run(runs, "01a")
-    with pytest.raises(NotFoundError, match="whose latest are 01ab, 01ac, 01"):
-        find_run(runs, "02")
-    with pytest.raises(NotFoundError):
-        find_run(runs, "")
-    with pytest.raises(NotFoundError, match="latest are none"):
-        find_run([], "x")
+    assert find_run(lake.registry, "01")["run_id"] == "01"
+    with pytest.raises(NotFoundError, match="found 2 runs that begin so, the latest 01ab, 01ac"):
+        find_run(lake.registry, "01a")
+    with pytest.raises(NotFoundError, match="latest runs are 01, 01ab, 01ac"):
+        find_run(lake.registry, "02")
+    with pytest.raises(NotFoundError, match="found 3 runs"):
+        find_run(lake.registry, "")
 
 
 def test_what_differs_is_told_by_dotted_name() -> None:

@@ -90,7 +90,7 @@ def test_from_nothing(dataset):
 
 
 def test_the_same_version_reads_nothing(dataset, monkeypatch):
-    monkeypatch.setattr(module, "connect", None)
+    monkeypatch.setattr(module, "session", None)
     assert _diff(dataset, 2, 2).is_empty
 
 
@@ -105,7 +105,7 @@ def test_compaction_is_no_difference(dataset):
 def test_what_compaction_moved_is_not_read(dataset, monkeypatch):
     _compact(dataset)
     _compact(dataset)
-    monkeypatch.setattr(module, "connect", None)
+    monkeypatch.setattr(module, "session", None)
     assert _diff(dataset, 2, 4).is_empty
     assert _diff(dataset, 4, 2).is_empty
 

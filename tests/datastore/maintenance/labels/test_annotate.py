@@ -76,6 +76,7 @@ def test_one_name_needs_no_list(filled: Lake) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_reward_by_expression_over_label_and_step(filled: Lake) -> None:
     labels = pa.table({"decision_id": ["a0", "a2"], "reward": [10.0, 20.0], "score": [1.0, 2.0]})
     annotate(filled, "d", labels, on=["decision_id"], set={"reward": "reward"})
@@ -88,6 +89,7 @@ def test_a_reward_by_expression_over_label_and_step(filled: Lake) -> None:
     assert column(filled, "reward") == [-1, 2, -1, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_same_call_again_changes_nothing(filled: Lake) -> None:
     labels = pa.table({"decision_id": ["a0", "a1", "gone"], "bonus": [1.0, 2.0, 3.0]})
 
@@ -190,6 +192,7 @@ def test_ambiguous_and_repeated_keys_are_counted_and_left_alone(
     assert (counts(receipt), receipt.version) == ((0, 0, 1, 0, 0), None)
 
 
+@pytest.mark.slow
 def test_several_agents(lake: Lake, make_episode: Any) -> None:
     lake.dataset("d").append([make_episode("g", agent_id=name) for name in ("p", "q")])
     labels = pa.table({"episode_id": ["g"], "x": [1.0]})

@@ -16,6 +16,7 @@ from replaylake.datastore.errors import NotFoundError, StorageError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.delete import delete
+from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.maintain import maintain
 from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.maintenance.retention import set_retention
@@ -77,6 +78,28 @@ def written(cache: ViewCache, packed: Packed, shards: list[str]) -> Draft:
 
 def layout_of(view: ReplayView) -> RecordLayout:
     return view.packed.records.layout
+
+
+def test_a_damaged_view_is_named_and_decoded_again(filled: Lake) -> None:
+    view = kept(filled, where="return > 0")
+    words, selection = view.packed.records.words.copy(), view.selections
+    (name,) = views_of(filled)
+    paths = sorted(path for path in home_of(filled).rglob("*") if path.is_file())
+    assert len(paths) >= 6
+    for path in paths:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 2
+        path.write_bytes(data)
+        is_derived = path.parent.name == "spelt" or path.name == "content_hash"
+        found = [finding.path for finding in fsck(filled).findings if "replay" in finding.check]
+        assert found == ([] if is_derived else [f"d/_derived/replay/{name}"]), path
+        again = kept(filled, where="return > 0")
+        assert (again.packed.records.words == words).all(), path
+        assert again.selections == selection
+        if path.name == "shards":
+            fsck(filled, repair=True)
+            kept(filled, where="return > 0")
+        assert fsck(filled).findings == (), path
 
 
 # What leaves the disk, and when

@@ -162,6 +162,7 @@ def failing_once(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     patch.setattr(owner, name, fails)
 
 
+@pytest.mark.slow
 def test_beginning_anew_goes_on_after_a_failure_and_past_damage(
     dataset: Dataset, make_told: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,7 @@ def test_nothing_crosses_to_what_begins_elsewhere(empty: Dataset) -> None:
         assert [len(one) for one in taken(sampler)] == [2, 4]
 
 
+@pytest.mark.slow
 def test_what_fell_out_is_passed_over(empty: Dataset) -> None:
     with empty.follow(max_steps=100) as view:
         sampler = view.in_order(3, Sequences(8))

@@ -251,6 +251,7 @@ def check_eviction(dataset: Dataset, commits: list[list[Piece]], max_steps: int)
 drops = st.lists(st.integers(0, 9), min_size=60, max_size=60)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(layouts(), drops, st.booleans())
 def test_what_sql_says(
@@ -259,6 +260,7 @@ def test_what_sql_says(
     check_sql(next(datasets), commits, drops, early=early)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(layouts(), st.integers(1, 30))
 def test_the_oldest_fall_out(datasets: Any, commits: list[list[Piece]], max_steps: int) -> None:
@@ -283,6 +285,7 @@ def test_what_sql_says_of_many(
     check_sql(next(datasets), commits, drops, early=early)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(layouts(), st.booleans())
 def test_stacks_in_any_order(datasets: Any, commits: list[list[Piece]], early: bool) -> None:
@@ -290,6 +293,7 @@ def test_stacks_in_any_order(datasets: Any, commits: list[list[Piece]], early: b
     check_snapshot(next(datasets), commits, 3, items, early=early)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(layouts(in_order=True), st.sampled_from([1, 3]), st.booleans())
 def test_pieces_in_order_make_what_a_snapshot_has(

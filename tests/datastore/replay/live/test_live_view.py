@@ -67,6 +67,7 @@ def in_sql(dataset: Dataset) -> set[tuple[int, int, float]]:
     return {(*map(int, r["observation"]), r["reward"]) for r in rows.to_pylist()}
 
 
+@pytest.mark.slow
 def test_commits_can_be_sampled_at_once(dataset: Dataset, make_told: Make) -> None:
     dataset.append([make_told(0)])
     waits = []
@@ -94,6 +95,7 @@ def sampler_numbers(sampler: Any, until: int) -> set[float]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_torn_while_another_process_appends(
     lake: Lake, dataset: Dataset, check_told: Check
 ) -> None:
@@ -165,6 +167,7 @@ def test_only_what_was_there_last_is_decoded(dataset: Dataset, make_told: Make) 
         dataset.follow(since=77)
 
 
+@pytest.mark.slow
 def test_maintenance_while_it_is_followed(lake: Lake, dataset: Dataset, make_told: Make) -> None:
     for number in range(6):
         dataset.append([make_told(number, 5, terminated=True)])

@@ -227,6 +227,7 @@ def test_images_and_many_at_once(lake: Lake) -> None:
         assert batch.rewards.tolist() == list(range(129))
 
 
+@pytest.mark.slow
 def test_those_who_put_need_not_read_it_again(
     lake: Lake, dataset: Dataset, make_told: Make
 ) -> None:

@@ -305,6 +305,7 @@ def test_a_draw_waits_for_another_thread_where_there_is_nothing_else(
         stream.close()
 
 
+@pytest.mark.slow
 def test_steps_fall_out_while_they_are_appended(dataset: Dataset, check_told: Check) -> None:
     with dataset.follow(max_steps=300) as view:
         sampler = view.uniform(32, Transitions(n_step=4), seed=0)

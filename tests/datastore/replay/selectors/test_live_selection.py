@@ -39,6 +39,7 @@ def test_new_steps_come_with_the_highest_priority(lake: Lake, make_episode: Make
         assert rewards(sampler) == {30.0: 1.0}
 
 
+@pytest.mark.slow
 def test_old_steps_that_fall_out(lake: Lake, make_episode: Make) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode("e0", 50, rewards=np.full(50, 0.0))])

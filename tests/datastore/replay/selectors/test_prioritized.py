@@ -93,6 +93,7 @@ def test_priorities_that_are_none(view_of: View, priority: float) -> None:
     assert sampler.beta == 0.4
 
 
+@pytest.mark.slow
 def test_draws_follow_their_distribution(view_of: View) -> None:
     """Chi-square over 50 candidates, in batches of 1, which no stratum makes even.
 

@@ -122,7 +122,7 @@ def test_damaged_priorities(lake: Lake, saved: Saved, damage: str) -> None:
     data = bytearray(path.read_bytes())
     if damage == "flipped":
         data[len(data) // 3] ^= 1
-    path.write_bytes({"cut": data[:-30], "flipped": data, "not a zip": b"?"}[damage])
+    path.write_bytes({"cut": data[:-130], "flipped": data, "not a zip": b"?"}[damage])
     view = lake.dataset("d").snapshot().replay(cache=False)
     with pytest.raises(
         StorageError, match=r"last.npz: found .*, expected the priorities that were"

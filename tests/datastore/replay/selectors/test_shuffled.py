@@ -242,6 +242,7 @@ def test_of_a_hundred_million_a_part_is_had_without_the_rest() -> None:
     assert 0 <= found.min() < found.max() < 10**8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [KEPT // 2, KEPT + 1, 1 << 17, 1_000_003, 10**8])
 def test_places_neighbours_and_distances_are_as_likely_as_each_other(num: int) -> None:
     """Over 40 seeds and 800,000 numbers; below 4 standard deviations but once in 30,000 times."""

@@ -153,6 +153,7 @@ def test_a_view_from_the_cache_and_one_of_a_compacted_version(view: ReplayView, 
         )
 
 
+@pytest.mark.slow
 def test_only_selected_episodes_are_weighted(view: ReplayView, lake: Lake) -> None:
     """What the expression would say of others does not matter."""
     selected = lake.dataset("d").snapshot().replay("complete -- a")
@@ -194,7 +195,7 @@ def test_weights_that_are_none(view: ReplayView, weight: str, message: str) -> N
         ("random()", QueryRefusedError, "found random, whose value changes between runs"),
         ("(SELECT 1)", QueryRefusedError, "found a subquery"),
         ("row_number() OVER ()", QueryRefusedError, "found a window function"),
-        ("unnest([1, 2])", QueryRefusedError, "found 10 values for 5 steps, expected one a step"),
+        ("unnest([1, 2])", QueryRefusedError, "found 10 values for 5 steps, expected one per step"),
         ("sum(reward)", QueryError, "GROUP BY"),
         ("no_such", QueryError, "no_such"),
         ("episode_id", QueryError, "Could not convert string"),

@@ -407,6 +407,7 @@ def _append_many(root: Path, name: str, num: int) -> None:
         add(log, name, sequence)  # delivered twice
 
 
+@pytest.mark.slow
 def test_four_processes_lose_nothing(storage: LocalStorage) -> None:
     created(storage)
     context = multiprocessing.get_context("spawn")

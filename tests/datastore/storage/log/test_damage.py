@@ -118,6 +118,7 @@ def check_damages(sound: Sound, folder: Path, num: int, seed: int) -> int:
     return reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_expired", [False, True])
 def test_damage_is_reported_or_harmless(tmp_path: Path, is_expired: bool) -> None:
     sound = made(tmp_path / "sound", is_expired=is_expired)

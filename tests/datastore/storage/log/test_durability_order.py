@@ -128,6 +128,7 @@ def test_everything_is_durable_before_it_is_acknowledged(root: Path) -> None:
     assert commit == "t/_delta_log/00000000000000000001.json"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["_lake/tmp", "t/shards", "t/_delta_log"])
 def test_an_append_that_leaves_out_an_fsync_is_found_out(root: Path, path: str) -> None:
     with pytest.raises(OutOfOrder, match="before"):

@@ -161,6 +161,7 @@ class _StopsAt(LocalStorage):
             raise _Stopped
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_step_leaves_a_log_that_opens_the_same(
     storage: LocalStorage, log: CommitLog, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_create_that_another_won_while_ours_failed_is_not_ours(on_s3: Storage,
     assert on_s3.get("taken") == b"theirs"
 
 
+@pytest.mark.slow
 def test_what_fails_in_passing_is_repeated(on_s3: Storage, s3) -> None:
     for method in ("PUT", "GET"):
         s3.fail(method, "/x", done=False, times=2)
@@ -142,6 +143,7 @@ def test_what_fails_in_passing_is_repeated(on_s3: Storage, s3) -> None:
     assert on_s3.put_if_absent("new", b"2") is True
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_broken_is_reported_in_one_line(on_s3: Storage, s3) -> None:
     s3.fail("PUT", "/x", done=False, times=99)
     for attempt in (lambda: on_s3.put("x", b""), lambda: on_s3.put_if_absent("x", b"")):
@@ -195,6 +197,7 @@ def test_no_account_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_storage("az://container/lake")
 
 
+@pytest.mark.slow
 def test_nobody_at_the_endpoint_is_named(s3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     storage = open_storage("s3://bucket/lake")

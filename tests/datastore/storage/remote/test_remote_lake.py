@@ -86,6 +86,7 @@ def test_a_lake_that_is_not_there_is_not_made_by_reading(url: str, s3) -> None:
     assert [request for request in s3.requests if request[0] != "GET"] == []
 
 
+@pytest.mark.slow
 def test_opening_lists_from_the_newest_checkpoint_and_then_probes(
     s3_lake: Lake, url: str, make_episode: MakeEpisode, s3
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_cache_folder_of_odd_characters(
     assert lake.snapshot("d").replay(where="num_steps > 1").num_steps == 3
 
 
+@pytest.mark.slow
 def test_a_table_larger_than_the_cap_is_read_through_it(
     s3_lake: Lake, url: str, make_episode: MakeEpisode, tmp_path: Path, monkeypatch
 ) -> None:

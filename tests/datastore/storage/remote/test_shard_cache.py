@@ -161,6 +161,7 @@ def test_what_another_process_uses_stays_until_it_is_killed(
     assert len(list((tmp_path / "cache" / "leases").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_many_readers_beside_a_trimmer_never_miss_a_file(
     tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,8 +25,9 @@ GONE = (
 def dataset(lake: Lake, make_episode: Make) -> Dataset:
     """Versions 1 and 2 were compacted by 3 and vacuumed; 4 appended."""
     dataset = lake.dataset("d")
-    dataset.append([make_episode("a")])
-    dataset.append([make_episode("b")])
+    tokens = {"observation_tokens": [[1]] * 3, "action_tokens": [[2]] * 3}
+    dataset.append([make_episode("a", extras=tokens)])
+    dataset.append([make_episode("b", extras=tokens)])
     before = dataset.snapshot().table
     summaries.refresh(before)
     dataset.table.commit(
@@ -37,13 +38,13 @@ def dataset(lake: Lake, make_episode: Make) -> Dataset:
         removed=[entry.path for entry in before.files],
         data_change=False,
     )
-    dataset.append([make_episode("c")])
+    dataset.append([make_episode("c", extras=tokens)])
     for path in before.paths():
         path.unlink()
     return dataset
 
 
-@pytest.mark.parametrize("view", ["steps", "episodes", "games", "transitions"])
+@pytest.mark.parametrize("view", ["steps", "episodes", "games", "transitions", "sequences"])
 def test_a_version_that_was_vacuumed(lake: Lake, dataset: Dataset, view: str) -> None:
     with pytest.raises(NotFoundError, match=GONE):
         dataset.snapshot(2).sql(f"SELECT * FROM {view} LIMIT 1")

@@ -34,6 +34,7 @@ def logged(lake, xs, actions, action_space, **further):
     return read_logged_steps(lake.snapshot("log"))
 
 
+@pytest.mark.slow
 def test_probabilities_of_a_softmax(lake):
     rng = np.random.default_rng(0)
     xs = rng.standard_normal((3000, 2)).astype(np.float32)
@@ -65,6 +66,7 @@ def test_noise_is_not_learned_by_heart(lake):
     assert found.log_likelihood > np.log(0.25) - 0.1
 
 
+@pytest.mark.slow
 def test_masked_actions_have_no_probability(lake):
     rng = np.random.default_rng(2)
     xs = rng.standard_normal((300, 2)).astype(np.float32)
@@ -77,6 +79,7 @@ def test_masked_actions_have_no_probability(lake):
     assert found.probs.min() > 0
 
 
+@pytest.mark.slow
 def test_density_of_a_gaussian(lake):
     rng = np.random.default_rng(3)
     xs = rng.standard_normal((3000, 2)).astype(np.float32)

@@ -25,6 +25,24 @@ def test_weights_by_hand():
     assert (weights.mean_weight, weights.mean_weight_z) == (2, pytest.approx(1.0))
     assert weights.carrying == pytest.approx((5 + 6) ** 2 / (25 + 36))
     assert weights.matching == 1
+    # 5 / 4 is the mean of squares of weights of mean 1: that of log-normal ones of skewness
+    # (5 / 4 + 2) sqrt(5 / 4 - 1), whose mean of two has 1 / sqrt(2) of it.
+    assert weights.mean_skewness == pytest.approx(3.25 * 0.5 / np.sqrt(2))
+
+
+@pytest.mark.parametrize("longest", [1, 2])
+def test_skewness_of_weights_that_are_0_or_4(longest):
+    """In one episode of four: (1 - 2 p) / sqrt(p (1 - p)), on one-step logs and on longer ones."""
+    target = np.ones((8, longest))
+    target[2:, -1] = 0
+    log = LoggedEpisodes(
+        np.arange(9) * longest,
+        np.ones(8 * longest),
+        behavior_probs=np.tile([1.0, 0.25][-longest:], 8),
+        target_probs=target.ravel(),
+    )
+    found = diagnose(log).weights.mean_skewness
+    assert found == pytest.approx(0.5 / np.sqrt(0.25 * 0.75) / np.sqrt(8))
 
 
 def test_agreement_of_policies_by_hand():
@@ -57,6 +75,14 @@ def test_unknown_and_zero_probabilities_are_counted_and_leave_no_weights():
     assert found.weights is None
     assert "2 of 4 steps have no behavior probability" in found.no_weights
     assert diagnose(one_step_episodes(np.zeros(4))).unknown_share == 1
+
+
+def test_weights_that_are_equal_have_no_skewness():
+    probs = np.full(30, 0.1)
+    log = one_step_episodes(np.ones(30), behavior_probs=probs, target_probs=probs * (1 + 1e-8))
+    assert diagnose(log).weights.mean_skewness == 0
+    never = one_step_episodes(np.ones(30), behavior_probs=probs, target_probs=0 * probs)
+    assert diagnose(never).weights.mean_skewness == 0
 
 
 def test_on_policy_weights_are_one_without_doubt():

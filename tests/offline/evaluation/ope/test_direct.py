@@ -35,6 +35,7 @@ def bandit(lake, xs, actions, rewards, num_actions=3):
     return read_logged_steps(lake.snapshot("log"))
 
 
+@pytest.mark.slow
 def test_rewards_of_a_bandit(lake):
     rng = np.random.default_rng(0)
     xs = rng.uniform(-1, 1, (1000, 1)).astype(np.float32)
@@ -51,6 +52,7 @@ def test_rewards_of_a_bandit(lake):
     np.testing.assert_array_equal(again.q_logged, found.q_logged)
 
 
+@pytest.mark.slow
 def test_a_reward_that_nothing_tells_of_is_its_mean(lake):
     rng = np.random.default_rng(1)
     xs = rng.uniform(-1, 1, (500, 1)).astype(np.float32)
@@ -64,6 +66,7 @@ def test_a_reward_that_nothing_tells_of_is_its_mean(lake):
     assert ones.mean() <= others.mean() + 1e-3
 
 
+@pytest.mark.slow
 def test_values_of_longer_episodes(lake, frozen_lake, table_policy):
     lake.dataset("frozen").create(Discrete(16), Discrete(4))
     lake.dataset("frozen").append(frozen_lake.uniform_episodes(2000))

@@ -7,6 +7,7 @@ import pytest
 from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.offline.evaluation.ope.estimate import estimate, estimate_differences
 from replaylake.offline.evaluation.ope.estimators import ESTIMATORS, default_estimators
+from replaylake.offline.evaluation.ope.intervals import METHODS
 from replaylake.offline.evaluation.ope.logged_episodes import LoggedEpisodes, one_step_episodes
 
 ONE_STEP = {"ips", "snips", "clipped_ips", "switch_dr", "dr_os", "sndr", "dr", "dm"}
@@ -48,8 +49,12 @@ def test_all_that_suit_a_log(longest, names):
         if one is not alone:
             assert one.ci_low < one.value < one.ci_high
             assert one.difference_low < one.difference < one.difference_high
-            assert set(one.intervals) == {"bootstrap", "student_t", "empirical_bernstein"}
+            assert set(one.intervals) == set(METHODS)
             assert (one.interval, one.no_interval) == ("bootstrap", "")
+            assert one.difference_interval == "wider"
+            ends = [one.differences[name] for name in ("bootstrap", "student_t")]
+            assert one.difference_low == min(end.low for end in ends)
+            assert one.difference_high == max(end.high for end in ends)
     assert alone.max_weight is None
     assert alone.effective_sample_size == 200
 
@@ -127,6 +132,25 @@ def test_no_reward_among_the_few_that_count_is_no_certainty():
         assert one.difference_high - one.difference > 0.1
 
 
+def test_intervals_stay_within_the_rewards_that_were_seen():
+    """A click or none: without bounds, a model that is off puts click rates below 0."""
+    rng = np.random.default_rng(2)
+    clicks = (rng.random(120) < 0.05).astype(float)
+    log = one_step_episodes(
+        clicks,
+        behavior_probs=np.full(120, 0.1),
+        target_probs=rng.choice([0.01, 0.6], 120, p=[0.85, 0.15]),
+        q_logged=np.full(120, 0.3),
+        v_target=np.full(120, 0.3),
+    )
+    found = by_name(estimate(log, ["ips", "snips", "dr"]))
+    assert found["dr"].value - (found["dr"].ci_high - found["dr"].value) < 0
+    for one in found.values():
+        assert all(0 <= end.low <= end.high <= 1 for end in one.intervals.values())
+        assert all(-1 <= end.low <= end.high <= 1 for end in one.differences.values())
+    assert estimate(log, ["snips"]).log_interval.low >= 0
+
+
 def test_two_rewards_give_a_finite_interval():
     rewards = np.zeros(1000)
     rewards[:2] = 1
@@ -182,6 +206,7 @@ def test_every_estimator_says_what_it_assumes_and_its_twin_exists():
         assert not estimator.counterpart or estimator.counterpart in ESTIMATORS
 
 
+@pytest.mark.slow
 def test_a_million_rows_take_seconds():
     log = log_of(1_000_000)
     start = time.perf_counter()

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.score_reference import ScoreReference
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
     ConfigInvalidError,
@@ -16,6 +17,7 @@ from replaylake.datastore.errors import (
     QueryRefusedError,
     SchemaMismatchError,
 )
+from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
@@ -24,6 +26,7 @@ from replaylake.offline.evaluation.ope.behavior import BehaviorConfig
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
+from replaylake.offline.evaluation.ope.training_set import find_score_reference, training_set
 
 
 class Gaussian(nn.Module):
@@ -60,6 +63,7 @@ def near_the_logger(frozen_lake):
     return 0.05 * np.eye(4)[best] + 0.95 / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [1.0, 0.99])
 def test_a_policy_near_the_logger(frozen, frozen_lake, register_table, gamma):
     register_table(frozen, "optimal", frozen_lake.optimal())
@@ -75,6 +79,7 @@ def test_a_policy_near_the_logger(frozen, frozen_lake, register_table, gamma):
     assert found["fqe"].value == pytest.approx(exact, rel=0.3)
 
 
+@pytest.mark.slow
 def test_the_greedy_policy_is_not_supported(frozen, frozen_lake, register_table):
     register_table(frozen, "optimal", frozen_lake.optimal())
     report = evaluate_policy(frozen, EvaluationRequest("frozen", "optimal"))
@@ -153,8 +158,16 @@ def test_what_it_was_trained_on_does_not_count(lake, register_table):
     report = evaluate_policy(lake, EvaluationRequest("log", "all", estimators=CHEAP))
     assert (report.verdict, report.trained_on, report.num_episodes) == ("not supported", 300, 300)
     assert "training set" in report.assessment.reason
+    assert "Train with `holdout`" in report.assessment.reason
+    bandit(lake, 1, first=300)
+    # A single one is left, which is no log to estimate from.
+    with pytest.raises(
+        EmptyReplayError,
+        match=r"found 1 episode \(left out: 300 in the policy's training set\).*with `holdout`",
+    ):
+        evaluate_policy(lake, EvaluationRequest("log", "all", estimators=CHEAP))
     # The newest 100 it has not seen.
-    bandit(lake, 100, first=300)
+    bandit(lake, 99, first=301)
     report = evaluate_policy(lake, EvaluationRequest("log", "all", estimators=CHEAP))
     assert (report.trained_on, report.num_episodes) == (0, 100)
     assert report.left_out == {"in the policy's training set": 300}
@@ -165,6 +178,7 @@ def test_what_it_was_trained_on_does_not_count(lake, register_table):
     assert report.trained_on == report.num_episodes < 300
 
 
+@pytest.mark.slow
 def test_what_training_held_out_is_evaluated(lake, register_table):
     bandit(lake, 1200)
     holdout = Holdout(0.3)
@@ -195,6 +209,7 @@ def test_the_same_episodes_in_another_dataset_count_as_seen(lake, register_table
     assert (report.verdict, report.trained_on) == ("not supported", 200)
 
 
+@pytest.mark.slow
 def test_a_training_version_that_is_gone(lake, register_table):
     bandit(lake, 100)
     register_table(lake, "old", ROWS, **trained_on("log", 1, '"return" > 0.5'))
@@ -232,6 +247,7 @@ def test_without_a_lineage_nothing_is_supported(lake, register_table):
     assert "`unseen`" in report.assessment.reason
 
 
+@pytest.mark.slow
 def test_a_holdout_by_hand_does_not_undo_what_training_chose(lake, register_table):
     bandit(lake, 4000)
     chosen = "episode_id < 'e/02000'"
@@ -283,6 +299,7 @@ def test_the_value_of_a_bandit_policy(lake, register_table):
     assert doubled.estimates.log_mean == pytest.approx(2 * report.estimates.log_mean)
 
 
+@pytest.mark.slow
 def test_probabilities_given_in_sql(lake):
     bandit(lake, 1000)
     by_column = evaluate_policy(
@@ -598,3 +615,35 @@ def test_one_of_several_rewards_has_to_be_named(lake, register_table):
     register_table(lake, "p", ROWS, **selected("-reward", None))
     with pytest.raises(ConfigInvalidError, match=r"p:1: was trained with different rewards, "):
         evaluate_policy(lake, EvaluationRequest("log", "p", estimators=CHEAP))
+
+
+def test_transcripts_with_an_outcome_are_evaluated(lake, tmp_path):
+    ask, say = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+    given = [{"reward": n % 2} for n in range(6)] + [{"reward": 1, "status": "in review"}, {}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": [ask, say], **g}) + "\n" for g in given))
+    ingest(lake, [path], "chats")
+    report = evaluate_policy(
+        lake,
+        EvaluationRequest(
+            "chats", target_prob="0.4", behavior_prob="0.5", estimators=("snips",), unseen=True
+        ),
+    )
+    assert report.num_episodes == 6
+    assert report.left_out == {"not seen to end": 2}
+
+
+def test_values_are_normalized_by_the_datasets_reference(lake, register_table):
+    bandit(lake, 600)
+    lake.dataset("log").set_score_reference(ScoreReference(0.25, 0.75, "by hand"))
+    register_table(lake, "made", ROWS, **trained_on("log", 1, "false"))
+    report = evaluate_policy(lake, EvaluationRequest("log", "made", estimators=("snips",)))
+    (snips,) = report.estimates.estimates
+    assert report.normalized() == pytest.approx(
+        {"log": 200 * (report.estimates.log_mean - 0.25), "snips": 200 * (snips.value - 0.25)}
+    )
+    assert report.to_json()["score_reference"]["source"] == "by hand"
+    training = training_set(lake, lake.registry.resolve("made"))
+    assert find_score_reference(lake, training) == ScoreReference(0.25, 0.75, "by hand")
+    question = EvaluationRequest("log", "made", reward="2 * reward", estimators=("snips",))
+    assert evaluate_policy(lake, question).normalized() is None

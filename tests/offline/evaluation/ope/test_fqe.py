@@ -59,6 +59,7 @@ PATIENT = [[1.0, 0.0], [0.0, 1.0]]
 HASTY = [[0.0, 1.0], [0.0, 1.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [FQEConfig(), NETWORK], ids=["table", "network"])
 @pytest.mark.parametrize(("rows", "value"), [(PATIENT, 4.5), (HASTY, 1.0)])
 def test_greedy_policies_of_two_states(lake, table_policy, config, rows, value):
@@ -75,6 +76,7 @@ def test_greedy_policies_of_two_states(lake, table_policy, config, rows, value):
     assert found.num_updates == (0 if config.table_cells else 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [FQEConfig(), NETWORK], ids=["table", "network"])
 def test_a_policy_that_draws(lake, table_policy, config):
     view = lake.snapshot("chain").replay()
@@ -97,6 +99,7 @@ def test_the_same_seed_gives_the_same_model(lake, table_policy):
     assert first == second != other
 
 
+@pytest.mark.slow
 def test_updates_end_where_the_value_no_longer_moves(lake, table_policy):
     view = lake.snapshot("chain").replay()
     told = []
@@ -179,6 +182,7 @@ def line(tmp_path_factory):
     return lake, float(xs.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head", "std", "draws"),
     [("deterministic", None, False), ("gaussian", 0.1, True), ("gaussian", 0.1, False)],
@@ -244,6 +248,7 @@ def test_a_policy_that_remembers_is_refused(lake, table_policy):
         TargetPolicy(policy).action_probs(np.zeros(1, np.int64))
 
 
+@pytest.mark.slow
 def test_masks_of_next_steps_hold(tmp_path, table_policy):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("masked").create(Discrete(2), Discrete(2), mask_size=2)

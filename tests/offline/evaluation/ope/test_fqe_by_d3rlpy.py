@@ -120,6 +120,7 @@ def value_by_d3rlpy(policy, view, exploration):
     return float(torch.stack(values).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy", "exploration", "expected"),
     [

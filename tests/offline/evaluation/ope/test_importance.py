@@ -99,7 +99,7 @@ def test_a_policy_that_never_acts_like_the_log_is_refused():
 def test_a_ratio_that_rests_on_one_episode_is_refused():
     target = np.array([0.5, 0, 0, 0, 0])
     log = one_step_episodes(np.ones(5), behavior_probs=np.full(5, 0.5), target_probs=target)
-    with pytest.raises(NotEstimableError, match="a single episode carries all the weight"):
+    with pytest.raises(NotEstimableError, match="a single episode has all the weight"):
         importance.weighted_importance_sampling(EstimatorInputs(log, clip=2.0))
 
 

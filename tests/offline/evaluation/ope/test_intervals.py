@@ -9,12 +9,35 @@ from replaylake.offline.evaluation.ope.statistic import Bounds, mean_of, ratio_o
 
 
 def test_student_t_of_a_mean_is_student_s():
-    values = np.random.default_rng(0).normal(3, 2, 20)
+    # No value is far off, so that s is no less certain than that of normal values.
+    values = np.random.default_rng(0).uniform(3, 5, 20)
     found = intervals.student_t(mean_of(values), 0.9)
     mean, low, high = student_t_interval(values, 0.9)
     # Influences are n / (n - 1) times the deviations: 5% wider with 20 values.
     assert (found.low + found.high) / 2 == pytest.approx(mean)
     assert found.high - found.low == pytest.approx((high - low) * 20 / 19)
+
+
+def test_rare_values_leave_few_degrees_of_freedom():
+    """One 1 in ten: kurtosis (1 - 3 p q) / (p q) = 8.11, 2 / (8.11 / 10 - 7 / 90) = 2.7."""
+    values = np.append(np.zeros(9), 1.0)
+    found = intervals.student_t(mean_of(values), 0.95)
+    error = values.std(ddof=1) / np.sqrt(10) * 10 / 9
+    # t with 2 degrees of freedom, from a table.
+    assert found.high - 0.1 == pytest.approx(4.3027 * error, rel=1e-4)
+
+
+def test_a_difference_takes_the_wider_end_of_two():
+    values = np.append(np.zeros(60), np.ones(12))
+    (found,) = intervals.all_intervals([mean_of(values)], 0.95, 0)
+    ends = found["bootstrap"], found["student_t"]
+    # Skewed to the right: resampling finds a higher upper end, Student's t is symmetric.
+    assert found["bootstrap"].low > found["student_t"].low
+    assert found["bootstrap"].high > found["student_t"].high
+    assert (found["wider"].low, found["wider"].high) == (
+        min(end.low for end in ends),
+        max(end.high for end in ends),
+    )
 
 
 def test_empirical_bernstein_by_hand():
@@ -89,3 +112,24 @@ def test_too_few_that_count_leave_no_limit():
 def test_values_that_do_not_vary_have_no_width():
     (drawn,) = intervals.bootstrap([mean_of(np.full(10, 2.0))], 0.95, 0)
     assert (drawn.low, drawn.high) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "bounds", "expected"),
+    [
+        ((-0.1, 0.4), (0.0, 1.0), (0.0, 0.4)),
+        ((0.2, 1.4), (0.0, 1.0), (0.2, 1.0)),
+        ((0.2, 0.4), (0.0, np.inf), (0.2, 0.4)),
+        ((-0.1, 0.4), (0.0, np.inf), (0.0, 0.4)),
+        # Outside of what is possible, or at its end alone: nothing is known.
+        ((1.2, 1.4), (0.0, 1.0), (0.0, 1.0)),
+        ((-0.2, 0.0), (0.0, 1.0), (0.0, 1.0)),
+        ((-0.4, -0.2), (0.0, np.inf), (-0.4, -0.2)),
+        # Certain before.
+        ((0.5, 0.5), (0.0, 1.0), (0.5, 0.5)),
+    ],
+)
+def test_intervals_are_cut_off_at_what_is_possible(ends, bounds, expected):
+    one = intervals.Interval("bootstrap", *ends, "")
+    (found,) = intervals.clip_to_range({"bootstrap": one}, *bounds).values()
+    assert (found.low, found.high) == expected

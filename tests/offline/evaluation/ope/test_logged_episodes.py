@@ -24,6 +24,26 @@ def test_a_one_step_log_has_an_episode_a_row():
     assert episodes.behavior_probs.tolist() == [0.5] * 3
 
 
+INF = np.inf
+
+
+@pytest.mark.parametrize(
+    ("rewards", "changes", "one_step", "longer"),
+    [
+        # One reward; or at least the first, and as many as there are steps.
+        ([1.0, 2.0, 4.0], {}, (1, 4), (1, INF)),
+        ([-1.0, -2.0, -4.0], {}, (-4, -1), (-INF, -1)),
+        ([-1.0, 0.0, 1.0], {}, (-1, 1), (-INF, INF)),
+        ([0.0, 0.0, 0.0], {}, (-INF, INF), (-INF, INF)),
+        ([0.0, 0.0, 0.0], {"reward_range": (0.0, 1.0)}, (0, 1), (0, INF)),
+    ],
+)
+def test_values_lie_between_what_the_rewards_allow(rewards, changes, one_step, longer):
+    rewards = np.array(rewards)
+    assert LoggedEpisodes(np.arange(4), rewards, **changes).value_range() == one_step
+    assert LoggedEpisodes(OFFSETS, rewards, **changes).value_range() == longer
+
+
 WRONG = [
     ({"offsets": np.array([0])}, "offsets: found shape"),
     ({"offsets": np.array([1, 3])}, "found 1 .. 3, expected 0 .. 3"),

@@ -217,6 +217,7 @@ def test_a_log_may_count_its_steps_from_1(lake, recalling):
     assert (report.num_episodes, report.left_out) == (300, {})
 
 
+@pytest.mark.slow
 def test_propensities_that_are_fitted_to_single_observations_are_doubted(lake, recalling):
     unknown = "CASE WHEN step = 0 THEN 0.5 END"
     question = EvaluationRequest("log", "recalls", behavior_prob=unknown, unseen=True)

@@ -4,13 +4,16 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.spaces import Discrete
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalidError, PackageInvalidError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.evaluation.ope.estimate import estimate_differences
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
@@ -424,6 +427,47 @@ def test_one_without_lineage_counts_as_trained_with_the_stored_reward(lake, regi
     )
     assert not found.passed
     assert "would be evaluated by the stored reward, as its lineage names none" in found.reason
+
+
+class _Sign(nn.Module):
+    """Logits of 0 and of `slope` times the observation."""
+
+    def __init__(self, slope):
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, observations):
+        return (torch.cat([0 * observations, self.slope * observations], dim=1),)
+
+
+def test_with_gamma_1_and_a_time_limit_it_says_why_no_model_compares(tmp_path, register_graph):
+    """Values of continuous observations have no bound then, so `dr` has nothing to say."""
+    lake = open_lake(tmp_path / "cut", create=True)
+    rng = np.random.default_rng(0)
+    lake.dataset("log").create(Box((1,)), Discrete(2))
+    lake.dataset("log").append(
+        Episode(
+            f"e/{i:03d}",
+            observations=rng.standard_normal((2, 1)).astype(np.float32),
+            actions=rng.integers(0, 2, 2),
+            rewards=np.ones(2),
+            truncated=True,
+            final_observation=np.zeros(1, np.float32),
+            behavior_log_probs=np.log([0.5, 0.5]).astype(np.float32),
+        )
+        for i in range(150)
+    )
+    spec = PolicySpec(Box((1,)), Discrete(2), "categorical")
+    champion, candidate = (register_graph(lake, "p", _Sign(slope), spec) for slope in (0.1, 0.2))
+    question = EvaluationRequest("log", "p", exploration=AS_DRAWN)
+    found = ask(lake, candidate, champion, question=question)
+    assert [one.estimator for one in found.comparisons] == ["wpdis"]
+    for against in (champion, None):
+        found = ask(lake, candidate, against, question=question)
+        (reason,) = [one for one in found.reasons if one.startswith("dr cannot compare it with ")]
+        assert "no model of values: with gamma 1, values of truncated episodes are unb" in reason
+        assert "set `discount` below 1" in reason
+        assert "such as wpdis, by `estimators`" in reason
 
 
 def test_a_damaged_manifest_is_neither_evaluated_nor_promoted(lake, register_table):

@@ -37,7 +37,8 @@ def test_a_near_policy_is_supported_with_its_numbers():
     assert found.verdict == "supported"
     assert "of 4,000 episodes" in found.reason
     assert "the estimators agree" in found.reason
-    assert "fitted" in judged(bandit(greedy=0.1, behavior_fitted=True)).reason
+    fitted = judged(bandit(greedy=0.1, behavior_fitted=True)).reason
+    assert "fitted, not logged: this holds only if nothing that is not in the log" in fitted
 
 
 def test_training_episodes_are_never_supported():
@@ -68,6 +69,7 @@ def test_few_effective_episodes_are_weak():
     found = judged(bandit(600, greedy=1.0))
     assert found.verdict == "weak"
     assert "(100 needed)" in found.reason
+    assert "the policy could have taken the logged action in " in found.reason
 
 
 @pytest.mark.parametrize(("mass", "expected"), [(0.05, "weak"), (0.2, "not_supported")])
@@ -107,6 +109,22 @@ def test_propensities_that_do_not_fit_the_actions_are_weak():
     found = judged(log)
     assert found.verdict == "weak"
     assert "do not fit its actions" in found.reason
+
+
+def test_weights_too_uneven_for_their_intervals_are_weak():
+    """1,500 episodes, of which an effective 200 count: log-normal weights of variance ln 7.5."""
+    rng = np.random.default_rng(4)
+    behavior = np.full(3000, 0.01)
+    ratios = np.exp(np.sqrt(np.log(7.5)) * rng.standard_normal(1500)) / np.sqrt(7.5)
+    target = np.stack([behavior[::2], behavior[::2] * ratios], axis=1).ravel()
+    log = LoggedEpisodes(
+        np.arange(1501) * 2, rng.random(3000), behavior_probs=behavior, target_probs=target
+    )
+    found = judged(log)
+    assert diagnose(log).weights.worst_step_size > 150
+    assert found.verdict == "weak"
+    assert found.reason.startswith("Intervals may contain the true value less often than stated: ")
+    assert "of 1,500 episodes are so uneven at step 1 that their mean" in found.reason
 
 
 def test_a_model_alone_is_weak():

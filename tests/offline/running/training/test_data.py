@@ -107,9 +107,11 @@ def refused(lake, match, config, **changes):
 def test_prioritized_sampling_is_refused_to_what_gives_no_priorities(tmp_path, line_world):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("d").append(line_world())
-    match = r"algorithm bc: found no priorities .*has them: cql, dqn, marwil, sac\."
+    match = (
+        r"algorithm bc: found that it returns no priorities.*returns them: cql, dqn, marwil, sac\."
+    )
     refused(lake, match, config=quick(prioritized=True))
-    refused(lake, "found no priorities", config=quick(algorithm="d3rlpy:dqn", prioritized=True))
+    refused(lake, "returns no priorities", config=quick(algorithm="d3rlpy:dqn", prioritized=True))
     assert train(
         lake, ["d"], quick(algorithm="marwil", prioritized=True, policy="p")
     ).policy.version
@@ -128,6 +130,7 @@ def test_sums_of_shifted_rewards_and_unknown_chances_are_refused(
     refused(lake, match, config=config, reward="reward + step")
 
 
+@pytest.mark.slow
 def test_held_out_steps_that_no_value_can_be_fitted_to_are_refused(tmp_path):
     lake = open_lake(tmp_path / "lake", create=True)
     lake.dataset("d").append(one_step_episodes(12))

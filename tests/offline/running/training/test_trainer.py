@@ -255,5 +255,7 @@ def test_priorities_go_back_to_the_sampler(sampler, batch):
 
 
 def test_prioritized_sampling_is_refused_to_what_gives_no_priorities(sampler):
-    with pytest.raises(ConfigInvalidError, match="algorithm bc: found no priorities"):
+    with pytest.raises(
+        ConfigInvalidError, match="algorithm bc: found that it returns no priorities"
+    ):
         trainer(Counting(), sampler, prioritized=True).run()

@@ -162,9 +162,12 @@ def test_what_a_file_cannot_say_is_refused(given, said):
             tuned(vary={"algorithm": ["bc", "cql"]}) | {"beta": 0.1},
             "algorithm cql: found .* 'beta'",
         ),
-        (file(holdout=None), "measure: found nothing to compare by"),
+        (file(holdout=None), "measure: found no measure to compare trials by"),
         (tuned(asha=True, grace_updates=21), "grace_updates: found 21"),
-        (tuned(asha=True, measure="evaluation/return"), "expected a metric that runs have on"),
+        (
+            tuned(asha=True, measure="evaluation/return"),
+            "expected a metric that is measured during a run",
+        ),
     ],
 )
 def test_what_not_every_trial_could_train_is_refused_before_any(lake, given, said):

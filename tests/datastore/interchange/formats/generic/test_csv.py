@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
+import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +17,7 @@ from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic import csv as csv_format
 from replaylake.datastore.interchange.formats.generic.csv import CsvFormat, CsvTables
+from replaylake.datastore.interchange.sources import compression
 from replaylake.datastore.interchange.sources.source import find_source
 
 
@@ -139,7 +144,7 @@ def test_utf_16_is_refused_by_name(tmp_path: Path, encoding: str) -> None:
     [
         (b"a,b\n1,2,3\n", "could not be read"),
         (b"a,b\n\xff\xfe\x00,2\n", "UTF-?8"),
-        (b"1,2\n3,4\n", "columns' names"),
+        (b"1,2\n3,4\n", "names of the columns"),
         (b"a,a\n3,4\n", "twice"),
         (b"a,b\xff\n3,4\n", "UTF-8"),
     ],
@@ -149,6 +154,7 @@ def test_what_is_no_table_is_one_clear_line(tmp_path: Path, text: bytes, message
         _table(tmp_path / "log.csv", text)
 
 
+@pytest.mark.slow
 def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     """No other error than ours, whatever bytes come."""
     rows = b"".join(b'%d,0.5,"[1, %d]","{""a"": 1}",true\n' % (i, i) for i in range(50))
@@ -170,3 +176,93 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
 def test_lists_of_flags_are_lists_of_flags(tmp_path: Path) -> None:
     table = _table(tmp_path / "a.csv", 'mask,x\n"[true,false]",1\n"[true,true]",2\n')
     assert table.column("mask").to_pylist() == [[True, False], [True, True]]
+
+
+_BROKEN = """
+import random, sys, threading
+from pathlib import Path
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.generic.csv import CsvTables
+from replaylake.datastore.interchange.sources.source import find_source
+
+files = find_source([Path(sys.argv[1])]).files
+try:
+    for _ in CsvTables(files).chunks():
+        pass
+except SourceInvalidError as error:
+    print(error, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+def test_a_packed_file_that_cannot_be_parsed_ends_the_process_as_usual(tmp_path: Path) -> None:
+    # A thread of Arrow's read on while the interpreter ended: of 12 runs 3 aborted, 2 never ended.
+    rows = [f"e{i // 10},{i * 7919 % 100_003},{i % 2}" for i in range(600_000)]
+    rows[300_000] = "e,1"
+    path = tmp_path / "log.csv.gz"
+    path.write_bytes(gzip.compress("\n".join(["a,b,c", *rows, ""]).encode(), 1))
+    message = (
+        "log.csv.gz line 300002: could not be read (found 2 cells, expected 3 as in the header). "
+        "Correct the line, or leave the file out.\n"
+    )
+    for _ in range(2):
+        ended = subprocess.run(
+            [sys.executable, "-c", _BROKEN, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (ended.returncode, ended.stderr) == (0, message)
+
+
+def test_no_thread_reads_what_python_unpacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.csv.gz"
+    path.write_bytes(gzip.compress(b"a,b\n" + b"1,2.5\n" * 50_000 + b"1\n"))
+    (file,) = find_source([path]).files
+    threads = set()
+    readinto = compression._GuardedStream.readinto
+
+    def watched(stream: compression._GuardedStream, buffer: Any) -> int:
+        threads.add(threading.get_ident())
+        return readinto(stream, buffer)
+
+    monkeypatch.setattr(compression._GuardedStream, "readinto", watched)
+    with pytest.raises(SourceInvalidError, match="line 50002: could not be read"):
+        list(CsvTables([file]).chunks())
+    assert threads == {threading.get_ident()}
+
+
+@pytest.mark.slow
+def test_a_header_may_be_longer_than_a_block(tmp_path: Path) -> None:
+    names = [f"{'x' * 2000}{i}" for i in range(3000)]
+    path = tmp_path / "log.csv"
+    path.write_text(",".join(names) + "\n" + ",".join(["1"] * 3000) + "\n")
+    (chunk,) = CsvTables(find_source([path]).files).chunks()
+    assert chunk.table.column_names == names
+
+
+def test_a_header_beyond_the_limit_and_too_many_columns_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("x" * (17 << 20))
+    with pytest.raises(SourceInvalidError, match="found a header of more than 16,777,216 bytes"):
+        list(CsvTables(find_source([path]).files).chunks())
+    wide = tmp_path / "wide.csv"
+    wide.write_text(",".join(f"c{i}" for i in range(20_000)) + "\n" + "1," * 19_999 + "1\n")
+    with pytest.raises(SourceInvalidError, match="found 20,000 columns, expected 4,096 at most"):
+        find_format("auto", find_source([wide]).files).read(
+            find_source([wide]).files, ReadOptions()
+        )
+
+
+@pytest.mark.parametrize("text", ["import os, sys\n\nprint(1)\n", "Dear all, this is\na text.\n"])
+def test_text_with_a_comma_in_its_first_line_is_no_table(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tool.py"
+    path.write_text(text)
+    with pytest.raises(SourceInvalidError, match="of an unknown format"):
+        find_format("auto", find_source([path]).files)
+    # A table whose first row is cut says so itself.
+    path.write_text("observation,action,reward\n1,2\n")
+    assert find_format("auto", find_source([path]).files).name == "csv"

@@ -61,6 +61,7 @@ def test_tensors_have_their_shape(tmp_path: Path) -> None:
     assert np.array_equal(episode.observations, frames)
 
 
+@pytest.mark.slow
 def test_a_bomb_is_refused_by_rows_times_width(tmp_path: Path) -> None:
     """A file of a few kilobytes, whose rows of zeros would take 1.3 GB."""
     zeros = pa.table({"x": np.zeros(1 << 20)})

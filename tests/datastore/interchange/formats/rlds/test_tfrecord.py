@@ -97,7 +97,8 @@ def test_what_is_no_example_is_refused(tf: Any, tmp_path: Path, build: Any) -> N
     data = build(tf)
     file = written(tmp_path, tf.frame(data))
     with pytest.raises(
-        SourceInvalidError, match=r"x\.tfrecord record 7: found no tf\.train\.Example"
+        SourceInvalidError,
+        match=r"x\.tfrecord record 7: found data that is not a tf\.train\.Example",
     ):
         parse_example(data, file, 7)
 

@@ -36,6 +36,7 @@ def values(file: SourceFile, **options: Any) -> list[Any]:
     return [found.value for found in json_values(file, **options)]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -81,10 +82,10 @@ def test_a_mark_of_byte_order_and_no_elements(tmp_path: Path) -> None:
         ('[{"a": 1} {"a": 2}]', "found '{' after an element"),
         ('[{"a": 1}] {"a": 2}', "found '{' after the array"),
         ('{"a": 1, "a": 2}', "found the key 'a' twice in one object"),
-        ('{"a": NaN}', "found NaN, which is no JSON"),
+        ('{"a": NaN}', "found NaN, which is not JSON"),
         ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-        ('{"a": ' + "9" * 5000 + "}", "expected JSON that says one thing"),
-        (b'{"a": "\xff\xfe"}', "bytes that are no UTF-8"),
+        ('{"a": ' + "9" * 5000 + "}", "expected unambiguous JSON"),
+        (b'{"a": "\xff\xfe"}', "bytes that are not UTF-8"),
         ('{"a": 1}\n\x00', "line 2: found expecting value"),
     ],
 )

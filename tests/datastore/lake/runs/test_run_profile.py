@@ -8,8 +8,8 @@ import pytest
 
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.runs.metrics import LoggedMetrics
-from replaylake.online.monitoring.profile import LinkUse, build_run_profile
-from replaylake.online.monitoring.timings import Timings
+from replaylake.datastore.lake.runs.run_profile import LinkUse, build_run_profile, pair_links
+from replaylake.datastore.lake.runs.timings import PLACES, WALL_SECONDS, Place, Timings
 
 RECORD: dict[str, Any] = {
     "run_id": "01aa",
@@ -19,12 +19,27 @@ RECORD: dict[str, Any] = {
 }
 
 
-def logged(update: int, at_s: float, /, **seconds: float) -> LoggedMetrics:
-    """Totals of 1,000 items and 2 MB for each second of a link."""
-    timings = Timings()
+WORKER_LINKS = {"env_step", "worker_wait"}
+
+
+def logged(
+    update: int,
+    at_s: float,
+    /,
+    *,
+    since_s: float = 1000.0,
+    workers: Place = "workers",
+    **seconds: float,
+) -> LoggedMetrics:
+    """Totals of 1,000 items and 2 MB for each second of a link; since_s: when the process began."""
+    timings = {of: Timings(of) for of in PLACES}
     for link, one in seconds.items():
-        timings.add(link, one, round(1000 * one), round(2e6 * one))  # type: ignore[arg-type]
-    return LoggedMetrics(update, at_s, timings.to_metrics())
+        of: Place = workers if link in WORKER_LINKS else "trainer"
+        if link in {"commit", "decode"}:
+            of = "background"
+        timings[of].add(link, one, round(1000 * one), round(2e6 * one))  # type: ignore[arg-type]
+    metrics = {name: value for one in timings.values() for name, value in one.to_metrics().items()}
+    return LoggedMetrics(update, at_s, {**metrics, WALL_SECONDS: at_s - since_s})
 
 
 def by_link(links: tuple[LinkUse, ...]) -> dict[tuple[str, str], LinkUse]:
@@ -73,7 +88,7 @@ def test_the_last_interval() -> None:
     assert links["workers", "env_step"].seconds == 10.0
     assert links["trainer", "update"].items == 7000
     # Of which there was nothing before.
-    assert links["trainer", "decode"].seconds == 1.0
+    assert links["background", "decode"].seconds == 1.0
     # With one entry alone it is the time since the beginning.
     assert build_run_profile(RECORD, history[:1], only_last=True).wall_s == 4.0
 
@@ -84,8 +99,8 @@ def test_time_in_which_nobody_was_at_work_does_not_count() -> None:
     history = [
         logged(20, 1010.0, env_step=10, update=4),
         # More than the other had counted: it is of this process all the same.
-        logged(30, 1116.0, env_step=11, update=2),
-        logged(40, 1118.0, env_step=12, update=3),
+        logged(30, 1116.0, since_s=1110.0, env_step=11, update=2),
+        logged(40, 1118.0, since_s=1110.0, env_step=12, update=3),
     ]
     found = build_run_profile(record, history)
     assert found.wall_s == pytest.approx(10 + 8)
@@ -100,21 +115,53 @@ def test_time_in_which_nobody_was_at_work_does_not_count() -> None:
 def test_totals_that_fall_are_counted_anew() -> None:
     """As where the clock of the machine that went on is behind, so that it seems not to have."""
     found = build_run_profile(
-        RECORD, [logged(20, 1010.0, env_step=10), logged(30, 1012.0, env_step=3)]
+        RECORD,
+        [logged(20, 1010.0, env_step=10), logged(30, 1012.0, since_s=1008.0, env_step=3)],
     )
     assert by_link(found.links)["workers", "env_step"].seconds == pytest.approx(13)
 
 
 def test_a_run_in_one_process() -> None:
     record = {**RECORD, "config": {"workers": 2, "env_runner": "local"}}
-    found = build_run_profile(record, [logged(1, 1010.0, env_step=2, update=5, commit=4)])
+    found = build_run_profile(
+        record, [logged(1, 1010.0, workers="trainer", env_step=2, update=5, commit=4)]
+    )
     assert (found.num_workers, found.num_processes) == (0, 1)
     links = by_link(found.links)
-    assert {place for place, _ in links} == {"trainer"}
+    assert list(links) == [
+        ("trainer", "env_step"),
+        ("trainer", "update"),
+        ("trainer", "other"),
+        ("background", "commit"),
+    ]
     assert links["trainer", "env_step"].share == pytest.approx(0.2)
-    # Its threads were at work for 11 of 10 seconds.
-    assert links["trainer", "other"].seconds == 0.0
+    # What its threads are at beside the loop takes none of the loop's time.
+    assert links["trainer", "other"].seconds == pytest.approx(3.0)
     assert found.bottleneck.cause == "learner"
+
+
+def test_an_offline_run_has_one_process_and_its_own_bottleneck() -> None:
+    record = {**RECORD, "kind": "train offline", "config": {"learners": 1}}
+    found = build_run_profile(record, [logged(9, 1010.0, start=1, sample=2, evaluate=5)])
+    assert (found.num_processes, found.bottleneck.cause) == (1, "evaluation")
+    assert found.bottleneck.reason == "evaluate takes 50% of the run's time"
+
+
+def test_the_links_of_two_runs_are_paired() -> None:
+    local = {**RECORD, "config": {"env_runner": "local"}}
+    first = build_run_profile(RECORD, [logged(1, 1010.0, env_step=2, update=5)])
+    second = build_run_profile(local, [logged(1, 1010.0, update=4, commit=1)])
+    pairs = [
+        tuple(one and (one.place, one.link, one.seconds) for one in pair)
+        for pair in pair_links(first, second)
+    ]
+    assert pairs == [
+        (("workers", "env_step", 2.0), None),
+        (("workers", "other", 18.0), None),
+        (("trainer", "update", 5.0), ("trainer", "update", 4.0)),
+        (("trainer", "other", 5.0), ("trainer", "other", 6.0)),
+        (None, ("background", "commit", 1.0)),
+    ]
 
 
 def test_a_clock_that_was_set_back_divides_by_nothing() -> None:
@@ -122,16 +169,9 @@ def test_a_clock_that_was_set_back_divides_by_nothing() -> None:
     assert found.links[0].seconds == 2.0
 
 
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        ({**RECORD, "kind": "train offline"}, "found a run of 'train offline'"),
-        (RECORD, "no totals of its links yet"),
-    ],
-)
-def test_runs_without_links(record: dict[str, Any], said: str) -> None:
-    with pytest.raises(NotFoundError, match=said):
-        build_run_profile(record, [])
+def test_a_run_without_totals() -> None:
+    with pytest.raises(NotFoundError, match="no totals of its links yet"):
+        build_run_profile(RECORD, [])
 
 
 def test_as_json() -> None:
@@ -144,6 +184,7 @@ def test_as_json() -> None:
         "share": pytest.approx(2 / 30),
         "items": 2000,
         "num_bytes": 4_000_000,
+        "num_calls": 1,
         "items_per_s": 1000.0,
         "mb_per_s": 2.0,
     }

@@ -1,0 +1,104 @@
+"""Column ranges: least and greatest values, and missing ones, from the footers of shards.
+
+No row is read. Parquet's statistics leave NaN out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from replaylake.datastore.errors import ShardCorruptError
+from replaylake.datastore.storage.table.delta_schema import plain_type
+from replaylake.datastore.storage.table.shard import blob_of
+from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
+
+
+@dataclass(frozen=True)
+class ColumnRange:
+    """Least and greatest value of a column over all rows and, if it is a list, all elements.
+
+    least, greatest: None if it has no values, and of structs, flags and bytes. missing: the share
+    of rows without a value; None of lists of several lengths, whose empty ones look the same.
+    """
+
+    least: Any
+    greatest: Any
+    missing: float | None
+
+
+def column_ranges(snapshot: TableSnapshot) -> dict[str, ColumnRange]:
+    """Return the range of each column of a version. Raises: ShardCorruptError.
+
+    Cost: reads the footer of each shard.
+    """
+    bounds: dict[str, list[Any]] = {name: [] for name in snapshot.schema.names}
+    num_missing = dict.fromkeys(snapshot.schema.names, 0)
+    for entry in snapshot.files:
+        blob = blob_of(snapshot.root, entry)
+        (path,) = snapshot.storage.fetch([blob])
+        try:
+            metadata = pq.read_metadata(path)
+        except (pa.ArrowException, OSError) as error:
+            raise ShardCorruptError(
+                f"{path}: {error}. Restore it from a copy of the lake, or repair the dataset."
+            ) from error
+        finally:
+            snapshot.storage.release([blob])
+        seen = set()
+        for name, part, is_first in _leaves(metadata):
+            seen.add(name)
+            statistics = part.statistics
+            if name not in bounds or statistics is None:
+                continue
+            if is_first:
+                num_missing[name] += statistics.null_count or 0
+            if statistics.has_min_max:
+                bounds[name] += [statistics.min, statistics.max]
+        for name in bounds.keys() - seen:  # older than the column
+            num_missing[name] += entry.num_rows
+    num_rows = snapshot.num_rows
+    return {
+        field.name: ColumnRange(
+            *_extremes(field.type, bounds[field.name]),
+            min(num_missing[field.name], num_rows) / num_rows
+            if num_rows and not pa.types.is_list(field.type) and not pa.types.is_map(field.type)
+            else None,
+        )
+        for field in snapshot.schema
+    }
+
+
+def _leaves(metadata: pq.FileMetaData) -> Iterator[tuple[str, pq.ColumnChunkMetaData, bool]]:
+    """Yield the column's name, each of its leaves in each row group, and whether it is the first.
+
+    A struct has several, of which each says how many rows lack the struct.
+    """
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        last = ""
+        for number in range(row_group.num_columns):
+            part = row_group.column(number)
+            name = part.path_in_schema.partition(".")[0]
+            yield name, part, name != last
+            last = name
+
+
+def _extremes(kind: pa.DataType, values: list[Any]) -> tuple[Any, Any]:
+    types = pa.types
+    kind = plain_type(kind)
+    if types.is_fixed_size_list(kind) or types.is_list(kind):
+        kind = kind.value_type
+    is_ordered = (
+        types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_string(kind)
+        or types.is_timestamp(kind)
+        or types.is_date(kind)
+        or types.is_decimal(kind)
+    )
+    return (min(values), max(values)) if values and is_ordered else (None, None)
