@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Values, describe
+from replaylake.datastore.errors import ExtraMissingError
 from replaylake.datastore.query import query
 from replaylake.datastore.replay.arrays import read_arrays
 from replaylake.datastore.replay.packing.packing import OnProgress
@@ -21,6 +22,9 @@ from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.column_ranges import column_ranges
 from replaylake.datastore.storage.table.presence import check_shards_present
 from replaylake.datastore.storage.table.table import TableSnapshot
+
+if TYPE_CHECKING:
+    import polars
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,37 @@ class Snapshot:
         removed.
         """
         return query.run_snapshot_query(text, self.table, parameters)
+
+    def to_polars(self) -> polars.LazyFrame:
+        """Return the steps of this version as a lazy Polars frame, one row per step.
+
+        Its columns are those of `steps`; vectors are Arrays, repeated texts Categoricals. Nothing
+        but the files' presence is read before it is collected, and then only the columns and row
+        groups that the query needs. A column that was added later is null in older rows. Like
+        `sql`, it does not check the shards' sha256. From an object store, the shards are first
+        copied to the local disk.
+
+        Raises: ExtraMissingError; NotFoundError for a version whose shards were removed.
+        """
+        try:
+            import polars
+        except ImportError:
+            raise ExtraMissingError(
+                f"{self.dataset}: to_polars needs polars, which is not installed. Install it with: "
+                "pip install 'replaylake[polars]'"
+            ) from None
+        check_shards_present(self.table)
+        empty = polars.from_arrow(self.table.schema.empty_table())
+        assert isinstance(empty, polars.DataFrame)
+        if not self.files:
+            return empty.lazy()
+        return polars.scan_parquet(
+            self.table.paths(),
+            schema=empty.schema,
+            glob=False,
+            hive_partitioning=False,
+            missing_columns="insert",
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return the counts, returns, spaces and columns of this version, JSON-able.

@@ -1,6 +1,7 @@
 """Other engines open a dataset as a Delta table and see exactly our rows (docs/ENGINES.md)."""
 
 import math
+import sys
 
 import duckdb
 import numpy as np
@@ -11,6 +12,8 @@ from deltalake import DeltaTable
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinary, Text, Tuple
+from replaylake.datastore.errors import ExtraMissingError, ReplayLakeError
+from replaylake.datastore.lake.lake import open_lake
 
 
 def _ours(lake, name, version=None):
@@ -50,6 +53,11 @@ def _polars_lazily(path, version=None):
     return _plain(frame.collect().to_dicts())
 
 
+def _polars_of_the_snapshot(path, version=None):
+    lake = open_lake(path.parent)
+    return _plain(lake.dataset(path.name).snapshot(version).to_polars().collect().to_dicts())
+
+
 def _duckdb_on_the_files(path, version=None):
     files = DeltaTable(path, version=version).file_uris()
     query = "select * from read_parquet($files, union_by_name = true)"
@@ -62,6 +70,7 @@ ENGINES = {
     "delta-rs": _delta_rs,
     "polars": _polars,
     "polars, lazily": _polars_lazily,
+    "polars, to_polars": _polars_of_the_snapshot,
     "duckdb on the files": _duckdb_on_the_files,
 }
 
@@ -111,6 +120,16 @@ def test_compacted(lake, make_episode, theirs):
     assert len(dataset.snapshot().files) == 1
     assert theirs(dataset.path) == before
     assert theirs(dataset.path, 3) == before
+
+
+def test_a_pattern_over_the_shards_reads_replaced_rows(lake, make_episode):
+    """Why docs/ENGINES.md warns of it."""
+    dataset = lake.dataset("d")
+    for name in ("a", "b"):
+        dataset.append([make_episode(name)])
+    _compact(dataset)
+    everything = polars.scan_parquet(dataset.path / "shards" / "*.parquet")
+    assert len(everything.collect()) == 2 * len(_ours(lake, "d"))
 
 
 def test_a_column_that_came_later(lake, make_episode, theirs):
@@ -205,3 +224,41 @@ def test_types_as_other_engines_have_them(lake, make_episode):
     # Its own Parquet reader takes vectors for Arrays, as the shards say, where Delta says List.
     with pytest.raises(polars.exceptions.SchemaError, match="Array"):
         polars.read_delta(str(path))
+
+
+def test_a_lazy_polars_frame_reads_only_what_a_query_needs(lake, make_episode):
+    dataset = lake.dataset("d")
+    for number in range(3):
+        dataset.append([make_episode(f"e{number}", extras={"label": np.zeros(3)})])
+    snapshot = dataset.snapshot()
+    frame = snapshot.to_polars()
+    assert frame.collect_schema()["observation"] == polars.Array(polars.Float32, 2)
+    query = frame.filter(polars.col("episode_id") == "e1").select("step", "reward")
+    plan = query.explain()
+    assert "PROJECT 3/" in plan
+    assert "SELECTION:" in plan
+    for entry in snapshot.files[::2]:
+        # Every byte but the footer, which has the smallest and largest episode of the file.
+        path = dataset.path / entry.path
+        footer = int.from_bytes(path.read_bytes()[-8:-4], "little") + 8
+        path.write_bytes(bytes(entry.size_bytes - footer) + path.read_bytes()[-footer:])
+    assert query.collect()["step"].to_list() == [0, 1, 2]
+    with pytest.raises(polars.exceptions.PolarsError):
+        frame.select("reward").collect()
+
+
+def test_a_lazy_polars_frame_of_removed_shards(lake, make_episode):
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("a")])
+    before = dataset.snapshot()
+    (dataset.path / before.files[0].path).unlink()
+    with pytest.raises(ReplayLakeError, match=r"shards"):
+        before.to_polars()
+
+
+def test_to_polars_without_polars(lake, make_episode, monkeypatch):
+    dataset = lake.dataset("d")
+    dataset.append([make_episode("a")])
+    monkeypatch.setitem(sys.modules, "polars", None)
+    with pytest.raises(ExtraMissingError, match=r"pip install 'replaylake\[polars\]'"):
+        dataset.snapshot().to_polars()
