@@ -7,7 +7,7 @@ the user's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
@@ -91,11 +91,14 @@ def find_algorithms(name: str) -> list[AlgorithmInfo]:
     return matches
 
 
-def check_algorithm(name: str, action_space: Space) -> AlgorithmInfo:
+def check_algorithm(
+    name: str, action_space: Space, *, needed: Collection[Capability] = ()
+) -> AlgorithmInfo:
     """Return what is known of the algorithm for these actions.
 
-    Raises: NotFoundError with the near matches and the list; SpaceUnsupportedError naming those
-    that can; ConfigInvalidError for a function that makes no algorithm.
+    needed: what the run needs beside: algorithms without it are not named by a refusal. Raises:
+    NotFoundError with the near matches and the list; SpaceUnsupportedError naming those that can;
+    ConfigInvalidError for a function that makes no algorithm.
     """
     matches = find_algorithms(name)
     kind = _actions_kind(action_space)
@@ -103,11 +106,13 @@ def check_algorithm(name: str, action_space: Space) -> AlgorithmInfo:
         return _user_algorithm_info(name, kind)
     fitting = [info for info in matches if info.actions == kind]
     if not fitting:
-        able = sorted({info.name for info in algorithms() if info.actions == kind})
+        able = _able(kind, needed)
+        others = " and meets the other needs of this run" if needed else ""
+        advice = f"Algorithms that take it: {', '.join(able)}" if able else "No algorithm takes it"
         raise SpaceUnsupportedError(
             f"algorithm {name}: found action space {describe(action_space)}, expected "
             f"{' or '.join(sorted({_SPACES[info.actions] for info in matches}))}. "
-            f"Algorithms that take it: {', '.join(able) or 'none'}."
+            f"{advice}{'' if able else others}."
         )
     return fitting[0]
 
@@ -129,18 +134,23 @@ def check_options(
         check_keys(options, known, f"algorithm {name}", others)
 
 
-Capability = Literal["action masks", "unknown rewards", "logs", "priorities", "gradients"]
+Capability = Literal[
+    "action masks", "unknown rewards", "logs", "rewards", "replay", "priorities", "gradients"
+]
 
 
 @dataclass(frozen=True)
 class _Requirement:
     """What only some algorithms can take or give, and how the others are refused.
 
-    refusal: may name `able`, the algorithms for the same actions that meet it.
+    found: what was found and expected, with what can be done beside taking another algorithm.
+    advice: which other one to take, as `able`. does: what none may do, where `able` is empty.
     """
 
     is_met: Callable[[AlgorithmInfo], bool]
-    refusal: str
+    found: str
+    advice: str
+    does: str
     error: type[ConfigInvalidError | SpaceUnsupportedError] = ConfigInvalidError
 
 
@@ -148,53 +158,111 @@ _REQUIREMENTS: Final[Mapping[Capability, _Requirement]] = {
     "action masks": _Requirement(
         lambda info: info.honors_masks,
         "found action masks that are not all true, expected none: it would learn from and choose "
-        "actions that were not allowed. Algorithms that honor masks: {able}.",
+        "actions that were not allowed.",
+        "Algorithms that honor masks: {able}.",
+        "honors masks",
         SpaceUnsupportedError,
     ),
     "unknown rewards": _Requirement(
         lambda info: not info.uses_rewards,
-        "{num_unknown} of {num_steps} steps have no reward, expected one for each. Clone behavior "
-        "with {able}, give rewards with `replaylake annotate`, or say in SQL what an unknown one "
-        "counts as (`reward` 'coalesce(reward, 0)').",
+        "{num_unknown} of {num_steps} steps have no reward, expected one for each. Give rewards "
+        "with `replaylake annotate`, or say in SQL what an unknown one counts as (`reward` "
+        "'coalesce(reward, 0)').",
+        "Or clone behavior, which needs no rewards, with {able}.",
+        "learns without rewards",
     ),
     "logs": _Requirement(
         lambda info: not info.consumes_once,
         "found a log to learn from, expected what its own policy is doing: it learns from each "
-        "step once, soon after it was taken. Use `replaylake train online`, or one that learns "
-        "from logs: {able}.",
+        "step once, soon after it was taken. Use `replaylake train online`.",
+        "Or use one that learns from logs: {able}.",
+        "learns from logs",
+    ),
+    "rewards": _Requirement(
+        lambda info: info.uses_rewards,
+        "it clones behavior, expected one that learns from rewards: it would only imitate itself. "
+        "Collect with `replaylake rollout`, then `replaylake train offline`.",
+        "Or use one that learns from rewards: {able}.",
+        "learns from rewards",
+    ),
+    "replay": _Requirement(
+        lambda info: not info.consumes_once,
+        "found mix, expected none, because it learns from each step once, soon after it was "
+        "collected. Leave mix out.",
+        "Or use one that learns from replayed steps: {able}.",
+        "learns from replayed steps",
     ),
     "priorities": _Requirement(
         lambda info: info.gives_priorities,
-        "found that it returns no priorities, expected one for each step of a "
-        "batch. Leave prioritized out, or use one that returns them: {able}.",
+        "found that it returns no priorities, expected one for each step of a batch. Leave "
+        "prioritized out.",
+        "Or use one that returns them: {able}.",
+        "returns them",
     ),
     "gradients": _Requirement(
         lambda info: info.has_gradients,
         "found d3rlpy's, which steps its gradients down itself, expected one whose gradients "
-        "several learners can average: {able}. Leave learners out, or use one of these.",
+        "several learners can average. Leave learners out.",
+        "Or use one of: {able}.",
+        "does",
     ),
 }
 
 
-def require(info: AlgorithmInfo, capability: Capability, **found: int) -> None:
+def require(
+    info: AlgorithmInfo,
+    capability: Capability,
+    *,
+    needed: Collection[Capability] = (),
+    **found: int,
+) -> None:
     """Refuse an algorithm without the capability, naming those that have it.
 
-    found: num_unknown and num_steps, where it is "unknown rewards". Raises: SpaceUnsupportedError
-    where it is "action masks", else ConfigInvalidError.
+    Args:
+        info: the algorithm.
+        capability: what it has to be able to.
+        needed: what else the run needs: an algorithm without these would be refused next, and is
+            not named.
+        **found: num_unknown and num_steps, where it is "unknown rewards".
+
+    Raises: SpaceUnsupportedError where it is "action masks", else ConfigInvalidError.
     """
     if not _REQUIREMENTS[capability].is_met(info):
-        raise missing_capability_error(info, capability, **found)
+        raise missing_capability_error(info, capability, needed=needed, **found)
 
 
 def missing_capability_error(
-    info: AlgorithmInfo, capability: Capability, **found: int
+    info: AlgorithmInfo,
+    capability: Capability,
+    *,
+    needed: Collection[Capability] = (),
+    **found: int,
 ) -> ConfigInvalidError | SpaceUnsupportedError:
     """Return the error that `require` raises."""
     requirement = _REQUIREMENTS[capability]
-    fitting = [other for other in algorithms() if other.actions == info.actions]
-    able = sorted({other.name for other in fitting if requirement.is_met(other)})
-    refusal = requirement.refusal.format(able=", ".join(able) or "none for these actions", **found)
+    able = _able(info.actions, {capability, *needed})
+    advice = (
+        requirement.advice.format(able=", ".join(able))
+        if able
+        else f"No algorithm for {info.actions.replace('_', '-')} actions {requirement.does}"
+        f"{' and meets the other needs of this run' if needed else ''}."
+    )
+    refusal = f"{requirement.found.format(**found)} {advice}"
     return requirement.error(f"algorithm {reference(info)}: {refusal}")
+
+
+def _able(actions: str, needed: Collection[Capability]) -> list[str]:
+    """Return the algorithms for these actions with all capabilities, as `--algorithm` takes them.
+
+    Those for bandits are left out: they want a log of decisions with their probabilities.
+    """
+    return sorted(
+        reference(info)
+        for info in algorithms()
+        if info.actions == actions
+        and info.kind != "bandit"
+        and all(_REQUIREMENTS[capability].is_met(info) for capability in needed)
+    )
 
 
 def make_learner(

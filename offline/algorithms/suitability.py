@@ -5,15 +5,19 @@ By the checks that training makes before its first update, so that both say the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from replaylake.datastore.episodes.schema import REWARD
 from replaylake.datastore.episodes.spaces import Space
 from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, SpaceUnsupportedError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.replay.view import ReplayView
+from replaylake.datastore.storage.table.column_ranges import column_ranges
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.catalog import (
+    Capability,
     algorithms,
     builtin_row,
     check_algorithm,
@@ -50,6 +54,24 @@ def list_suitability(snapshot: Snapshot) -> list[Suitability]:
     ]
 
 
+def find_data_needs(
+    snapshots: Sequence[Snapshot], reward: str | None = None
+) -> frozenset[Capability]:
+    """Return what an algorithm needs for these data, before they are decoded.
+
+    reward: the SQL expression that replaces the logged one. Masks may turn out to be all true, and
+    a condition may leave out the steps without a reward. Cost: the shards' footers, where rewards
+    are optional. Raises: ShardCorruptError.
+    """
+    needed: set[Capability] = {"logs"}
+    if any(snapshot.spec.mask_size is not None for snapshot in snapshots):
+        needed.add("action masks")
+    optional = [s for s in snapshots if s.spec.rewards_optional and reward is None]
+    if any(column_ranges(snapshot.table)[REWARD].missing for snapshot in optional):
+        needed.add("unknown rewards")
+    return frozenset(needed)
+
+
 class _TrainingSteps:
     """What training looks at; only read for algorithms that take the actions."""
 
@@ -61,6 +83,11 @@ class _TrainingSteps:
     def view(self) -> ReplayView:
         """All steps. Raises: EmptyReplayError, SpaceUnsupportedError."""
         return self._snapshot.replay()
+
+    @cached_property
+    def needs(self) -> frozenset[Capability]:
+        """What an algorithm needs for it."""
+        return find_data_needs([self._snapshot])
 
     @cached_property
     def statistics(self) -> DatasetStatistics:
@@ -77,14 +104,15 @@ def _is_superseded(info: AlgorithmInfo, action_space: Space) -> bool:
 
 def _refusal(info: AlgorithmInfo, data: _TrainingSteps) -> str | None:
     try:
-        check_algorithm(reference(info), data.spec.action_space)
-        require(info, "logs")
+        check_algorithm(reference(info), data.spec.action_space, needed=data.needs)
+        require(info, "logs", needed=data.needs)
         view = data.view
         if view.has_masked_actions:
-            require(info, "action masks")
+            require(info, "action masks", needed=data.needs)
         if num_unknown := view.num_unknown_rewards:
             num_steps = len(view.packed.steps)
-            require(info, "unknown rewards", num_unknown=num_unknown, num_steps=num_steps)
+            counts = {"num_unknown": num_unknown, "num_steps": num_steps}
+            require(info, "unknown rewards", needed=data.needs, **counts)
         if info.kind == "bandit":
             check_bandit_log(reference(info), view)
         _check_successors(info, view)

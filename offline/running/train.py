@@ -28,7 +28,7 @@ from replaylake.offline.evaluation.evaluate import Evaluation
 from replaylake.offline.learning.learner import torch_threads
 from replaylake.offline.running.distributed import run_distributed
 from replaylake.offline.running.training.config import TrainConfig, TrainRequest
-from replaylake.offline.running.training.data import check_same_data
+from replaylake.offline.running.training.data import check_same_data, find_needs
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.job import TrainingJob, make_final_evaluation, prepare
 from replaylake.offline.running.training.lake_observer import LakeObserver
@@ -179,8 +179,10 @@ def _resume(
 def _run_distributed(lake: Lake, work: _RunSpec, callbacks: Callbacks) -> TrainResult:
     """Let several processes do a run together, and wait for them."""
     config = work.request.config
-    action_space = lake.snapshot(work.request.datasets[0]).spec.action_space
-    require(check_algorithm(config.algorithm, action_space), "gradients")
+    snapshots = [lake.snapshot(text) for text in work.request.datasets]
+    needed = find_needs(config, snapshots)
+    algorithm = check_algorithm(config.algorithm, snapshots[0].spec.action_space, needed=needed)
+    require(algorithm, "gradients", needed=needed)
     try:
         run_distributed(_run_process, (lake.url, work), config.learners, config.device, callbacks)
     except BaseException as error:

@@ -16,9 +16,11 @@ from replaylake.datastore.names import check_policy_name
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.storage.locations import check_shareable
 from replaylake.offline.algorithms.catalog import (
+    Capability,
     check_algorithm,
     check_options,
     make_learner,
+    missing_capability_error,
     require,
 )
 from replaylake.offline.algorithms.info import AlgorithmInfo
@@ -85,7 +87,9 @@ def prepare(
     expect(bool(env), "online: env", env, "the environment to collect in")
     check_policy_name(request.config.policy)
     spaces = spaces_of(env, env_args)
-    algorithm = check_algorithm(request.config.algorithm, spaces[1])
+    mask_size = _mask_size(request)
+    needed = _find_needs(request.config, mask_size)
+    algorithm = check_algorithm(request.config.algorithm, spaces[1], needed=needed)
     check_options(
         request.config.algorithm, spaces[1], request.config.options, others=ONLINE_OPTIONS
     )
@@ -94,28 +98,18 @@ def prepare(
     )
     config = resolve_config(request.config, algorithm, None if start is None else start.options)
     request = replace(request, config=config)
-    if not algorithm.uses_rewards:
-        raise ConfigInvalidError(
-            f"algorithm {config.algorithm}: it clones behavior, expected one that learns from "
-            "rewards: it would only imitate itself. Collect with `replaylake rollout`, then "
-            "`replaylake train offline`."
-        )
+    require(algorithm, "rewards", needed=needed)
     if config.prioritized:
-        require(algorithm, "priorities")
+        require(algorithm, "priorities", needed=needed)
     if config.env_runner == "ray":
         check_shareable(lake.url, "rollout workers")
     agents = agents_of(env, env_args)
     learner = _learner(request, spaces, agents, start)
     _check_steps(config, learner)
-    mask_size = _mask_size(request)
     if mask_size is not None:
-        require(algorithm, "action masks")
+        require(algorithm, "action masks", needed=needed)
     if config.mix and learner.on_policy is not None:
-        raise ConfigInvalidError(
-            f"algorithm {config.algorithm}: found mix {dict(config.mix)}, expected none, because "
-            "it learns from each step once, soon after it was collected. Use one with replay, "
-            "such as dqn or sac."
-        )
+        raise missing_capability_error(algorithm, "replay", needed=needed)
     pinned = {name: name for name in config.mix}
     if record is not None:
         pinned = {d["named"]: f"{d['dataset']}@{d['version']}" for d in record["mixed"]}
@@ -133,6 +127,18 @@ def prepare(
         dataset.add_vectors(POLICY_STATE, state_size)
     since = int(record["since"]) if record is not None else dataset.snapshot().version
     return OnlineJob(request, learner, agents, dataset, since, mixed, _lineage_of(mixed))
+
+
+def _find_needs(config: OnlineConfig, mask_size: int | None) -> frozenset[Capability]:
+    """Return what an algorithm needs for this environment and these options."""
+    needed: set[Capability] = {"rewards"}
+    if config.prioritized:
+        needed.add("priorities")
+    if config.mix:
+        needed.add("replay")
+    if mask_size is not None:
+        needed.add("action masks")
+    return frozenset(needed)
 
 
 def _lineage_of(mixed: Mapping[str, ReplayView]) -> tuple[Mapping[str, Any], ...]:

@@ -79,7 +79,7 @@ class OnPolicyBatches:
         """Raises: ConfigInvalidError: nothing is drawn by priorities."""
         raise ConfigInvalidError(
             "online: prioritized: found an algorithm that learns from each step once, expected one "
-            "with replay, such as dqn. Leave prioritized out."
+            "that learns from replayed steps. Leave prioritized out."
         )
 
     def take_metrics(self) -> dict[str, float]:

@@ -104,7 +104,7 @@ class ReplayBatches:
         if priorities is None:
             raise ConfigInvalidError(
                 "online: prioritized: found an algorithm without priorities, expected one that "
-                "returns them, such as dqn. Leave prioritized out."
+                "returns them. Leave prioritized out."
             )
         if isinstance(priorities, torch.Tensor):
             priorities = priorities.detach().cpu().numpy()

@@ -19,14 +19,16 @@ from replaylake.datastore.replay.records import Packed
 from replaylake.datastore.replay.view import ReplayView, concatenate
 from replaylake.offline.algorithms.bandit_log import check_bandit_log
 from replaylake.offline.algorithms.catalog import (
+    Capability,
     check_algorithm,
     check_options,
     require,
 )
 from replaylake.offline.algorithms.info import AlgorithmInfo
+from replaylake.offline.algorithms.suitability import find_data_needs
 from replaylake.offline.callbacks import OnReading
 from replaylake.offline.evaluation.evaluate import check_spaces
-from replaylake.offline.running.training.config import TRAIN_OPTIONS, TrainRequest
+from replaylake.offline.running.training.config import TRAIN_OPTIONS, TrainConfig, TrainRequest
 from replaylake.offline.running.training.policy_selection import (
     MeasureName,
     has_own_reward,
@@ -75,11 +77,14 @@ def open_data(
     check_policy_name(config.policy)
     snapshots = [lake.snapshot(text) for text in request.datasets]
     spec = _merge_specs(snapshots)
-    algorithm = check_algorithm(config.algorithm, spec.action_space)
-    require(algorithm, "logs")
+    needed = find_needs(config, snapshots)
+    algorithm = check_algorithm(config.algorithm, spec.action_space, needed=needed)
+    require(algorithm, "logs", needed=needed)
     check_options(config.algorithm, spec.action_space, config.options, others=TRAIN_OPTIONS)
     if config.prioritized:
-        require(algorithm, "priorities")
+        require(algorithm, "priorities", needed=needed)
+    if config.learners > 1:
+        require(algorithm, "gradients", needed=needed)
     if config.env is not None:
         check_spaces(config.env, spec.observation_space, spec.action_space, config.env_args)
     measure = measure_name(request, algorithm.uses_rewards)
@@ -96,10 +101,11 @@ def open_data(
     views = [_open_view(snapshots, request, where, reading) for where in wheres]
     view = views[0]
     if view.has_masked_actions:
-        require(algorithm, "action masks")
+        require(algorithm, "action masks", needed=needed)
     if num_unknown := view.num_unknown_rewards:
         num_steps = len(view.packed.steps)
-        require(algorithm, "unknown rewards", num_unknown=num_unknown, num_steps=num_steps)
+        counts = {"num_unknown": num_unknown, "num_steps": num_steps}
+        require(algorithm, "unknown rewards", needed=needed, **counts)
     if algorithm.kind == "bandit":
         check_bandit_log(config.algorithm, view)
     return TrainingData(
@@ -111,6 +117,16 @@ def open_data(
         measure=measure,
         remarks=(*_remarks(view), *_of_reward(request, measure)) if algorithm.uses_rewards else (),
     )
+
+
+def find_needs(config: TrainConfig, snapshots: Sequence[Snapshot]) -> frozenset[Capability]:
+    """Return what an algorithm needs for these data and options, before the data are decoded."""
+    needed = set(find_data_needs(snapshots, config.reward))
+    if config.prioritized:
+        needed.add("priorities")
+    if config.learners > 1:
+        needed.add("gradients")
+    return frozenset(needed)
 
 
 def check_same_data(

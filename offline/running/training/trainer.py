@@ -224,7 +224,7 @@ class Trainer:
             raise ConfigInvalidError(
                 f"algorithm {self._config.algorithm}: found that it returns no priorities, "
                 "expected one for each step of a batch. Leave prioritized out, or "
-                "use an algorithm that returns them, such as dqn."
+                "use an algorithm that returns them."
             )
         assert batch.indices is not None, "a run's own samplers number their rows"
         self._sampler.update_priorities(batch.indices, result.priorities)

@@ -83,7 +83,7 @@ def test_unknown_rewards_at_the_command_line(run: Any, tmp_path: Path) -> None:
     refused = run(*learn, "--algorithm", "dqn")
     assert refused.code == 1
     assert "algorithm dqn: 2 of 2 steps have no reward" in refused.err
-    assert "Clone behavior with bc" in refused.err
+    assert "Or clone behavior, which needs no rewards, with bc" in refused.err
     assert run(*learn, "--algorithm", "bc").code == 0
     labels = tmp_path / "labels.csv"
     labels.write_text("source_episode_id,step,score\na,0,1.5\n")
