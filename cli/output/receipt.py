@@ -49,8 +49,9 @@ def receipt_lines(receipt: IngestReceipt) -> Iterator[str]:
     yield from check_lines(receipt.checks)
     if episodes.rejected:
         was = "was" if episodes.rejected == 1 else "were"
+        when = "" if receipt.num_quarantined else "already "
         yield (
-            f"  {count(episodes.rejected, 'episode')} {was} quarantined: "
+            f"  {count(episodes.rejected, 'episode')} {was} {when}quarantined: "
             f"SELECT file, file_row, reasons, row FROM {receipt.dataset}.quarantine"
         )
     yield from rename_lines(receipt.renames)

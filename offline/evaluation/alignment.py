@@ -84,13 +84,14 @@ class _Cause:
 
 def check_alignment(
     env_id: str, episodes: Sequence[Episode], *, env_args: Mapping[str, Any] | None = None
-) -> Alignment | None:
+) -> Alignment | str:
     """Replay every step of `episodes` that has a next observation through the environment.
 
-    Returns None where the environment's state cannot be set from an observation, it is one of
-    several agents, or no row can be checked. An environment joins by `set_state_from_observation`
-    (see env_states). Actions that it does not take, and what it raises on them, count as rows that
-    disagree. Cost: a step of the environment a row, and eight more where rows disagree.
+    Returns the reason as a text where the environment's state cannot be set from an observation, it
+    is one of several agents, or no row can be checked. An environment joins by
+    `set_state_from_observation` (see env_states). Actions that it does not take, and what it raises
+    on them, count as rows that disagree. Cost: a step of the environment a row, and eight more
+    where rows disagree.
 
     env_args: what the environment is made with.
 
@@ -99,11 +100,13 @@ def check_alignment(
     env = make_any(env_id, env_args)
     try:
         if isinstance(env, Game):
-            return None
+            return f"{env_id} has several agents"
         replay = _make_replay(env)
+        if replay is None:
+            return f"the state of {env_id} cannot be set from an observation"
         rows = _collect_rows(episodes)
-        if replay is None or rows is None:
-            return None
+        if rows is None:
+            return "no step has numbers as its observation and action, and a next observation"
         return _check_rows(env_id, env, rows, replay)
     finally:
         env.close()
@@ -122,7 +125,24 @@ def _check_rows(env_id: str, env: Environment, rows: _LoggedRows, replay: _Repla
         return _find_cause(answer, env, rows, replay)
     if outcome.rewards.mean() < _PASS_SHARE:
         return _find_reward_cause(answer, rows, replay, outcome.given_rewards)
-    return answer
+    return replace(answer, advice=_advise_on_ends(rows.terminated, outcome.ends))
+
+
+def _advise_on_ends(terminated: _Mask, agree: _Mask) -> str | None:
+    """Say what to do where the log ends episodes elsewhere than the environment."""
+    num_early, num_late = int((terminated & ~agree).sum()), int((~terminated & ~agree).sum())
+    parts = []
+    if num_early:
+        parts.append(
+            f"{num_early:,} of {int(terminated.sum()):,} terminated rows do not end in the "
+            "environment: if a time limit ended them, ingest into a new dataset with `time_limit`"
+        )
+    if num_late:
+        parts.append(
+            f"{num_late:,} rows end in the environment and go on in the log: map the log's column "
+            "of ends to terminated"
+        )
+    return "; ".join(parts) or None
 
 
 def _find_cause(

@@ -66,7 +66,8 @@ class Alignment:
             yield self.advice
 
 
-Align = Callable[[Sequence[Episode]], Alignment | None]
+# Returns why where nothing could be checked.
+Align = Callable[[Sequence[Episode]], Alignment | str]
 
 
 class SampledWindows:

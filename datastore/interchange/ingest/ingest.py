@@ -202,11 +202,12 @@ def ingest(
             f"episodes left out because they were deleted from {dataset!r} before: "
             f"{num_deleted:,}; to commit them, use `readmit`"
         )
-    alignment = _run_alignment(inspection, align)
-    if align is not None and alignment is None:
-        job.notes.append(
-            "alignment was not checked: the environment's state cannot be set from an observation"
-        )
+    # What was found is in the receipt of the ingest that stored it.
+    did_nothing = job.version is None and job.num_quarantined == 0
+    alignment = None if did_nothing else _run_alignment(inspection, align)
+    if isinstance(alignment, str):
+        job.notes.append(f"alignment was not checked: {alignment}")
+        alignment = None
     return IngestReceipt(
         dataset=dataset,
         version=job.version,
@@ -219,10 +220,10 @@ def ingest(
         num_shards=job.num_shards,
         num_bytes=job.num_bytes,
         num_quarantined=job.num_quarantined,
-        checks=(*_conflict_checks(job), *inspection.checks()),
-        rejected=tuple(inspection.tally.shown),
-        notes=(*source.notes, *reader.notes, *job.notes),
-        renames=dict(reader.renames),
+        checks=() if did_nothing else (*_conflict_checks(job), *inspection.checks()),
+        rejected=() if did_nothing else tuple(inspection.tally.shown),
+        notes=(*source.notes, *(() if did_nothing else reader.notes), *job.notes),
+        renames={} if did_nothing else dict(reader.renames),
         alignment=alignment,
         keys=job.keys,
     )
@@ -334,7 +335,8 @@ def _count_repeated(
     return drops
 
 
-def _run_alignment(inspection: Inspection, align: Align | None) -> Alignment | None:
+def _run_alignment(inspection: Inspection, align: Align | None) -> Alignment | str | None:
     if align is None or inspection.windows is None:
         return None
-    return align(inspection.windows.episodes())
+    windows = inspection.windows.episodes()
+    return align(windows) if windows else "no episode is valid"

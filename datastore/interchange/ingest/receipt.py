@@ -48,9 +48,10 @@ class Counts:
 class IngestReceipt:
     """What `ingest` did. `version` is None when nothing new was committed.
 
-    num_quarantined: rows that came into the dataset's quarantine now. checks: what the door found
-    in the source, be it rejected, corrected or only noted. keys: what became of steps whose keys
-    were there; they are counted with what is already present, or rejected.
+    num_quarantined: rows that came into the dataset's quarantine now. checks: what was found in the
+    source, be it rejected, corrected or only noted; like rejected, renames and alignment empty if
+    nothing was committed or quarantined, because an earlier receipt has it. keys: what became of
+    steps whose keys were there; they are counted with what is already present, or rejected.
     """
 
     dataset: str

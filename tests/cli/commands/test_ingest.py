@@ -72,6 +72,30 @@ def test_an_invalid_episode_is_quarantined(run: Any, log: Path) -> None:
     assert "column 'r" in rows[0]["reasons"][0]
 
 
+def test_a_repeated_ingest_reports_only_what_it_did(run: Any, log: Path, cartpole: Path) -> None:
+    log.write_text(log.read_text().replace(",10.0,", ",nan,"))
+    arguments = ("ingest", log, "--dataset", "d", *MAP)
+    assert "1 episode was quarantined: SELECT" in run(*arguments).out
+    again = run(*arguments).out
+    assert "1 episode was already quarantined: SELECT" in again
+    assert "not_finite" not in again
+    arguments = ("ingest", cartpole / "cartpole-v1_large", "--dataset", "c", "--env", "CartPole-v1")
+    first, again = run(*arguments, "--json").json, run(*arguments, "--json").json
+    assert first["checks"]
+    assert first["alignment"]["is_aligned"]
+    assert (again["checks"], again["alignment"]) == ([], None)
+    assert again["notes"] == ["already ingested: the dataset has this content, nothing was added"]
+
+
+def test_alignment_of_a_source_without_a_valid_episode(run: Any, cartpole: Path, log: Path) -> None:
+    arguments = ("--dataset", "c", "--env", "CartPole-v1")
+    assert run("ingest", cartpole / "cartpole-v1_large", *arguments).code == 0
+    fields = ",".join(f"x{i}" for i in range(4))
+    log.write_text(f"episode_id,{fields},action,reward,terminated\ne,0,0,0,0,1,nan,1\n")
+    ran = run("ingest", log, *arguments, "--map", "observation=x*")
+    assert "alignment was not checked: no episode is valid" in ran.out
+
+
 def test_a_source_without_a_valid_episode(run: Any, tree: Tree, lake: Path, log: Path) -> None:
     header, *rows = log.read_text().splitlines()
     at = header.split(",").index("reward")

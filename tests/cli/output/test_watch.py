@@ -49,7 +49,7 @@ def test_event_files_take_an_online_run_s_metrics_under_the_same_names(
     points = [
         (0, {"env_steps": 1000.0, "episodes": 40.0, "return": 22.5, "steps_per_s": 900.0}),
         (800, {"staleness": 1.25, "samples_per_insert": 31.5, "latency_ms": 80.0}),
-        (800, dict(timings.to_metrics())),
+        (800, {**timings.to_metrics(), "profile/seconds": 2.5}),
         (800, {"selection/environment": 187.5}),
         (400, {"evaluation/return": 190.0}),
     ]

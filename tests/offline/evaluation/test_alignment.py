@@ -49,7 +49,7 @@ def _play(env_id: str, num_steps: int = 400, seed: int = 0, **kwargs: Any) -> li
 
 def _check(env_id: str, episodes: list[Episode]) -> Alignment:
     found = check_alignment(env_id, episodes)
-    assert found is not None
+    assert isinstance(found, Alignment)
     return found
 
 
@@ -71,6 +71,25 @@ def test_what_an_environment_did_is_confirmed(env_id: str) -> None:
     assert found.num_agree == found.num_rewards_agree == found.num_ends_agree == found.num_checked
     assert found.is_aligned
     assert found.cause is found.advice is None
+
+
+def test_a_time_limit_that_was_logged_as_a_termination() -> None:
+    episodes = [
+        replace(episode, terminated=True, truncated=False) for episode in _play("Pendulum-v1")
+    ]
+    found = _check("Pendulum-v1", episodes)
+    assert found.num_ends_agree == found.num_checked - len(episodes)
+    assert found.cause is None
+    assert found.advice is not None
+    assert found.advice.startswith("2 of 2 terminated rows do not end in the environment")
+    assert "`time_limit`" in found.advice
+
+
+def test_ends_that_are_not_logged() -> None:
+    episodes = [replace(e, terminated=False, truncated=True) for e in _play("CartPole-v1")]
+    found = _check("CartPole-v1", episodes)
+    assert found.advice is not None
+    assert found.advice.startswith(f"{len(episodes)} rows end in the environment and go on")
 
 
 Edit = Callable[[Episode], Episode]
@@ -194,8 +213,8 @@ def test_a_termination_that_the_environment_does_not_make_is_counted() -> None:
 
 def test_where_nothing_can_be_checked_there_is_no_answer() -> None:
     one = Episode("a", np.zeros((1, 4)), np.zeros(1, np.int64), np.zeros(1), terminated=True)
-    assert check_alignment("CartPole-v1", [one]) is None  # no next observation
-    assert check_alignment("Blackjack-v1", _play("CartPole-v1", 10)) is None  # no way to set it
+    assert "a next observation" in str(check_alignment("CartPole-v1", [one]))
+    assert "cannot be set" in str(check_alignment("Blackjack-v1", _play("CartPole-v1", 10)))
     with pytest.raises(NotFoundError):
         check_alignment("Nowhere-v0", [one])
 
