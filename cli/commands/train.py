@@ -370,11 +370,17 @@ def _summary(result: TrainResult, logged: Mapping[str, Any] | None) -> Iterator[
     ours = f"  {_metrics(result.metrics)}" if is_last else ""
     yield f"{count(num_updates, 'update')}{early}{ours}  {result.updates_per_s:,.0f} updates/s"
     if selection["measure"] != "last":
+        num_measured = len(selection["history"])
         yield (
-            f"took the policy of update {result.update:,}, the best of "
-            f"{len(selection['history'])} by {_MEASURES[selection['measure']]}: "
-            f"{number_text(selection['value'])}"
+            f"took the policy of update {result.update:,}, the best of {num_measured} by "
+            f"{_MEASURES[selection['measure']]}: {number_text(selection['value'])}"
         )
+        if selection["measure"] == "fqe":
+            each = result.config.num_fqe_updates
+            yield (
+                f"selection made {each * num_measured:,} updates of fitted Q evaluation "
+                f"({each:,} each), training {num_updates:,}"
+            )
     if not is_last:
         # They are of the policy that was taken, and not of the end.
         yield f"metrics there: {_metrics(result.metrics)}"

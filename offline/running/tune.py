@@ -241,6 +241,7 @@ class _SweepRun:
         return [(range(first), True), (range(first, num), False)]
 
     def _make_asha_config(self, numbers: Sequence[int]) -> EarlyStopping:
+        selection = self._measure.removeprefix("selection/")
         config, trials = self._sweep.tune, [self._trials[number] for number in numbers]
         requests = [self._sweep.trial_request(trial.options, trial.seed) for trial in trials]
         over = [trial.run_id for trial in trials if trial.run_id and not trial.is_unfinished]
@@ -248,7 +249,7 @@ class _SweepRun:
         return EarlyStopping(
             mode=self._mode,
             grace_updates=config.grace_updates
-            or min(r.config.measure_interval_updates for r in requests),
+            or min(r.config.measure_interval_updates(selection) for r in requests),
             updates=max(request.config.updates for request in requests),
             reduction=config.reduction,
             known=[

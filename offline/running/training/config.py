@@ -99,11 +99,12 @@ class TrainConfig:
     keep_checkpoints: int = 2
     # By which measure the policy that is registered is chosen; see selection.py.
     select: Select = "auto"
-    # None: ten times in all.
+    # None: ten times in all, or with fitted Q evaluation as often as selection_fqe_updates allow.
     evaluate_updates: int | None = None
     # Episodes of each measurement in an environment; the seeds are not the closing evaluation's.
     selection_episodes: int = 10
-    # Updates of each fitted Q evaluation. It only has to put policies in order.
+    # Updates of each fitted Q evaluation. It only has to put policies in order, and at most as many
+    # are made in all as the training makes, unless evaluate_updates says otherwise.
     selection_fqe_updates: int = 1000
     # Stop after so many measurements in a row that were not better than the best.
     patience: int | None = None
@@ -154,15 +155,25 @@ class TrainConfig:
         after = None if self.holdout_after is None else _time(self.holdout_after)
         return Holdout(fraction=self.holdout, after=after)
 
+    def measure_interval_updates(self, measure: str) -> int:
+        """Return the updates from one measurement of the policy to the next.
+
+        measure: what the policy is judged by, as `select` calls it.
+        """
+        tenth = max(1, self.updates // 10)
+        # An update of fitted Q evaluation costs about what one of training does.
+        default = max(tenth, self.num_fqe_updates) if measure == "fqe" else tenth
+        return self.evaluate_updates or default
+
     @property
-    def measure_interval_updates(self) -> int:
-        """Updates from one measurement of the policy to the next."""
-        return self.evaluate_updates or max(1, self.updates // 10)
+    def num_fqe_updates(self) -> int:
+        """Updates of each fitted Q evaluation of a policy."""
+        return min(self.selection_fqe_updates, self.updates)
 
     @property
     def save_interval_updates(self) -> int:
         """Updates from one checkpoint to the next."""
-        return self.checkpoint_updates or self.measure_interval_updates
+        return self.checkpoint_updates or self.evaluate_updates or max(1, self.updates // 10)
 
 
 TRAIN_OPTIONS: Final = tuple(f.name for f in fields(TrainConfig) if f.name != "options")

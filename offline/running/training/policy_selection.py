@@ -231,9 +231,7 @@ def make_measure(
     assert held_out is not None, "the data were opened for this measure"
     if name == "loss":
         return HeldOutLoss(held_out)
-    return FQEValue(
-        held_out, config.discount, config.selection_fqe_updates, config.seed, config.device
-    )
+    return FQEValue(held_out, config.discount, config.num_fqe_updates, config.seed, config.device)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Trainer:
         self._observer = observer
         self.selection = selection or PolicySelection("last")
         self._measure = measure
+        self._measure_interval = config.measure_interval_updates(self.selection.measure)
         self._on_progress = on_progress
         self._should_end = should_end
         self._timings, self._is_profiled = timings or Timings("trainer"), timings is not None
@@ -181,7 +182,7 @@ class Trainer:
             is_ending
             or update == config.updates
             or update % config.log_updates == 0
-            or update % config.measure_interval_updates == 0
+            or update % self._measure_interval == 0
             or update % config.save_interval_updates == 0
         )
 
@@ -190,7 +191,7 @@ class Trainer:
         config, update = self._config, self.update
         is_last = update == config.updates
         is_best = False
-        if is_last or update % config.measure_interval_updates == 0:
+        if is_last or update % self._measure_interval == 0:
             is_best = self._measure_policy()
         is_last = is_last or self.selection.is_exhausted
         if is_last or update % config.log_updates == 0:

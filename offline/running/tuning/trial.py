@@ -114,8 +114,12 @@ class Trial:
 
     def _report_measurement(self, update: int, values: Mapping[str, float]) -> None:
         config, measure = self._work.request.config, self._work.measure
-        # Of metrics that are logged more often than policies are measured, only those count.
-        is_due = update % config.measure_interval_updates == 0 or update == config.updates
+        # Other metrics are logged more often than that.
+        is_due = (
+            measure.startswith("selection/")
+            or update % config.measure_interval_updates(measure) == 0
+            or update == config.updates
+        )
         if measure not in values or not is_due or self._is_stopped.is_set():
             return
         self._results.put(TrialMeasurement(update, values[measure]))

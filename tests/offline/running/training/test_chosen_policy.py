@@ -32,7 +32,7 @@ def lake(tmp_path, line_world):
     [
         ({}, None, "last"),
         ({"holdout": 0.3}, None, "loss"),
-        ({"holdout": 0.3, "algorithm": "dqn", "selection_fqe_updates": 20}, None, "fqe"),
+        ({"holdout": 0.3, "algorithm": "dqn", "selection_fqe_updates": 2}, None, "fqe"),
         ({"holdout": 0.3, "selection_episodes": 2, "evaluation_episodes": 3}, "CartPole-v1", "env"),
     ],
 )

@@ -149,3 +149,22 @@ def test_the_loss_of_a_boxs_actions_is_the_mean_squared_error(tmp_path, line_wor
     zero.spec = spec
     expected = np.mean(np.concatenate([episode.actions for episode in episodes]) ** 2)
     assert HeldOutLoss(view)(zero) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("updates", "options", "interval", "each"),
+    [
+        (2_000, {}, 1_000, 1_000),
+        (500, {}, 500, 500),
+        (100_000, {}, 10_000, 1_000),
+        (3_000, {"selection_fqe_updates": 100}, 300, 100),
+        (2_000, {"evaluate_updates": 50}, 50, 1_000),
+    ],
+)
+def test_fitted_q_evaluation_costs_no_more_updates_than_training(updates, options, interval, each):
+    config = TrainConfig("dqn", "p", updates=updates, **options)
+    assert (config.measure_interval_updates("fqe"), config.num_fqe_updates) == (interval, each)
+    if "evaluate_updates" not in options:
+        assert updates // interval * each <= updates
+        assert config.measure_interval_updates("loss") == updates // 10
+        assert config.save_interval_updates == updates // 10
