@@ -364,11 +364,13 @@ def _parse_fill(kind: pa.DataType, name: str, text: str) -> pa.Scalar:
         return pa.scalar(text)
     if pa.types.is_integer(kind):
         kind = pa.int64() if not pa.types.is_unsigned_integer(kind) else kind
+    is_nested = pa.types.is_nested(kind)
     try:
-        return pa.scalar(text).cast(kind)
-    except pa.ArrowException as error:
+        return pa.scalar(json.loads(text), kind) if is_nested else pa.scalar(text).cast(kind)
+    except (pa.ArrowException, ValueError, TypeError) as error:
+        example = " in JSON, such as [0, 0] for a list of two" if is_nested else ""
         raise ConfigInvalidError(
-            f"fill {name}={text}: found {text!r}, expected a value of the column's type, {kind}. "
-            "Correct it.",
+            f"fill {name}={text}: found {text!r}, expected a value of the column's type, {kind}"
+            f"{example}. Correct it.",
             parameter="fill",
         ) from error

@@ -188,6 +188,19 @@ GAPS = "who,a,b,device,action,reward\nu,1,,ios,0,1\nu,,0.5,,0,2\nu,3,1.5,web,0,3
 GAPS_MAP = {"observation": "a,b,device", "episode_id": "who"}
 
 
+def test_a_list_that_is_missing_is_filled_as_a_whole(tmp_path: Path) -> None:
+    rows = [{"v": [0.5, 0.1]}, {"v": None}, {"v": [0.2, 0.3]}]
+    same = {"episode_id": "a", "action": 1, "reward": 1.0}
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps({**same, **row}) + "\n" for row in rows))
+    reading = _open(path, mapping={"observation": "v"}, fill={"v": "[0, 0.25]"})
+    (episode,) = (item for item in reading if isinstance(item, Episode))
+    np.testing.assert_array_equal(episode.observations, [[0.5, 0.1], [0, 0.25], [0.2, 0.3]])
+    for text in ("0", "[0, x]", "['a']", "{}"):
+        with pytest.raises(ConfigInvalidError, match=r"such as \[0, 0\] for a list of two"):
+            _open(path, mapping={"observation": "v"}, fill={"v": text})
+
+
 def test_missing_values_without_a_fill_reject(tmp_path: Path) -> None:
     (found,) = list(_open(_csv(tmp_path, GAPS), mapping=GAPS_MAP))
     assert isinstance(found, RejectedEpisode)
