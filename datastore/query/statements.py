@@ -44,6 +44,12 @@ _NON_READING_FUNCTIONS: Final = {
 VARYING_COLUMN: Final = "condition over episodes: "
 
 
+# With DuckDB's suggestion, if it makes one.
+_UNKNOWN_TABLE: Final = re.compile(
+    r"(Table with name .+? does not exist)!(?: Did you mean \"[^\"]*\"\?)?"
+)
+
+
 def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
     """Refuse what is not exactly one SELECT. Raises: QueryRefusedError, QueryError."""
     try:
@@ -188,8 +194,16 @@ def _tables(node: Any, own: frozenset[str]) -> Iterator[tuple[str, str]]:
 
 
 def _first_line(error: Exception) -> str:
-    """DuckDB's message without the echo of the query that follows it, and our catalog's name."""
+    """DuckDB's message without the echo of the query that follows it, and our catalog's name.
+
+    For a table that is not there, DuckDB suggests one of its own catalog.
+    """
     message = re.sub(r"\bsession \d+\.", "", " ".join(str(error).split("\n\n")[0].split()))
+    message = _UNKNOWN_TABLE.sub(
+        r"\1, expected a view of the lake, such as datasets or commits, or one of a dataset, such "
+        "as NAME.steps.",
+        message,
+    )
     if message.endswith('at or near "@"'):
         message += ". A version is named beside the query: `at` NAME=VERSION."
     return message

@@ -325,9 +325,13 @@ def _translate_os_errors(target: Path) -> Iterator[None]:
             raise TransientStorageError(
                 f"{message} Free disk space; what was committed before stays, and is recognized."
             ) from error
+        cure = (
+            "Mount the file system for writing"
+            if error.errno == errno.EROFS
+            else "Free disk space or correct the permission"
+        )
         raise StorageError(
-            f"{message} Free disk space or correct the permission, then run it again: what was "
-            "committed before is recognized."
+            f"{message} {cure}, then run it again: what was committed before is recognized."
         ) from error
 
 

@@ -8,6 +8,7 @@ another's, and gives up.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -225,8 +226,10 @@ def _try_lock(path: Path) -> int | None:
         make_folder(path.parent)
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
+        is_read_only = error.errno == errno.EROFS
+        cure = "Mount the file system for writing" if is_read_only else "Correct the permission"
         raise StorageError(
-            f"{path}: {error.strerror or error} while locking it. Correct the permission."
+            f"{path}: {error.strerror or error} while locking it. {cure}."
         ) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -491,3 +491,10 @@ def test_selections_say_what_they_are_in_one_spelling(dataset: Dataset) -> None:
     assert other.num_steps == one.num_steps == 7
     assert other.content_hash != one.content_hash
     assert snapshot.replay(one.where).selections[0] == one, "the canonical text is its own"
+
+
+@pytest.mark.parametrize("name", ["foo", "tables", "pg_tabels", "duckdb_table"])
+def test_an_unknown_table_is_not_answered_with_a_table_of_duckdb_s(lake, name):
+    with pytest.raises(QueryError, match=rf"{name} does not exist, expected a view") as caught:
+        lake.sql(f"select * from {name}")
+    assert "Did you mean" not in str(caught.value)

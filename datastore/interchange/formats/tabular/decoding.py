@@ -102,6 +102,9 @@ class _Decoder:
         self._mark_unnamed()
         misfits = self._misfits()
         steps.faults = [*misfits, *_without(self._faults, misfits)]
+        name = self._layout.one("step")
+        if unread := [fault.rows for fault in steps.faults if fault.column == name]:
+            steps.unnumbered = np.logical_or.reduce(unread)
         return steps
 
     def _misfits(self) -> list[RowFault]:

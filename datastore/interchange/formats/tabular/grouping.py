@@ -365,6 +365,9 @@ def find_neighbor_faults(steps: TableSteps, codes: Array, survey: Survey) -> lis
     """Compare each row with the next one of its episode; rows are in order of `codes` and step."""
     follows = np.zeros(len(codes), bool)
     follows[1:] = codes[1:] == codes[:-1]
+    if steps.unnumbered is not None:
+        # Which row follows which is not known in their episodes.
+        follows &= ~np.isin(codes, codes[steps.unnumbered])
     is_followed = np.append(follows[1:], False)
     ended = (steps.terminated | steps.truncated) & is_followed
     is_next = is_followed.copy()

@@ -27,6 +27,7 @@ _PER_ROW: Final = (
     "final_observations",
     "has_final",
     "numbers",
+    "unnumbered",
     "env_steps",
     "log_probs",
     "masks",
@@ -73,7 +74,9 @@ class TableSteps:
     final_observations: Values | None = None
     has_final: Mask | None = None
     numbers: Array | None = None
-    """The step column, int64 [n]."""
+    """The step column, int64 [n]; anything in rows whose step is `unnumbered`."""
+    unnumbered: Mask | None = None
+    """Whether the step of a row could not be read; None: no row's."""
     env_steps: Array | None = None
     log_probs: Array | None = None
     masks: Array | None = None

@@ -464,6 +464,7 @@ def test_nulls_of_another_type_are_no_misfits(lake: Lake, tmp_path: Path) -> Non
         ("reward", lambda numbers: pa.array(numbers)),
         ("observation", lambda numbers: pa.array([[n] for n in numbers], pa.list_(pa.uint64()))),
         ("further", lambda numbers: pa.array(numbers)),
+        ("step", lambda numbers: pa.array(np.where(numbers == 2**63 + 5, numbers, numbers % 3))),
     ],
 )
 def test_an_unsigned_number_beyond_int64_rejects_its_episode(
@@ -475,6 +476,8 @@ def test_an_unsigned_number_beyond_int64_rejects_its_episode(
     pq.write_table(table, tmp_path / "log.parquet")
     receipt = ingest(lake, [tmp_path / "log.parquet"], "log")
     assert (receipt.steps.committed, receipt.steps.rejected) == (9, 3)
+    # Its number, which is not known, is compared with no other.
+    assert [check.name for check in receipt.checks if check.outcome == "rejected"] == ["dtype"]
     assert f"row 7, column {column!r}: found" in _quarantine(lake)[0]["reasons"][0]
     kept = lake.sql("select episode_id from log.steps").column(0)
     assert len(kept) == 9

@@ -237,19 +237,57 @@ def test_a_file_larger_than_the_system_allows(base: Path) -> None:
     assert int(found) == 60_000 + 3
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """In a mount namespace of the child's own: nothing is mounted that others could see."""
+def _own_disk(path: Path) -> list[str]:
+    """Return how to run Python code with a disk of 1 MiB at `path`.
+
+    In a mount namespace of the child's own: nothing is mounted that others could see.
+    """
     mount = 'mount -t tmpfs -o size=1m tmpfs "$1" && exec "$2" -c "$3" "$1"'
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("not run: unshare is not installed, so no small disk can be made")
-    inside = [unshare, "--mount", "--map-root-user", "sh", "-c", mount, "sh", str(tmp_path)]
+    inside = [unshare, "--mount", "--map-root-user", "sh", "-c", mount, "sh", str(path)]
     probe = subprocess.run([*inside, "true"], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"not run: no small disk may be mounted here: {probe.stderr.strip()[-200:]}")
-    child = [*inside, sys.executable, LARGE + FULL]
+    return [*inside, sys.executable]
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    child = [*_own_disk(tmp_path), LARGE + FULL]
     done = subprocess.run(child, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     said, found = done.stdout.splitlines()
     assert "No space left on device, expected to read or write it. Free disk space" in said
     assert int(found) == 60_000 + 2
+
+
+def test_a_file_system_that_is_mounted_for_reading_alone(tmp_path: Path) -> None:
+    code = """
+import subprocess, sys
+from pathlib import Path
+import numpy as np
+import replaylake as rl
+from replaylake.datastore.lake.runs.lease import RunLease
+lake = rl.open(Path(sys.argv[1]) / "lake", create=True)
+steps = np.zeros((2, 3), np.float32), np.zeros(2, int), np.zeros(2)
+lake.dataset("d").append([rl.Episode("a", *steps, terminated=True)])
+subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+for write in (
+    lambda: lake.tag("d", "golden"),
+    lambda: RunLease(lake.storage, "01run").__enter__(),
+):
+    try:
+        write()
+    except rl.ReplayLakeError as error:
+        print(error)
+print(lake.snapshot("d").num_steps)
+"""
+    done = subprocess.run([*_own_disk(tmp_path), code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *refused, found = done.stdout.splitlines()
+    assert len(refused) == 2
+    for said in refused:
+        assert "Read-only file system" in said
+        assert "Mount the file system for writing" in said
+    assert found == "2"
