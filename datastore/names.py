@@ -45,6 +45,7 @@ _SQL_KEYWORDS: Final = set(
     """.split()  # noqa: SIM905 - a literal of these would be a hundred lines
 )
 _CROCKFORD: Final = "0123456789abcdefghjkmnpqrstvwxyz"
+_ULID: Final = re.compile(rf"[{_CROCKFORD}]{{26}}")
 _TO_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", _CROCKFORD.encode())
 
 
@@ -112,11 +113,16 @@ def is_column_name(name: str) -> bool:
     return _COLUMN.fullmatch(name) is not None
 
 
-def new_ulid() -> str:
-    """Return 26 characters, 48 bits of milliseconds and 80 random ones: sorts by time of making."""
-    return _encode_crockford(
-        (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10), "big")
-    )
+def new_ulid(*, after: str = "") -> str:
+    """Return 26 characters, 48 bits of milliseconds and 80 random ones: sorts by time of making.
+
+    It also sorts after `after`, the name of a file that begins with a ULID, if the clock was set
+    back since: for files whose names say which is the later. Other names have no effect.
+    """
+    moment_ms = time.time_ns() // 1_000_000
+    if _ULID.match(after):
+        moment_ms = max(moment_ms, _decode_crockford(after[:10]) + 1)
+    return _encode_crockford(moment_ms << 80 | int.from_bytes(os.urandom(10), "big"))
 
 
 def new_ulids(num: int) -> list[str]:
@@ -130,6 +136,13 @@ def new_ulids(num: int) -> list[str]:
 def content_ulid(sha256: str) -> str:
     """Return 26 characters of a ULID's form, the same for the same content."""
     return _encode_crockford(int(sha256[:32], 16))
+
+
+def _decode_crockford(digits: str) -> int:
+    number = 0
+    for digit in digits:
+        number = number << 5 | _CROCKFORD.index(digit)
+    return number
 
 
 def _encode_crockford(number: int) -> str:

@@ -40,6 +40,7 @@ from replaylake.serve.messages import (
     Response,
 )
 from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.serving_state import ServingState
 
 
@@ -47,11 +48,12 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     """Return the app; `load` runs when a worker starts, and what it returned closes at the end."""
     worker = _LoadedServing()
     metrics = Metrics()
+    clock = Clock()
     about = About(worker.get, worker.is_ready, metrics)
     endpoints: dict[str, tuple[str, Endpoint]] = {
-        "/act": ("POST", ActEndpoint(worker.get, metrics)),
-        "/feedback": ("POST", FeedbackEndpoint(worker.get, metrics)),
-        "/episodes": ("POST", EpisodesEndpoint(worker.get, metrics)),
+        "/act": ("POST", ActEndpoint(worker.get, metrics, clock)),
+        "/feedback": ("POST", FeedbackEndpoint(worker.get, metrics, clock)),
+        "/episodes": ("POST", EpisodesEndpoint(worker.get, metrics, clock)),
         "/policy": ("GET", about.policy),
         "/livez": ("GET", about.livez),
         "/readyz": ("GET", about.readyz),

@@ -136,10 +136,11 @@ class Tombstones:
 
         Logs may go on to use the old name. Raises: StorageError.
         """
-        names = self._load(refresh=True).names_of(column)
-        if to not in names:
+        known = self._load(refresh=True)
+        if to not in known.names_of(column):
             data = _format_renaming(_Renaming(column, to))
-            name = f"{new_ulid()}{_RENAMING_SUFFIX}"
+            ulid = new_ulid(after=max(known.names, default=""))
+            name = f"{ulid}{_RENAMING_SUFFIX}"
             self._storage.put_if_absent(f"{self._folder}/{name}", data)
             self._read_s = float("-inf")
 
@@ -214,8 +215,10 @@ class Tombstones:
                 for digest in _digest_all(key, column, texts)
             ]
             deletion = _Deletion(key_id, tuple(chosen), is_readmission, np.array(digests, _DIGEST))
-            # In a bucket too, the name alone tells which of two files is the later.
-            name = f"{new_ulid()}{_DELETION_SUFFIX}"
+            # In a bucket too, the name alone tells which of two files is the later: after what is
+            # known, even if the clock was set back since.
+            ulid = new_ulid(after=max(self._known.names, default=""))
+            name = f"{ulid}{_DELETION_SUFFIX}"
             self._storage.put_if_absent(f"{self._folder}/{name}", _format(deletion))
         self._read_s = float("-inf")
         return num

@@ -66,6 +66,11 @@ _MIN_GAIN: Final = 1.5
 # shards of a half; two that are not full may then still be too much for one.
 _FULL: Final = 0.4
 _SMALL_BYTES: Final = 4 << 20
+# What one commit replaces: a larger one takes longer to write than a fast writer needs for its
+# next, and would be late each time.
+_MAX_SHARDS: Final = 1000
+# Another writer that replaces the same shards again and again, as annotations may, ends it.
+_MAX_CONFLICTS: Final = 10
 _ID_BYTES: Final = 48
 
 
@@ -99,10 +104,12 @@ def compact(
     target_bytes: int = DEFAULT_TARGET_BYTES,
     open_s: float = OPEN_S,
     now_ms: int | None = None,
-    once: bool = False,
     on_progress: OnProgress | None = None,
 ) -> list[CompactReceipt]:
     """Compact a dataset's steps, and the decisions and rewards that were served into it.
+
+    Shards that others append in the meantime are left to the next compaction, and so are those that
+    another writer replaces again and again: it ends beside writers of any speed.
 
     Args:
         lake: the lake.
@@ -111,8 +118,6 @@ def compact(
         open_s: an episode without an end is not moved while its newest row is younger than this
             (s).
         now_ms: the time for this comparison (ms since 1970); the clock's by default.
-        once: plan only once, and ignore shards that others append in the meantime, as for a run of
-            several hours; by default, compaction continues until there is nothing to do.
         on_progress: called with (shards done, shards).
 
     Raises: NotFoundError, ConfigInvalidError, ShardCorruptError (that shard is then not rewritten),
@@ -129,7 +134,6 @@ def compact(
             target_bytes=target_bytes,
             open_s=open_s,
             now_ms=now_ms,
-            once=once,
             on_progress=on_progress,
         )
         for table in handle.tables()
@@ -142,7 +146,6 @@ def compact_table(
     target_bytes: int = DEFAULT_TARGET_BYTES,
     open_s: float = OPEN_S,
     now_ms: int | None = None,
-    once: bool = False,
     on_progress: OnProgress | None = None,
 ) -> CompactReceipt:
     """Compact one table, as `compact` does."""
@@ -153,18 +156,18 @@ def compact_table(
     while True:
         snapshot = table.snapshot()
         groups = plan_groups(
-            snapshot, target_bytes=target_bytes, written_after_ms=now_ms - int(open_s * 1000)
+            snapshot,
+            target_bytes=target_bytes,
+            written_after_ms=now_ms - int(open_s * 1000),
+            newest=before.version,
         )
         rest = [group for group in groups if group not in run.settled]
-        if not rest:
+        if not rest or run.num_conflicts_in_a_row == _MAX_CONFLICTS:
             break
         if run.num_conflicts:
             # Two compactors that both begin with the oldest would meet at every group.
             random.shuffle(rest)
         run.merge_all(snapshot, rest)
-        if once:
-            snapshot = table.snapshot()
-            break
     return CompactReceipt(
         table=table.root,
         version=snapshot.version,
@@ -196,6 +199,7 @@ class _Compaction:
     def __init__(self, table: Table, on_progress: OnProgress | None) -> None:
         self.settled: set[tuple[FileEntry, ...]] = set()
         self.num_rewritten = self.num_rows = self.num_commits = self.num_conflicts = 0
+        self.num_conflicts_in_a_row = 0
         self._table = table
         self._on_progress = on_progress
 
@@ -209,17 +213,22 @@ class _Compaction:
                     if len(entries) > 1:
                         self._merge(snapshot, entries, tables)
             except CommitConflictError:
-                self.num_conflicts += 1
+                self._count_conflict()
                 return
             except ShardCorruptError:
                 # Of a shard that is gone from the newest version as well, the rows are elsewhere.
                 live = self._table.log.newest().files
                 if all(entry.path in live for entry in group):
                     raise
-                self.num_conflicts += 1
+                self._count_conflict()
                 return
+            self.num_conflicts_in_a_row = 0
             if self._on_progress is not None:
                 self._on_progress(self.num_rewritten, total)
+
+    def _count_conflict(self) -> None:
+        self.num_conflicts += 1
+        self.num_conflicts_in_a_row += 1
 
     def _parts(
         self, snapshot: TableSnapshot, group: Sequence[FileEntry]
@@ -328,27 +337,37 @@ class WeighedShard:
 
 
 def plan_groups(
-    snapshot: TableSnapshot, *, target_bytes: int, written_after_ms: int
+    snapshot: TableSnapshot,
+    *,
+    target_bytes: int,
+    written_after_ms: int,
+    newest: int | None = None,
 ) -> list[tuple[FileEntry, ...]]:
     """Return groups of at least two neighbors, oldest first.
 
     Shards with rows of open episodes are in none: those of which a row was written after
-    `written_after_ms` (ms since 1970) and none has ended. Raises: ShardCorruptError.
+    `written_after_ms` (ms since 1970) and none has ended. With `newest`, neither are those whose
+    oldest rows came after this version. Raises: ShardCorruptError.
     """
-    small = [entry for entry in snapshot.files if entry.size_bytes < target_bytes // 2]
+    small = [
+        entry
+        for entry in snapshot.files
+        if entry.size_bytes < target_bytes // 2 and (newest is None or entry.since <= newest)
+    ]
+    is_small = {entry.path for entry in small}
     open_entries = _with_open_episodes(snapshot, small, written_after_ms)
     groups: list[tuple[FileEntry, ...]] = []
     group: list[WeighedShard] = []
     varies = _has_variable_width(snapshot.schema)
     for entry in snapshot.files:
         weighed = None
-        if entry.size_bytes < target_bytes // 2 and entry.path not in open_entries:
+        if entry.path in is_small and entry.path not in open_entries:
             weighed = _weigh(snapshot, entry, target_bytes, varies)
         if weighed is None or weighed.share >= _FULL:
             groups += _worthwhile_parts(group)
             group = []
             continue
-        if sum(other.share for other in group) + weighed.share > 1:
+        if len(group) == _MAX_SHARDS or sum(other.share for other in group) + weighed.share > 1:
             groups += _worthwhile_parts(group)
             group = []
         group.append(weighed)

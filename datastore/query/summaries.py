@@ -212,7 +212,9 @@ def _write(storage: Storage, root: str, summary: Summary) -> str:
     table = pieces.replace_schema_metadata({_METADATA_KEY: json.dumps(about)})
     pq.write_table(table, sink, compression="zstd", compression_level=1)
     data = sink.getvalue().to_pybytes()
-    name = f"{new_ulid()}-{hashlib.sha256(data).hexdigest()}.parquet"
+    # The last name counts: after those that are there, even if the clock was set back since.
+    last = max(older, default="")
+    name = f"{new_ulid(after=last)}-{hashlib.sha256(data).hexdigest()}.parquet"
     storage.put(f"{root}/{FOLDER}/{name}", data)
     if not there.issuperset(shards) or len(_filter_existing(storage, root, shards)) < len(shards):
         storage.delete([f"{root}/{FOLDER}/{name}"])

@@ -172,9 +172,7 @@ def compact_and_vacuum(lake: str, dataset: str) -> CompactionRound:
     try:
         store = open_lake(lake)
         retention = read_retention(store.dataset(dataset).snapshot().table)
-        # Once: what comes meanwhile would be merged a few shards at a time, without an end.
-        target = retention.target_shard_bytes
-        steps, *_ = compact(store, dataset, target_bytes=target, once=True)
+        steps, *_ = compact(store, dataset, target_bytes=retention.target_shard_bytes)
         receipt = vacuum(store, [dataset], delete=True)
     except ReplayLakeError as error:
         return CompactionRound(blocked_reason=f"{type(error).__name__}: {error}")

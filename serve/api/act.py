@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -42,9 +41,9 @@ _QUICK_S: Final = 0.0003
 class ActEndpoint:
     """Chooses actions, writes the decisions, then answers."""
 
-    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics, clock: Clock) -> None:
         self._serving, self._metrics = serving, metrics
-        self._clock, self._clock_lock = Clock(), threading.Lock()
+        self._clock = clock
         self._rng: np.random.Generator | None = None
         self._readers: dict[int, ActReader] = {}
         self._paces: dict[str, LatencyEstimate] = {}
@@ -168,8 +167,7 @@ class ActEndpoint:
 
     def _record(self, serving: ServingState, body: ActRequest, groups: Sequence[Group]) -> None:
         """Give decisions their ids, and log and count them. Raises: StorageError."""
-        with self._clock_lock:
-            timestamp = self._clock.now()
+        timestamp = self._clock.now()
         for group in groups:
             served = group.served
             group.ids = serving.signer.issue(

@@ -65,9 +65,9 @@ _TIMESTAMPS: Final = (-62_135_596_800_000_000, 253_402_300_799_999_999)
 class EpisodesEndpoint:
     """Writes the steps down; `feedback join` moves them into the dataset, each once."""
 
-    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics, clock: Clock) -> None:
         self._serving, self._metrics = serving, metrics
-        self._clock = Clock()
+        self._clock = clock
         self._opening = threading.Lock()
 
     async def __call__(self, request: Request) -> Response:

@@ -71,9 +71,9 @@ class FeedbackEndpoint:
     worker's, and not in the lake yet.
     """
 
-    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics, clock: Clock) -> None:
         self._serving, self._metrics = serving, metrics
-        self._clock, self._pace, self._lock = Clock(), LatencyEstimate(), threading.Lock()
+        self._clock, self._pace, self._lock = clock, LatencyEstimate(), threading.Lock()
         self._recent: OrderedDict[bytes, bytes] = OrderedDict()
 
     async def __call__(self, request: Request) -> Response:

@@ -163,14 +163,20 @@ class DecisionLog:
 
 
 class Clock:
-    """Microseconds since 1970, UTC, never going back: a worker's ids sort in the order of issue."""
+    """Microseconds since 1970, UTC, never going back: a worker's ids sort in the order of issue.
+
+    One for all endpoints of a worker: a report has no time before the decision that it names, even
+    if the machine's clock was set back in between.
+    """
 
     def __init__(self) -> None:
         self._last = 0
+        self._lock = threading.Lock()
 
     def now(self) -> int:
-        self._last = max(self._last, time.time_ns() // 1000)
-        return self._last
+        with self._lock:
+            self._last = max(self._last, time.time_ns() // 1000)
+            return self._last
 
 
 def encode_records(decided: DecisionBatch) -> list[bytes]:

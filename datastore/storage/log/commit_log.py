@@ -31,10 +31,10 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.storage.log.checkpoint import prepare
 from replaylake.datastore.storage.log.commit_file import (
+    CommitEncoder,
     Intent,
     check_applies,
     decode,
-    encode,
     is_whole,
     rewrite_info,
 )
@@ -119,6 +119,7 @@ class CommitLog:
         Durable when it returns. Raises: CommitConflictError if the intent no longer applies, and
         whatever `build` raises.
         """
+        encoder = CommitEncoder()
         while True:
             state = self._newest_or_empty()
             intent = build(state)
@@ -128,7 +129,7 @@ class CommitLog:
             check_applies(intent, state)
             version = state.version + 1
             path = self.folder.commit_path(version)
-            data = encode(intent, version, _next_timestamp_ms(state))
+            data = encoder.encode(intent, version, _next_timestamp_ms(state))
             if not self.folder.storage.put_if_absent(path, data):
                 continue
             if self._is_name_expired(version, intent):

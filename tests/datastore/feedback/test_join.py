@@ -447,3 +447,55 @@ def test_decision_ids_sort_by_time_and_cannot_be_forged():
     ):
         assert signer.read(text) is None
         assert read_unverified("") is None
+
+
+BACK = -HOUR_S
+
+
+def test_a_clock_that_is_set_back_loses_and_doubles_nothing(log):
+    first = [log.decision(i, i, "before", request=f"b{i}") for i in range(2)]
+    log.reward(first[0], 1.0, 2)
+    log.reward(first[1], 2.0, 3, terminated=True)
+    open_before = log.decision(4, 4, "across", step=0)
+    assert log.run(5).steps == 2
+    # Another process of the server, by a clock that is an hour behind from here on.
+    later = log.decision(BACK + 6, 6, "across", step=1)
+    log.reward(open_before, 3.0, BACK + 7)
+    log.reward(later, 4.0, BACK + 8, terminated=True)
+    alone = log.decision(BACK + 9, 9, None)
+    log.reward(alone, 5.0, BACK + 10)
+    known = set(first)
+    for second in (BACK + 11, BACK + 12, 20, HOUR_S, 3 * HOUR_S):
+        log.run(second)
+        rows = log.steps("source_episode_id as episode, step, reward, terminated, decision_id")
+        assert known <= {row["decision_id"] for row in rows}
+        known = {row["decision_id"] for row in rows}
+        assert len(known) == len(rows)
+    assert known == {*first, open_before, later, alone}
+    across = [row for row in rows if row["episode"] == "across"]
+    assert [(row["step"], row["reward"], row["terminated"]) for row in across] == [
+        (0, 3.0, False),
+        (1, 4.0, True),
+    ]
+
+
+def test_late_rewards_by_a_clock_that_was_set_back_count_once(log):
+    key = log.decision(0, 1)
+    log.reward(key, 1.0, 1, terminated=True)
+    assert log.run(2).steps == 1
+    log.reward(key, 7.0, BACK + 3, terminated=True)
+    for second in (BACK + 4, 10, 2 * HOUR_S):
+        log.run(second)
+    # By its time it came first, and the last one by time counts.
+    assert log.steps("reward, reward_late") == [{"reward": 1.0, "reward_late": False}]
+
+
+def test_a_report_by_name_that_seems_to_be_of_an_hour_before_is_counted(log):
+    key = log.decision(0, 1, request="r")
+    report = {"request_id": "r", "timestamp": int((NOW_S + BACK) * 1e6), "reward": 1.0,
+              "terminated": True, "truncated": False, "final_observation": None}  # fmt: skip
+    log._append(log.dataset.rewards, rewards_encoder(log.dataset), report)
+    receipt = log.run(2 * HOUR_S)
+    assert (receipt.steps, receipt.unrewarded, receipt.orphaned) == (0, 1, 1)
+    log.reward(key, 1.0, 2 * HOUR_S, terminated=True)
+    assert log.run(2 * HOUR_S + 1).steps == 1

@@ -25,6 +25,7 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance import compact as compact_module
 from replaylake.datastore.maintenance.compact import compact, plan_groups
+from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.query.table_files import fingerprint
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import LocalStorage
@@ -298,21 +299,49 @@ def test_a_writer_may_append_meanwhile(
 
     monkeypatch.setattr(Table, "commit", commit)
     (done,) = compact(many, "d")
-    assert (done.num_conflicts, done.shards_after) == (0, 1)
+    assert (done.num_conflicts, done.shards_after) == (0, 2)
     assert len(keys_of(many.dataset("d").table.snapshot())) == 33
 
 
-def test_once_leaves_what_comes_meanwhile(many: Lake, make_episode: Make) -> None:
-    """Beside a run that goes on for hours it would never end."""
+def test_what_comes_meanwhile_is_left_to_the_next(many: Lake, make_episode: Make) -> None:
+    """Beside a fast writer, it would otherwise never end."""
     dataset = many.dataset("d")
+    calls = []
 
     def append(done: int, total: int) -> None:
+        calls.append(done)
+        assert len(calls) < 5
         for number in range(3):
             dataset.append([make_episode(f"more{done}.{number}", terminated=True)])
 
-    (done,) = compact(many, "d", once=True, on_progress=append)
+    (done,) = compact(many, "d", on_progress=append)
     assert (done.num_commits, done.num_rewritten) == (1, 10)
     assert done.shards_after == len(dataset.snapshot().files) == 4
+    assert compact(many, "d")[0].shards_after == 1
+
+
+def test_it_ends_beside_one_that_always_replaces_its_shards_first(
+    many: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, conflicts = Table.commit, []
+
+    def commit(self: Table, *arguments: Any, **options: Any) -> Any:
+        if options.get("operation") == "COMPACT" and len(conflicts) < 50:
+            conflicts.append(1)
+            rows = pa.table({"episode_id": ["e0"], f"judge{len(conflicts)}": [1.0]})
+            annotate(open_lake(many.path), "d", rows, on="episode_id", add=rows.column_names[1:])
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Table, "commit", commit)
+    (done,) = compact(many, "d")
+    assert (done.num_commits, done.num_conflicts) == (0, 10)
+    assert len(keys_of(many.dataset("d").table.snapshot())) == 30
+
+
+def test_a_commit_replaces_a_thousand_shards_at_most(tmp_path: Path) -> None:
+    given = version_of(tmp_path, *[0.01] * 2500)
+    found = plan_groups(given, target_bytes=128 * MB, written_after_ms=0)
+    assert [len(group) for group in found] == [1000, 1000, 500]
 
 
 @pytest.mark.parametrize("size", [1, (64 << 20) - 1, (256 << 20) + 1])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +14,11 @@ from replaylake.datastore.lake.versions.tags import tag_snapshot
 from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.maintain import MaintainReceipt, maintain, maintain_every
 from replaylake.datastore.maintenance.retention import set_retention
+from replaylake.datastore.maintenance.vacuum import vacuum
+from replaylake.datastore.storage.log.commit_log import CommitLog
 from replaylake.datastore.storage.log.expiry import expire
 from replaylake.datastore.storage.log.folder import LogFolder
+from replaylake.datastore.storage.log.state import LogState
 
 Make = Callable[..., Episode]
 DAY_MS = 86_400_000
@@ -167,3 +171,36 @@ def test_a_version_that_expired_meanwhile_gets_no_tag(two: Lake) -> None:
     with pytest.raises(NotFoundError, match="version 2: not in a/_delta_log"):
         tag_snapshot(two.tags, old, "paper")
     assert two.tags.list("a") == []
+
+
+def test_it_ends_beside_a_writer_that_is_first_each_time(
+    lake: Lake, make_episode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does as much as alone: what comes meanwhile is for the next round."""
+    for name in ("alone", "beside"):
+        for number in range(5):
+            lake.dataset(name).append([make_episode(f"e{number}", terminated=True)])
+        set_retention(lake, name, {"max_steps": 9})
+    writer = open_lake(lake.path).dataset("beside")
+    newest, looks = CommitLog.newest, Counter[str]()
+
+    def look(self: CommitLog) -> LogState:
+        dataset = self.folder.path.split("/")[0]
+        looks[dataset] += 1
+        if dataset == "beside" and self is not writer.table.log:
+            assert looks[dataset] < 1000
+            number = looks[dataset]
+            with monkeypatch.context() as without:
+                without.setattr(CommitLog, "newest", newest)
+                writer.append([make_episode(f"w{number}", terminated=True)])
+        return newest(self)
+
+    monkeypatch.setattr(CommitLog, "newest", look)
+    alone, beside = maintain(lake, ["alone", "beside"], now_ms=in_days(8))
+    assert (alone.error, beside.error) == ("", "")
+    assert beside.trimmed > alone.trimmed == 2
+    assert looks["beside"] <= 2 * looks["alone"]
+    looks.clear()
+    receipts = [vacuum(lake, [name], now_ms=in_days(16)) for name in ("alone", "beside")]
+    assert len(receipts[1].garbage) >= len(receipts[0].garbage)
+    assert looks["beside"] <= 2 * looks["alone"]

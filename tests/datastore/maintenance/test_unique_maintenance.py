@@ -68,7 +68,7 @@ def _files(dataset: Dataset) -> list[Path]:
 @pytest.mark.slow
 def test_the_index_follows_the_shards(lake: Lake, dataset: Dataset, tmp_path: Path) -> None:
     assert len(_files(dataset)) < 6
-    compact(lake, "d", once=True)
+    compact(lake, "d")
     assert _duplicates(lake, 0, 5, 11) == 3
     labels = pa.table({"episode_id": _ids(dataset)[:1], "judge": [1]})
     annotate(lake, "d", labels, on="episode_id", add=["judge"])

@@ -61,6 +61,35 @@ def rewards(worker):
     return worker.lake.sql("select * from d.rewards order by timestamp").to_pylist()
 
 
+def test_a_clock_that_is_set_back_leaves_reports_after_their_decisions(logged, monkeypatch):
+    real, offset_s = time.time_ns, [0]
+    monkeypatch.setattr(time, "time_ns", lambda: real() + offset_s[0] * 10**9)
+
+    def report(name):
+        body = {"request_id": name, "reward": 1, "terminated": True, "truncated": False}
+        assert logged.post("/feedback", json=body).status_code == 202
+
+    def act(name):
+        logged.post("/act", json={"observation": GOOD, "request_id": name})
+
+    offset_s[0] = -600
+    report("of another server")
+    offset_s[0] = 0
+    act("before")
+    offset_s[0] = -3600
+    report("before")
+    act("after")
+    report("after")
+    logged.log.decisions.flush()
+    logged.log.rewards.flush()
+    offset_s[0] = 0
+    for ahead_s in (120, 1200, 90_000):
+        receipt = join_feedback(logged.lake, "d", window_s=3600, now_s=time.time() + ahead_s)
+        assert receipt.joined == 2
+    rows = logged.lake.sql("select request_id from d.steps order by timestamp, decision_id")
+    assert rows["request_id"].to_pylist() == ["before", "after"]
+
+
 def test_feedback(logged):
     answer = logged.post("/act", json={"observation": GOOD, "episode_id": "e"}).json()
     key = answer["decision_id"]

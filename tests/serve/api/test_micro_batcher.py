@@ -20,7 +20,7 @@ from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.http.deadlines import ArrivalCounter
 from replaylake.serve.messages import Request, RequestRefusedError
 from replaylake.serve.monitoring.metrics import Metrics
-from replaylake.serve.recording.decision_log import DecisionLog
+from replaylake.serve.recording.decision_log import Clock, DecisionLog
 from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
@@ -35,7 +35,7 @@ class Here:
         signer = DecisionSigner(b"k" * 32, "d")
         served = ServedPolicy("p", 2, self._counting(policy), "p@champion")
         self.serving = ServingState(Router(served), signer, log, exploration or Exploration())
-        self.endpoint = ActEndpoint(lambda: self.serving, Metrics())
+        self.endpoint = ActEndpoint(lambda: self.serving, Metrics(), Clock())
 
     def _counting(self, policy):
         act = policy.act

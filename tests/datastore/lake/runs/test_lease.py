@@ -105,9 +105,47 @@ def test_another_machine_counts_as_dead_after_a_silence(storage):
     ):
         pass
     from_elsewhere(storage, lease_module.STALE_AFTER_S + 1)
+    at_s = time.time() - lease_module.STALE_AFTER_S - 1
+    os.utime(storage.local(BLOB), (at_s, at_s))
     assert not is_active(storage, "r1")
     with RunLease(storage, "r1"):
         assert last_heartbeat(storage, "r1").pid == os.getpid()
+
+
+def test_another_machine_whose_clock_was_set_back_is_not_taken_for_dead(storage):
+    """Its heartbeats tell of an hour ago, but the storage has just got one."""
+    from_elsewhere(storage, 3600)
+    assert is_active(storage, "r1")
+    with pytest.raises(CommitConflictError, match="process 7 of far"), RunLease(storage, "r1"):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset_s", [-3600, 3600])
+def test_a_clock_that_is_set_meanwhile_moves_no_lease(tmp_path, storage, monkeypatch, offset_s):
+    real = time.time
+    with RunLease(storage, "r1", heartbeat_s=0.01) as lease:
+        monkeypatch.setattr(time, "time", lambda: real() + offset_s)
+        first = last_heartbeat(storage, "r1").at_ms
+        deadline = time.monotonic() + 10
+        while last_heartbeat(storage, "r1").at_ms == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        lease.confirm()
+        monkeypatch.setattr(time, "time", real)
+        assert is_active(storage, "r1")
+        with pytest.raises(CommitConflictError, match="at work"), RunLease(storage, "r1"):
+            pass
+    holder = hold(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: real() + offset_s)
+    with pytest.raises(CommitConflictError, match="at work"), RunLease(storage, "r1"):
+        pass
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    # Its lock is gone, whatever the clock says of its heartbeat.
+    with RunLease(storage, "r1"):
+        pass
 
 
 def test_the_heartbeat_goes_on(storage):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,32 @@ def test_the_loser_of_a_race_builds_again(storage: LocalStorage) -> None:
     assert other.commit(build).version == 2
     assert seen == [0, 1]
     assert set(one.newest().files) == {"shards/first-0.parquet", "shards/second.parquet"}
+
+
+def test_files_of_a_commit_are_encoded_once_for_all_attempts(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one with thousands would be late at each attempt, beside a writer of small ones."""
+    encoded = Counter[str]()
+    real = FileEntry.to_action
+
+    def to_action(self: FileEntry, **options: Any) -> dict[str, Any]:
+        encoded[self.path] += 1
+        return real(self, **options)
+
+    monkeypatch.setattr(FileEntry, "to_action", to_action)
+    log, other = created(storage), CommitLog(storage, "t")
+    files = (entry("large-0"), entry("large-1"))
+
+    def build(state: LogState) -> Intent:
+        if state.version < 4:
+            add(other, "small", state.version)
+        return Intent("large", 0, "WRITE", add=files)
+
+    assert log.commit(build).version == 5
+    found = CommitLog(storage, "t").newest()
+    assert encoded == Counter(found.files.keys())
+    assert found == log.newest()
 
 
 def test_an_error_of_build_commits_nothing(storage: LocalStorage) -> None:
