@@ -10,6 +10,7 @@ import typer
 from replaylake.cli.name_completion import complete_runs
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
+from replaylake.cli.output.link_table import link_lines
 from replaylake.cli.output.progress import time_left
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from replaylake.datastore.lake.runs.run_profile import LinkUse, RunProfile
     from replaylake.datastore.lake.runs.summary import RunSummary
 
-_COLUMNS: Final = ("link", "of", "seconds", "share %", "items", "items/s", "MB", "MB/s")
 _COMPARED_COLUMNS: Final = (
     *("link", "of", "A seconds", "B seconds", "A share %", "B share %"),
     *("A ms/item", "B ms/item", "B/A"),
@@ -86,7 +86,7 @@ def _load(store: Lake, text: str, *, only_last: bool) -> tuple[RunSummary, RunPr
 
 def _lines(summary: RunSummary, profile: RunProfile, *, only_last: bool) -> Iterator[str]:
     yield _heading(summary, profile, only_last=only_last)
-    yield from table_lines([_row(one) for one in profile.links], _COLUMNS)
+    yield from link_lines(profile.links)
     yield _bottleneck(profile)
 
 
@@ -135,17 +135,3 @@ def _heading(summary: RunSummary, profile: RunProfile, *, only_last: bool) -> st
 
 def _bottleneck(profile: RunProfile) -> str:
     return f"bottleneck: {profile.bottleneck.cause}: {profile.bottleneck.reason}"
-
-
-def _row(one: LinkUse) -> dict[str, Any]:
-    rate, mb_rate = one.items_per_s, one.mb_per_s
-    return {
-        "link": one.link,
-        "of": one.place,
-        "seconds": round(one.seconds, 2),
-        "share %": round(100 * one.share, 1),
-        "items": one.items or None,
-        "items/s": None if rate is None else round(rate),
-        "MB": round(one.num_bytes / 1e6, 1) if one.num_bytes else None,
-        "MB/s": None if mb_rate is None else round(mb_rate, 1),
-    }
