@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -41,6 +42,14 @@ def profile(
             "--last", help="Use only the time between the last two totals that the run logged."
         ),
     ] = False,
+    bounds: Annotated[
+        bool,
+        typer.Option(
+            "--bounds",
+            help="Measure on this machine how fast the bare operation of each link that moves "
+            "bytes is: copying, writing with fsync, reading, Ray's object store.",
+        ),
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -53,15 +62,21 @@ def profile(
     Example:
       replaylake runs profile 01m7xx
       replaylake runs profile 01m7xx --last
+      replaylake runs profile 01m7xx --bounds
       replaylake runs profile dqn:1 dqn:2
     """
     from replaylake.datastore.lake.lake import open_lake
 
     if len(runs) > 2:
         raise typer.BadParameter(f"found {len(runs)} runs, expected one, or two to compare")
+    if bounds and len(runs) > 1:
+        raise typer.BadParameter("found it with two runs, expected one.", param_hint="--bounds")
     report = CommandOutput(as_json)
     store = open_lake(lake)
     found = [_load(store, run, only_last=last) for run in runs]
+    if bounds:
+        with report.waiting("measuring the bounds"):
+            found = [(one, _with_bounds(store, profile)) for one, profile in found]
     bodies = [
         {"run_id": one.run_id, "status": one.status, "only_last": last, **profile.to_json()}
         for one, profile in found
@@ -82,6 +97,18 @@ def _load(store: Lake, text: str, *, only_last: bool) -> tuple[RunSummary, RunPr
     logged = read_logged_metrics(store.storage, record["run_id"], f"{PROFILE}/")
     run_profile = build_run_profile(record, logged, only_last=only_last)
     return summarize(store.storage, record), run_profile
+
+
+def _with_bounds(store: Lake, profile: RunProfile) -> RunProfile:
+    from replaylake.datastore.lake.runs.bounds import BOUND_KINDS, measure_bounds
+
+    measure_ray = None
+    through_ray = {link for link, kind in BOUND_KINDS.items() if kind == "ray"}
+    if profile.num_workers and any(one.link in through_ray for one in profile.links):
+        from replaylake.online.pools.object_store import measure_object_store
+
+        measure_ray = measure_object_store
+    return replace(profile, links=measure_bounds(profile.links, store.storage, measure_ray))
 
 
 def _lines(summary: RunSummary, profile: RunProfile, *, only_last: bool) -> Iterator[str]:

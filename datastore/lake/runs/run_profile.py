@@ -37,6 +37,7 @@ class LinkUse:
     """The time and bytes of one link; the link `other` is the time of a place outside its links.
 
     share: of the run's wall time times its processes. num_calls: how often it was timed.
+    bound_mb_per_s: megabytes a second of the bare operation (bounds.py), where it was measured.
     """
 
     link: str
@@ -46,6 +47,7 @@ class LinkUse:
     items: int = 0
     num_bytes: int = 0
     num_calls: int = 0
+    bound_mb_per_s: float | None = None
 
     @property
     def items_per_s(self) -> float | None:
@@ -59,8 +61,20 @@ class LinkUse:
         is_busy = self.seconds > 0 and self.num_bytes > 0
         return self.num_bytes / self.seconds / 1e6 if is_busy else None
 
+    @property
+    def bound_ratio(self) -> float | None:
+        """How many times as long it took as the bare operation would have taken."""
+        if self.bound_mb_per_s is None or self.mb_per_s is None:
+            return None
+        return self.bound_mb_per_s / self.mb_per_s
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "items_per_s": self.items_per_s, "mb_per_s": self.mb_per_s}
+        return {
+            **asdict(self),
+            "items_per_s": self.items_per_s,
+            "mb_per_s": self.mb_per_s,
+            "bound_ratio": self.bound_ratio,
+        }
 
 
 @dataclass(frozen=True)
