@@ -46,6 +46,8 @@ WORKLOADS: Final = (
     Workload("ingest", ("ours", "by_hand")),
     Workload("learn"),
     Workload("rollout"),
+    Workload("transfer"),
+    Workload("ablation"),
     Workload("online", ("ours", "by_hand", "sb3"), frozenset({"sb3"})),
     Workload(
         "serving",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -29,6 +32,7 @@ from replaylake.cli.options import (
 )
 from replaylake.cli.output.command_output import CommandOutput, count
 from replaylake.cli.output.follow import follow_lines
+from replaylake.cli.output.link_table import link_lines
 from replaylake.cli.output.receipt import (
     check_lines,
     preview_lines,
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from replaylake.datastore.interchange.ingest.inspection import IngestProgress
     from replaylake.datastore.interchange.ingest.quarantine_rows import QuarantineSelection
     from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.runs.run_profile import ProcessProfile
 
 
 # The headings of `replaylake ingest --help`.
@@ -369,6 +374,13 @@ def ingest(
     file: FileOption = None,
     episode: EpisodeOption = None,
     lake: LakeOption = DEFAULT_LAKE,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="After the receipt, print the time and bytes of each part of the ingest.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -384,6 +396,7 @@ def ingest(
       tail -F app.jsonl | replaylake ingest - --dataset app --follow --flush-every 10s
       replaylake ingest --from-quarantine --dataset ads --map reward=payoff
     """
+    started = time.perf_counter()
     from replaylake.datastore.interchange.ingest.ingest import NothingValidError
     from replaylake.datastore.interchange.ingest.ingest import ingest as run
 
@@ -421,6 +434,7 @@ def ingest(
             ("--follow", follow),
             ("--flush-every", flush_every is not None),
             ("--stream", stream is not None),
+            ("--profile", profile),
         ):
             if is_given:
                 raise typer.BadParameter("found it with --from-quarantine.", param_hint=flag)
@@ -440,6 +454,9 @@ def ingest(
         raise typer.BadParameter(
             "expected at least one file, or --from-quarantine.", param_hint="SOURCE"
         )
+    if profile and (check or follow):
+        other = "--check" if check else "--follow"
+        raise typer.BadParameter(f"found it with {other}.", param_hint="--profile")
     if check:
         if follow:
             raise typer.BadParameter("found it with --follow.", param_hint="--check")
@@ -471,10 +488,15 @@ def ingest(
         if value is not None:
             raise typer.BadParameter("found it without --follow.", param_hint=flag)
     observation_space, action_space = (None, None) if env is None else _spaces(env, env_args)
-    with report.progress(*_STAGES["hash"]) as progress:
+    handle = _lake(lake)
+    measurement = _SpanMeasurement(started) if profile else None
+    with (
+        nullcontext() if measurement is None else measurement.record(),
+        report.progress(*_STAGES["hash"]) as progress,
+    ):
         try:
             receipt = run(
-                _lake(lake),
+                handle,
                 source,
                 dataset,
                 format=form,
@@ -491,7 +513,38 @@ def ingest(
             if not as_json:  # main() prints the checks with the error
                 report.print_result({}, check_lines(error.checks))
             raise
-    report.print_result(receipt.to_json(), receipt_lines(receipt))
+    body, lines = receipt.to_json(), receipt_lines(receipt)
+    if measurement is not None:
+        links = measurement.build_profile()
+        body["profile"] = links.to_json()
+        lines = chain(lines, link_lines(links.links))
+    report.print_result(body, lines)
+
+
+class _SpanMeasurement:
+    """Measures the spans of an ingest; what came before it, since the command began, is `start`."""
+
+    def __init__(self, started: float) -> None:
+        from replaylake.datastore.lake.runs.timings import ThreadTimings, Timings
+
+        self._timings = Timings("process", started_at=started)
+        self._threads = ThreadTimings(self._timings)
+        self._timings.add("start", time.perf_counter() - started, items=0)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Measure the spans in the block."""
+        from replaylake.datastore.storage.spans import record_spans
+
+        with record_spans(self._threads):
+            yield
+
+    def build_profile(self) -> ProcessProfile:
+        """Return the profile from the beginning of the command until now."""
+        from replaylake.datastore.lake.runs.run_profile import build_process_profile
+
+        wall_s = time.perf_counter() - self._timings.started_at
+        return build_process_profile(self._threads.merge(), wall_s)
 
 
 def _repair(

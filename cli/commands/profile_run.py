@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from replaylake.cli.name_completion import complete_runs
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
+from replaylake.cli.output.link_table import link_lines
 from replaylake.cli.output.progress import time_left
 
 if TYPE_CHECKING:
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from replaylake.datastore.lake.runs.run_profile import LinkUse, RunProfile
     from replaylake.datastore.lake.runs.summary import RunSummary
 
-_COLUMNS: Final = ("link", "of", "seconds", "share %", "items", "items/s", "MB", "MB/s")
 _COMPARED_COLUMNS: Final = (
     *("link", "of", "A seconds", "B seconds", "A share %", "B share %"),
     *("A ms/item", "B ms/item", "B/A"),
@@ -41,6 +42,14 @@ def profile(
             "--last", help="Use only the time between the last two totals that the run logged."
         ),
     ] = False,
+    bounds: Annotated[
+        bool,
+        typer.Option(
+            "--bounds",
+            help="Measure on this machine how fast the bare operation of each link that moves "
+            "bytes is: copying, writing with fsync, reading, Ray's object store.",
+        ),
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -53,15 +62,21 @@ def profile(
     Example:
       replaylake runs profile 01m7xx
       replaylake runs profile 01m7xx --last
+      replaylake runs profile 01m7xx --bounds
       replaylake runs profile dqn:1 dqn:2
     """
     from replaylake.datastore.lake.lake import open_lake
 
     if len(runs) > 2:
         raise typer.BadParameter(f"found {len(runs)} runs, expected one, or two to compare")
+    if bounds and len(runs) > 1:
+        raise typer.BadParameter("found it with two runs, expected one.", param_hint="--bounds")
     report = CommandOutput(as_json)
     store = open_lake(lake)
     found = [_load(store, run, only_last=last) for run in runs]
+    if bounds:
+        with report.waiting("measuring the bounds"):
+            found = [(one, _with_bounds(store, profile)) for one, profile in found]
     bodies = [
         {"run_id": one.run_id, "status": one.status, "only_last": last, **profile.to_json()}
         for one, profile in found
@@ -84,9 +99,21 @@ def _load(store: Lake, text: str, *, only_last: bool) -> tuple[RunSummary, RunPr
     return summarize(store.storage, record), run_profile
 
 
+def _with_bounds(store: Lake, profile: RunProfile) -> RunProfile:
+    from replaylake.datastore.lake.runs.bounds import BOUND_KINDS, measure_bounds
+
+    measure_ray = None
+    through_ray = {link for link, kind in BOUND_KINDS.items() if kind == "ray"}
+    if profile.num_workers and any(one.link in through_ray for one in profile.links):
+        from replaylake.online.pools.object_store import measure_object_store
+
+        measure_ray = measure_object_store
+    return replace(profile, links=measure_bounds(profile.links, store.storage, measure_ray))
+
+
 def _lines(summary: RunSummary, profile: RunProfile, *, only_last: bool) -> Iterator[str]:
     yield _heading(summary, profile, only_last=only_last)
-    yield from table_lines([_row(one) for one in profile.links], _COLUMNS)
+    yield from link_lines(profile.links)
     yield _bottleneck(profile)
 
 
@@ -135,17 +162,3 @@ def _heading(summary: RunSummary, profile: RunProfile, *, only_last: bool) -> st
 
 def _bottleneck(profile: RunProfile) -> str:
     return f"bottleneck: {profile.bottleneck.cause}: {profile.bottleneck.reason}"
-
-
-def _row(one: LinkUse) -> dict[str, Any]:
-    rate, mb_rate = one.items_per_s, one.mb_per_s
-    return {
-        "link": one.link,
-        "of": one.place,
-        "seconds": round(one.seconds, 2),
-        "share %": round(100 * one.share, 1),
-        "items": one.items or None,
-        "items/s": None if rate is None else round(rate),
-        "MB": round(one.num_bytes / 1e6, 1) if one.num_bytes else None,
-        "MB/s": None if mb_rate is None else round(mb_rate, 1),
-    }

@@ -89,6 +89,7 @@ from replaylake.datastore.query.views import DATASET_VIEWS, LAKE_VIEWS
 from replaylake.datastore.replay.live.live_view import LiveView, Since
 from replaylake.datastore.storage.log.commit_file import Intent, transaction_id
 from replaylake.datastore.storage.log.state import LogState
+from replaylake.datastore.storage.spans import span
 from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.delta_schema import with_field_ids
 from replaylake.datastore.storage.table.key_index import KeyIndex
@@ -528,16 +529,20 @@ class Dataset:
         unique = spec.unique
         assert unique is not None
         index = self.key_index(unique)
-        hashes = hash_rows(rows, unique)
-        needles = np.sort(hashes)
+        with span("key_index") as work:
+            hashes = hash_rows(rows, unique)
+            needles = np.sort(hashes)
+            work.items, work.num_bytes = len(hashes), hashes.nbytes
         num_quarantined = 0
         whole = list(written)
         while True:
             snapshot = self._snapshot_or_new(spec, rows)
-            found = resolve(snapshot, index, unique, rows, hashes, on_conflict)
-            num_quarantined += quarantine_conflicts(
-                self._rejected, rows, found.conflicts, producer=producer, locate=locate
-            )
+            with span("key_index"):
+                found = resolve(snapshot, index, unique, rows, hashes, on_conflict)
+            with span("quarantine"):
+                num_quarantined += quarantine_conflicts(
+                    self._rejected, rows, found.conflicts, producer=producer, locate=locate
+                )
             schema = None if snapshot.version >= 0 else _new_schema(spec, rows)
             if found.is_whole:
                 if rows.num_rows and not whole:
@@ -632,7 +637,7 @@ class Dataset:
             index.hold(entry.path, hashes[start : start + entry.num_rows])
             start += entry.num_rows
         # It is derived: whoever needs it next makes it.
-        with suppress(StorageError):
+        with suppress(StorageError), span("key_index"):
             index.save(self.table.snapshot())
 
     def _forget(self, parts: Sequence[WrittenRows]) -> None:
@@ -887,14 +892,17 @@ class Dataset:
 
     def _rows(self, episodes: Sequence[Episode], spec: DatasetSpec) -> pa.Table:
         try:
-            ready = validate_all(
-                episodes,
-                spec.observation_space,
-                spec.action_space,
-                rewards_optional=spec.rewards_optional,
-                tokenizer=spec.tokenizer,
-            )
-            rows = encode(ready, spec)
+            with span("validate"):
+                ready = validate_all(
+                    episodes,
+                    spec.observation_space,
+                    spec.action_space,
+                    rewards_optional=spec.rewards_optional,
+                    tokenizer=spec.tokenizer,
+                )
+            with span("encode") as work:
+                rows = encode(ready, spec)
+                work.items, work.num_bytes = rows.num_rows, rows.nbytes
             self._check_parents(rows)
             if spec.unique is not None:
                 check_keys_known(rows, spec.unique)

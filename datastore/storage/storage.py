@@ -16,6 +16,7 @@ from typing import BinaryIO, Final, Protocol
 
 from replaylake.datastore.errors import InvalidNameError, StorageError, TransientStorageError
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.storage.spans import span
 
 # Of a full disk, or a quota that is used up: it may have room again.
 _DISK_FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -305,7 +306,8 @@ class LocalStorage:
                 view = memoryview(data)
                 while view:
                     view = view[os.write(descriptor, view) :]
-                os.fsync(descriptor)
+                with span("fsync"):
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             yield temporary
@@ -370,6 +372,7 @@ def fsync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with span("fsync"):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

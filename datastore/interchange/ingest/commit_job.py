@@ -38,6 +38,7 @@ from replaylake.datastore.lake.commit import Commit, DropCounts, KeyCounts, comm
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.unique_keys import OnConflict
+from replaylake.datastore.storage.spans import span
 
 # As many bytes end a commit too, as memory holds several times as much meanwhile: frames weigh a
 # hundred times what numbers do.
@@ -139,7 +140,9 @@ class CommitJob:
         num_steps = num_held = 0
         for item in inspection.iter_found():
             if isinstance(item, RejectedEpisode):
-                rejected.add(item)
+                with span("quarantine") as work:
+                    rejected.add(item)
+                    work.items = item.num_steps
                 continue
             rest = _with_prefix(item, self._prefix)
             step_bytes = max(1.0, rest.num_bytes_per_step())
@@ -164,7 +167,8 @@ class CommitJob:
                 num_steps += part.num_steps
                 num_held += math.ceil(part.num_steps * step_bytes)
         reading = {"read_as": self._options, "known_columns": dict(inspection.known_columns)}
-        self.num_quarantined += rejected.commit(inspection.checks(), reading)
+        with span("quarantine"):
+            self.num_quarantined += rejected.commit(inspection.checks(), reading)
         self._commit(batch, inspection)
 
     def _skip_first(self, columns: LoggedColumns) -> LoggedColumns:
@@ -209,7 +213,9 @@ class CommitJob:
 
     def _commit(self, parts: Sequence[LoggedColumns], inspection: Inspection) -> None:
         # Values of several shapes are joined by nothing; the dataset's are of one.
-        for batch in join_alike(parts):
+        with span("assemble"):
+            batches = join_alike(parts)
+        for batch in batches:
             self._commit_one(batch, inspection)
 
     def _commit_one(self, batch: LoggedColumns, inspection: Inspection) -> None:

@@ -68,6 +68,7 @@ from replaylake.datastore.lake.unique_keys import (
     OnConflict,
     check_key_types,
 )
+from replaylake.datastore.storage.spans import span
 
 # One shard of the store (64 to 256 MB); a kill loses at most this much work.
 _COMMIT_STEPS: Final = 1_000_000
@@ -133,7 +134,11 @@ def ingest(
     spaces = _check_both_spaces(observation_space, action_space)
     handle = lake.dataset(dataset)
     given = parse_ingest_key(handle, unique, late)
-    source = find_source(sources, None if on_progress is None else _hashing_progress(on_progress))
+    on_bytes = None if on_progress is None else _hashing_progress(on_progress)
+    with span("hash") as work:
+        source = find_source(sources, on_bytes)
+        work.items = len(source.files)
+        work.num_bytes = sum(file.num_bytes for file in source.files)
     spec = handle.spec if handle.exists() else None
     history = [] if spec is None else handle.history()
     key = given or (None if spec is None else spec.unique)
@@ -145,10 +150,13 @@ def ingest(
         )
     whole = find_containing_commit(source, history, dataset, is_unique=key is not None)
     options = options or ReadOptions()
-    known = find_format(format, source.files)
     read_as = options if spec is None else replace(options, encoding=spec.encoding or NO_ENCODING)
     on_rows = None if on_progress is None else _parsing_progress(on_progress, source)
-    reader = known.read(source.files, replace(read_as, on_rows=on_rows))
+    with span("parse") as work:
+        known = find_format(format, source.files)
+        reader = known.read(source.files, replace(read_as, on_rows=on_rows))
+        work.items = reader.num_rows or 0
+        work.num_bytes = sum(file.num_bytes for file in source.files)
     tokenizer = reader.tokenizer if isinstance(reader, TokenizedReader) else None
     if spec is not None and tokenizer is not None:
         _check_tokenizer(dataset, spec, tokenizer)

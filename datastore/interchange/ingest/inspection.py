@@ -40,6 +40,7 @@ from replaylake.datastore.interchange.ingest.source_validator import (
     SourceValidator,
     episode_form,
 )
+from replaylake.datastore.storage.spans import span
 from replaylake.datastore.storage.table.delta_schema import to_delta
 
 ABORT: Final = "abort"
@@ -118,7 +119,7 @@ class Inspection:
         """
         batch: list[LoggedColumns] = []
         num_steps = 0
-        for item in self._reading.iter_columns():
+        for item in self._iter_columns():
             if isinstance(item, RejectedEpisode):
                 self._reject(item)
                 self._buffer([_copy_rows(item)])
@@ -194,7 +195,7 @@ class Inspection:
             yield from self._first_pass
             return
         refused, num_read = np.sort(np.asarray(self._refused, np.int64)), 0
-        for item in self._reading.iter_columns():
+        for item in self._iter_columns():
             if isinstance(item, RejectedEpisode):
                 yield item
                 continue
@@ -215,6 +216,17 @@ class Inspection:
             if start < len(columns):
                 yield columns.part(start, len(columns))
 
+    def _iter_columns(self) -> Iterator[LoggedColumns | RejectedEpisode]:
+        """Yield the reader's items; only what it takes to read them is measured."""
+        items = self._reading.iter_columns()
+        while True:
+            with span("assemble") as work:
+                item = next(items, None)
+                if item is None:
+                    return
+                work.items = item.num_steps
+            yield item
+
     def _is_fetched(self, rejected: RejectedEpisode) -> bool:
         """Whether the rows of a refused episode are fetched from the log."""
         is_known = rejected.rows is None and rejected.places is not None
@@ -228,13 +240,25 @@ class Inspection:
         origins = [one.places.rows for one in rejected if one.places is not None]
         if not origins or not isinstance(self._reading, RowReader):
             return
-        rows, start = self._reading.read_rows(np.concatenate(origins)), 0
+        start = 0
+        with span("assemble") as work:
+            rows = self._reading.read_rows(np.concatenate(origins))
+            work.items = rows.num_rows
         for one, own in zip(rejected, origins, strict=True):
             part = rows.slice(start, len(own))
             yield replace(one, rows=part, mapping=self._reading.mapping)
             start += len(own)
 
     def _check(self, batch: Sequence[LoggedColumns]) -> None:
+        with span("validate") as work:
+            self._check_steps(batch)
+            work.items = sum(columns.num_steps for columns in batch)
+        if self._on_progress is not None:
+            self._on_progress(
+                IngestProgress("check", self.num_episodes, self.num_steps, self._reading.num_rows)
+            )
+
+    def _check_steps(self, batch: Sequence[LoggedColumns]) -> None:
         for columns, rejected in self._validator.check_columns(join_alike(batch)):
             self._refused.extend(self._num_read + one.number for one in rejected)
             self._num_read += len(columns)
@@ -252,10 +276,6 @@ class Inspection:
             accepted = columns if is_accepted.all() else columns.select(is_accepted)
             if len(accepted):
                 self._accept(accepted)
-        if self._on_progress is not None:
-            self._on_progress(
-                IngestProgress("check", self.num_episodes, self.num_steps, self._reading.num_rows)
-            )
 
     def _accept(self, columns: LoggedColumns) -> None:
         self.num_episodes += columns.num_whole

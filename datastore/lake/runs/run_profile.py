@@ -16,11 +16,12 @@ from replaylake.datastore.lake.runs.timings import (
     WALL_SECONDS,
     Link,
     Place,
+    Timings,
     Total,
 )
 
 OTHER: Final = "other"
-WAITS: Final[frozenset[Link]] = frozenset({"worker_wait", "learner_wait"})
+WAITS: Final[frozenset[Link]] = frozenset({"worker_wait", "learner_wait", "write_wait"})
 # Who waits less than this share of its time waits for nobody: for a message, the end of a batch.
 _IDLE: Final = 0.1
 # Less than this of a place's time is not worth a word.
@@ -36,6 +37,7 @@ class LinkUse:
     """The time and bytes of one link; the link `other` is the time of a place outside its links.
 
     share: of the run's wall time times its processes. num_calls: how often it was timed.
+    bound_mb_per_s: megabytes a second of the bare operation (bounds.py), where it was measured.
     """
 
     link: str
@@ -45,6 +47,7 @@ class LinkUse:
     items: int = 0
     num_bytes: int = 0
     num_calls: int = 0
+    bound_mb_per_s: float | None = None
 
     @property
     def items_per_s(self) -> float | None:
@@ -58,8 +61,20 @@ class LinkUse:
         is_busy = self.seconds > 0 and self.num_bytes > 0
         return self.num_bytes / self.seconds / 1e6 if is_busy else None
 
+    @property
+    def bound_ratio(self) -> float | None:
+        """How many times as long it took as the bare operation would have taken."""
+        if self.bound_mb_per_s is None or self.mb_per_s is None:
+            return None
+        return self.bound_mb_per_s / self.mb_per_s
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "items_per_s": self.items_per_s, "mb_per_s": self.mb_per_s}
+        return {
+            **asdict(self),
+            "items_per_s": self.items_per_s,
+            "mb_per_s": self.mb_per_s,
+            "bound_ratio": self.bound_ratio,
+        }
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,22 @@ class RunProfile:
         }
 
 
+@dataclass(frozen=True)
+class ProcessProfile:
+    """The links of one operation of a process, such as an ingest; wall_s: seconds that it took."""
+
+    wall_s: float
+    links: tuple[LinkUse, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"wall_s": self.wall_s, "links": [one.to_json() for one in self.links]}
+
+
+def build_process_profile(timings: Timings, wall_s: float) -> ProcessProfile:
+    """Return where the `wall_s` > 0 seconds of the thread of an operation went."""
+    return ProcessProfile(wall_s, tuple(_links(timings.totals, {"process": wall_s})))
+
+
 def build_run_profile(
     record: Mapping[str, Any], logged: Sequence[LoggedMetrics], *, only_last: bool = False
 ) -> RunProfile:
@@ -121,7 +152,7 @@ def build_run_profile(
         wall_s=wall_s,
         num_workers=num_workers,
         until_update=logged[-1].update,
-        links=tuple(_links(totals, wall_s, num_workers)),
+        links=tuple(_links(totals, {"workers": wall_s * num_workers, "trainer": wall_s})),
         bottleneck=find_bottleneck(
             {key: total.seconds for key, total in totals.items()},
             wall_s,
@@ -188,13 +219,13 @@ def _sum(
     return wall_s, totals
 
 
-def _links(totals: Totals, wall_s: float, num_workers: int) -> Iterator[LinkUse]:
+def _links(totals: Totals, place_s: Mapping[Place, float]) -> Iterator[LinkUse]:
     """Yield the links by place, and the time of each place that none of them accounts for.
 
-    Threads in the background wait most of the time, which is no link and is left out.
+    place_s: seconds of each place, over all its processes. Threads in the background wait most of
+    the time, which is no link and is left out.
     """
-    process_s = wall_s * (1 + num_workers)
-    place_s = {"workers": wall_s * num_workers, "trainer": wall_s}
+    process_s = sum(place_s.values())
     for place in PLACES:
         links = [link for link in LINKS if (place, link) in totals]
         for link in links:

@@ -1,29 +1,42 @@
 """Timings: the time and bytes of each link of a run, from a step taken to the updated policy.
 
 Each process of a run adds up what its links take. The run logs the totals, from which
-`build_run_profile` tells where its time went.
+`build_run_profile` tells where its time went. `ThreadTimings` does the same for one operation
+of a process, such as an ingest, from its spans.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-# Where a link runs: in the workers' processes, in the thread of the training loop, or in other
-# threads of the trainer's process, which run beside the loop.
-Place = Literal["workers", "trainer", "background"]
+from replaylake.datastore.storage.spans import SpanName, SpanWork
+
+# Where a link runs: in the workers' processes, in the thread of the training loop, in the thread
+# that does the work of a process without a run (an ingest), or in other threads of the
+# same process, which run beside it.
+Place = Literal["workers", "trainer", "process", "background"]
 PLACES: Final[tuple[Place, ...]] = get_args(Place)
 Link = Literal[
     "start",
+    "hash",
+    "parse",
+    "validate",
     "set_policy",
     "env_step",
     "inference",
     "assemble",
     "encode",
+    "key_index",
+    "quarantine",
+    "compress",
     "shard_write",
+    "fsync",
+    "write_wait",
     "transfer",
     "worker_wait",
     "receive",
@@ -86,16 +99,20 @@ class Timings:
             self._inside[-1] += seconds
 
     @contextmanager
-    def measure(self, link: Link, items: int = 1) -> Iterator[None]:
-        """Add the time of the block, without what is added to other links inside it."""
+    def measure(self, link: Link, items: int = 1) -> Iterator[SpanWork]:
+        """Add the time of the block, without what is added to other links inside it.
+
+        The block may count its items and bytes in what it is given.
+        """
+        work = SpanWork(items)
         self._inside.append(0.0)
         started = time.perf_counter()
         try:
-            yield
+            yield work
         finally:
             seconds = time.perf_counter() - started
             own = seconds - self._inside.pop()
-            self._add_to(self.place, link, Total(own, items, 0, 1))
+            self._add_to(self.place, link, Total(own, work.items, work.num_bytes, 1))
             if self._inside:
                 self._inside[-1] += seconds
 
@@ -124,3 +141,27 @@ class Timings:
 
     def _add_to(self, place: Place, link: Link, total: Total) -> None:
         self.totals.setdefault((place, link), Total()).add(total)
+
+
+class ThreadTimings:
+    """A SpanRecorder: spans of the thread that `timings` is of, and of others in the background."""
+
+    def __init__(self, timings: Timings) -> None:
+        self._owner = threading.get_ident()
+        self._timings = {self._owner: timings}
+
+    def measure_span(self, name: SpanName) -> AbstractContextManager[SpanWork]:
+        thread = threading.get_ident()
+        # Each thread adds its own key, which a dict takes without a lock.
+        timings = self._timings.get(thread)
+        if timings is None:
+            timings = self._timings.setdefault(thread, Timings("background"))
+        return timings.measure(name, items=0)
+
+    def merge(self) -> Timings:
+        """Return the totals of all threads; called once the others have ended."""
+        merged = self._timings[self._owner].take()
+        for thread, timings in self._timings.items():
+            if thread != self._owner:
+                merged.merge(timings)
+        return merged

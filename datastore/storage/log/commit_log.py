@@ -40,6 +40,7 @@ from replaylake.datastore.storage.log.commit_file import (
 )
 from replaylake.datastore.storage.log.folder import FETCH_BATCH, Listing, LogFolder
 from replaylake.datastore.storage.log.state import Change, LogState
+from replaylake.datastore.storage.spans import SpanWork, span
 from replaylake.datastore.storage.storage import Storage
 
 CHECKPOINT_INTERVAL: Final = 100
@@ -119,6 +120,12 @@ class CommitLog:
         Durable when it returns. Raises: CommitConflictError if the intent no longer applies, and
         whatever `build` raises.
         """
+        with span("commit") as work:
+            result = self._commit(build, work)
+            work.items = int(not result.already_present)
+            return result
+
+    def _commit(self, build: Callable[[LogState], Intent], work: SpanWork) -> CommitResult:
         encoder = CommitEncoder()
         while True:
             state = self._newest_or_empty()
@@ -132,6 +139,7 @@ class CommitLog:
             data = encoder.encode(intent, version, _next_timestamp_ms(state))
             if not self.folder.storage.put_if_absent(path, data):
                 continue
+            work.num_bytes += len(data)
             if self._is_name_expired(version, intent):
                 self.folder.storage.delete([path])
                 continue

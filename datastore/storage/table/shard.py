@@ -27,6 +27,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.arrow_values import combine_chunks, is_list, row_numbers
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.remote.shard_cache import discard_copy
+from replaylake.datastore.storage.spans import span
 from replaylake.datastore.storage.storage import Blob, Storage
 
 FOLDER: Final = "shards"
@@ -41,16 +42,20 @@ _HASHED_BYTES: Final = 1 << 20  # at a time: stays in the processor's cache
 
 def write_shard(storage: Storage, root: str, data: pa.Table) -> FileEntry:
     """Write one shard durably below `root` and return its log entry, not yet committed."""
-    buffer = _to_buffer(data)
+    with span("compress") as work:
+        buffer = _to_buffer(data)
+        work.items, work.num_bytes = data.num_rows, len(buffer)
     path = f"{FOLDER}/{new_ulid()}.parquet"
-    storage.put(f"{root}/{path}", buffer)
-    return FileEntry(
-        path=path,
-        size_bytes=len(buffer),
-        num_rows=data.num_rows,
-        sha256=hashlib.sha256(buffer).hexdigest(),
-        modified_ms=time.time_ns() // 1_000_000,
-    )
+    with span("shard_write") as work:
+        storage.put(f"{root}/{path}", buffer)
+        work.items, work.num_bytes = data.num_rows, len(buffer)
+        return FileEntry(
+            path=path,
+            size_bytes=len(buffer),
+            num_rows=data.num_rows,
+            sha256=hashlib.sha256(buffer).hexdigest(),
+            modified_ms=time.time_ns() // 1_000_000,
+        )
 
 
 def _to_buffer(data: pa.Table) -> memoryview:
@@ -151,7 +156,8 @@ def write_shards(storage: Storage, root: str, parts: Sequence[pa.Table]) -> list
     with ThreadPoolExecutor(_WRITING_THREADS, "replaylake-write") as pool:
         writing = [pool.submit(write_shard, storage, root, part) for part in parts]
         try:
-            return [future.result() for future in writing]
+            with span("write_wait"):
+                return [future.result() for future in writing]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             futures = [future for future in writing if not future.cancelled()]

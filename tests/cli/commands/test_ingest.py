@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from replaylake.datastore.interchange.formats.format import ReadOptions
@@ -280,3 +281,43 @@ def test_progress_has_each_stage(lake: Path, log: Path) -> None:
         last = [one for one in seen if one.stage == stage][-1]
         assert (last.num_steps, last.num_bytes, last.total_bytes) == (rows, num_bytes, num_bytes)
     assert [(one.num_steps, one.total_steps) for one in seen if one.stage == "check"] == [(3, 3)]
+
+
+def test_the_profile_of_an_ingest(run: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(40_000, 3)).round(6).tolist()
+    lines = (
+        f"e{i // 100},{i % 100},{x},{y},{i % 2},{reward},{str(i % 100 == 99).lower()},false"
+        for i, (x, y, reward) in enumerate(values)
+    )
+    source = tmp_path / "large.csv"
+    header = "episode_id,step,x,y,action,reward,terminated,truncated"
+    source.write_text("\n".join([header, *lines]) + "\n")
+    arguments = ("ingest", source, "--dataset", "d", *MAP, "--profile")
+    receipt = run(*arguments, "--json").json
+    profile = receipt["profile"]
+    links = {one["link"]: one for one in profile["links"]}
+    of_thread = sum(one["seconds"] for one in profile["links"] if one["place"] == "process")
+    assert of_thread == pytest.approx(profile["wall_s"])
+    # Under a tenth on an idle machine.
+    assert links["other"]["share"] < 0.25
+    assert links["hash"]["num_bytes"] == links["parse"]["num_bytes"] == source.stat().st_size
+    for link in ("parse", "validate", "assemble", "encode", "compress", "shard_write"):
+        assert links[link]["items"] == 40_000, link
+    assert links["compress"]["num_bytes"] == links["shard_write"]["num_bytes"] == receipt["bytes"]
+    assert links["fsync"]["num_calls"] >= 4  # the shard and the commit, each with its folder
+    # Nothing is committed again, nor is it measured unless that is asked for.
+    lines = run(*arguments).out.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("link "))
+    assert lines[header].split()[:4] == ["link", "of", "seconds", "share"]
+    assert {line.split()[0] for line in lines[header + 1 :]} >= {"start", "hash", "parse", "other"}
+    assert "profile" not in run("ingest", source, "--dataset", "e", *MAP, "--json").json
+
+
+@pytest.mark.parametrize("flag", ["--check", "--follow", "--from-quarantine"])
+def test_what_has_no_profile(run: Any, log: Path, flag: str) -> None:
+    source = () if flag == "--from-quarantine" else (log,)
+    ran = run("ingest", *source, "--dataset", "d", "--profile", flag)
+    assert ran.code == 2
+    assert "--profile" in ran.err
+    assert flag in ran.err

@@ -124,6 +124,35 @@ def test_two_runs_beside_each_other(run: Any, filled: Lake) -> None:
     assert run("runs", "profile", GOES_ON, DONE, GOES_ON).code == 2
 
 
+def test_the_bounds_of_what_moves_bytes(run: Any, filled: Lake, tree: Any) -> None:
+    log = Timings("trainer")
+    log.add("sample", 1.0, 10, 10 * 4096)
+    log.add("update", 1.0, 10)
+    background = Timings("background")
+    background.add("shard_write", 2.0, 4, 4 * 4096)
+    background.add("commit", 2.0, 4, 4 * 4096)
+    with MetricsLog(filled.storage, OFFLINE) as metrics:
+        values = {**log.to_metrics(), **background.to_metrics(), WALL_SECONDS: 4.0}
+        metrics.add(10, values, STARTED_S + 4)
+    before = tree()
+    links = {
+        one["link"]: one
+        for one in run("runs", "profile", OFFLINE, "--bounds", "--json").json["links"]
+    }
+    assert tree() == before
+    # No machine copies as slowly, nor writes files as slowly.
+    for link in ("sample", "shard_write"):
+        assert links[link]["bound_mb_per_s"] > links[link]["mb_per_s"]
+        ratio = links[link]["bound_mb_per_s"] / links[link]["mb_per_s"]
+        assert links[link]["bound_ratio"] == pytest.approx(ratio)
+    for link in ("update", "commit", "other"):
+        assert links[link]["bound_mb_per_s"] is links[link]["bound_ratio"] is None
+    lines = run("runs", "profile", OFFLINE, "--bounds").out.splitlines()
+    assert lines[1].split("  ")[-2:] == ["bound MB/s", "bound/rate"]
+    assert "bound" not in run("runs", "profile", OFFLINE).out.splitlines()[1]
+    assert run("runs", "profile", GOES_ON, DONE, "--bounds").code == 2
+
+
 @pytest.mark.parametrize(
     ("run_id", "said"),
     [

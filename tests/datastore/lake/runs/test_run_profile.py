@@ -187,5 +187,7 @@ def test_as_json() -> None:
         "num_calls": 1,
         "items_per_s": 1000.0,
         "mb_per_s": 2.0,
+        "bound_mb_per_s": None,
+        "bound_ratio": None,
     }
     assert set(body["bottleneck"]) == {"cause", "link", "reason"}

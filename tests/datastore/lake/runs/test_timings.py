@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from replaylake.datastore.lake.runs import timings as module
-from replaylake.datastore.lake.runs.timings import Link, Place, Timings
+from replaylake.datastore.lake.runs.timings import Link, Place, ThreadTimings, Timings
+from replaylake.datastore.storage.spans import record_spans, span
 
 
 @pytest.fixture
@@ -72,3 +75,31 @@ def test_the_metrics_of_a_run(clock: list[float]) -> None:
     }
     assert seconds(timings.take()) == {("workers", "encode"): 0.75}
     assert timings.totals == {}
+
+
+def test_spans_are_of_their_thread(clock: list[float]) -> None:
+    def write() -> None:
+        with span("shard_write") as work:
+            clock[0] += 4
+            work.num_bytes = 64
+            with span("fsync"):
+                clock[0] += 1
+
+    threads = ThreadTimings(Timings("process"))
+    with record_spans(threads), ThreadPoolExecutor(1) as pool:
+        with span("encode") as work:
+            clock[0] += 2
+            work.items = 8
+        with span("write_wait"):
+            pool.submit(write).result()
+    with span("encode"):
+        clock[0] += 1  # nobody measures any more
+    merged = threads.merge()
+    assert seconds(merged) == {
+        ("process", "encode"): 2.0,
+        ("process", "write_wait"): 5.0,
+        ("background", "shard_write"): 4.0,
+        ("background", "fsync"): 1.0,
+    }
+    assert merged.totals["process", "encode"].items == 8
+    assert merged.totals["background", "shard_write"].num_bytes == 64

@@ -1,0 +1,130 @@
+"""Bounds: the bytes a second that this machine reaches for the same kind of work as a link.
+
+A bound is the bare operation in a loop, with messages of the link's mean size: the best of several
+repeats, so no link can be faster than its bound for long. It is measured when asked for, on the
+machine and in the lake where the profile is read, which need not be where the run ran.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, Literal
+
+import numpy as np
+
+from replaylake.datastore.lake.runs.run_profile import LinkUse
+from replaylake.datastore.lake.runs.timings import Link
+from replaylake.datastore.names import LAKE_ROOT, new_ulid
+from replaylake.datastore.storage.storage import Storage, make_folder
+
+BoundKind = Literal["copy", "read", "write", "ray"]
+# The bytes of `commit` are those of the shards, which it names and does not move.
+BOUND_KINDS: Final[dict[Link, BoundKind]] = {
+    "encode": "copy",
+    "compress": "copy",
+    "sample": "copy",
+    "to_device": "copy",
+    "hash": "read",
+    "parse": "read",
+    "tail": "read",
+    "decode": "read",
+    "shard_write": "write",
+    "transfer": "ray",
+    "broadcast": "ray",
+}
+# Beyond, the rate no longer depends on the size.
+_MAX_BYTES: Final = 32 << 20
+_MIN_REPEATS: Final = 3
+_MEASURED_S: Final = 0.2
+
+
+def measure_bounds(
+    links: Sequence[LinkUse],
+    storage: Storage,
+    measure_ray: Callable[[int], float] | None = None,
+) -> tuple[LinkUse, ...]:
+    """Return the links with the bounds of those that move bytes.
+
+    Args:
+        links: of a profile.
+        storage: of the lake, in whose folder files are written and removed again, at most 32 MiB
+            at a time. On an object store, one blob is written for `write` and `read`.
+        measure_ray: returns the bytes a second of messages of a given size in Ray's object store;
+            None where the run had no Ray, and messages are copied.
+
+    Cost: a fifth of a second for each kind and size. Raises: StorageError; OSError if the
+    lake's folder cannot be written to.
+    """
+    measured: dict[tuple[BoundKind, int], float] = {}
+
+    def measure(one: LinkUse) -> LinkUse:
+        kind = next((kind for link, kind in BOUND_KINDS.items() if link == one.link), None)
+        if kind is None or not one.num_bytes or not one.num_calls:
+            return one
+        if kind == "ray" and measure_ray is None:
+            kind = "copy"
+        size = max(1, min(_MAX_BYTES, round(one.num_bytes / one.num_calls)))
+        if (kind, size) not in measured:
+            if kind == "ray" and measure_ray is not None:
+                measured[kind, size] = measure_ray(size)
+            elif kind == "copy":
+                measured[kind, size] = _measure_copies(size)
+            else:
+                measured[kind, size] = _measure_files(storage, size, kind)
+        return replace(one, bound_mb_per_s=measured[kind, size] / 1e6)
+
+    return tuple(map(measure, links))
+
+
+def measure_rate(work: Callable[[], object], num_bytes: int) -> float:
+    """Return the bytes a second of the fastest of several calls, which move `num_bytes` each."""
+    best = float("inf")
+    num_calls, ends_at = 0, time.perf_counter() + _MEASURED_S
+    while num_calls < _MIN_REPEATS or time.perf_counter() < ends_at:
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+        num_calls += 1
+    return num_bytes / max(best, 1e-9)
+
+
+def _measure_copies(num_bytes: int) -> float:
+    source, target = _make_bytes(num_bytes), np.empty(num_bytes, np.uint8)
+    return measure_rate(lambda: np.copyto(target, source), num_bytes)
+
+
+def _measure_files(storage: Storage, num_bytes: int, kind: BoundKind) -> float:
+    """Measure files that are written and fsynced, or read while the page cache has them."""
+    name = f"{LAKE_ROOT}/tmp/bound-{new_ulid()}"
+    data = _make_bytes(num_bytes).tobytes()
+    if (path := storage.local_folder(name)) is None:
+        try:
+            if kind == "write":
+                return measure_rate(lambda: storage.put(name, data), num_bytes)
+            storage.put(name, data)
+            return measure_rate(lambda: storage.get(name), num_bytes)
+        finally:
+            storage.delete([name])
+    make_folder(path.parent)
+
+    def write() -> None:
+        path.unlink(missing_ok=True)
+        with path.open("xb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    try:
+        if kind == "write":
+            return measure_rate(write, num_bytes)
+        write()
+        return measure_rate(path.read_bytes, num_bytes)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _make_bytes(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    # Random: a file system may store equal bytes in no time.
+    return np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
