@@ -1,6 +1,7 @@
 """Every fenced block of every page runs as it is written, in the order of the page.
 
-Each page has an empty directory of its own, one shell and one Python process:
+Each page has an empty directory of its own, one shell and one Python process. `replaylake` in the
+shell is a fork of a process that has imported all of it (`fork_server.py`):
 
 - `python` runs in one namespace per page. A block that begins with `# name.py` is written to that
   file instead.
@@ -58,6 +59,7 @@ from replaylake.datastore.lake.runs.metrics import MetricsLog
 
 _ROOT = Path(__file__).parents[1]
 _BIN = Path(sys.executable).parent
+_FORK_SERVER = Path(__file__).with_name("fork_server.py")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (not run|figures vary)(?:: ([^>]+))? -->\n\Z")
 _PORTS = re.compile(r"(?<=[: ])(3000|9000|9105)\b")
@@ -187,11 +189,39 @@ def _is_shown(shown: str, printed: str, figures_vary: bool) -> bool:
     return re.fullmatch(pattern, _comparable(printed, figures_vary), re.DOTALL) is not None
 
 
-class Processes:
-    """The shell and the Python of a page, in its directory."""
+class Commands:
+    """A directory with `replaylake`, which runs in forks of a process that the first one starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._socket = folder / "socket"
+        self._server: subprocess.Popen[str] | None = None
+        command = folder / "replaylake"
+        words = f'{sys.executable} -SE {_FORK_SERVER} run {self._socket} "$@"'
+        command.write_text(f"#!/bin/bash\nexec {words}\n")
+        command.chmod(0o755)
+
+    def start(self) -> None:
+        """Start the server, unless it runs."""
+        if self._server is None:
+            words = [sys.executable, _FORK_SERVER, "serve", self._socket]
+            self._server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+            assert self._server.stdout is not None
+            assert self._server.stdout.readline() == "ready\n"
+
+    def close(self) -> None:
+        if self._server is not None and self._server.stdout is not None:
+            self._server.kill()
+            self._server.wait()
+            self._server.stdout.close()
+
+
+class Processes:
+    """The shell and the Python of a page, in its directory."""
+
+    def __init__(self, folder: Path, commands: Commands) -> None:
+        self.folder = folder
+        self._commands = commands
         self._logs = folder.parent / f"{folder.name}-logs"
         self._logs.mkdir()
         self._ports: dict[str, int] = {}
@@ -200,7 +230,7 @@ class Processes:
         self.decision_id = "d-F..."
         self._environment = {
             **os.environ,
-            "PATH": f"{_BIN}:{os.environ['PATH']}",
+            "PATH": f"{commands.folder}:{_BIN}:{os.environ['PATH']}",
             "HOME": str(self._logs),
             "COLUMNS": "200",
             "BENTOML_DO_NOT_TRACK": "True",
@@ -230,6 +260,8 @@ class Processes:
 
     def run_shell(self, text: str) -> tuple[str, str, list[int]]:
         """Return stdout, stderr and the exit codes of what failed."""
+        if "replaylake " in text:
+            self._commands.start()
         serves = re.search(r"(?m)(?:replaylake|bentoml) serve (?!.*--check)", text)
         text = text.replace("d-F...", self.decision_id)
         text = _PORTS.sub(lambda match: str(self._port(match[1])), text)
@@ -538,14 +570,14 @@ def test_blocks_name_a_language_and_why_they_are_not_run(page: str) -> None:
     assert len(reasons) == _PAGES[page].not_run
 
 
-def _run_page(page: str, folder: Path) -> None:
+def _run_page(page: str, folder: Path, commands: Commands) -> None:
     folder.mkdir()
     (folder / "examples").symlink_to(_ROOT / "examples")
     prepare = _PAGES[page].prepare
     if prepare is not None:
         prepare(folder)
     blocks = _blocks((_ROOT / page).read_text(encoding="utf-8"))
-    processes = Processes(folder)
+    processes = Processes(folder, commands)
     try:
         runner = Runner(page, processes)
         for block, after in zip(blocks, [*blocks[1:], None], strict=True):
@@ -557,6 +589,13 @@ def _run_page(page: str, folder: Path) -> None:
         processes.close()
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    commands = Commands(tmp_path_factory.mktemp("commands"))
+    yield commands
+    commands.close()
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -564,5 +603,5 @@ def _run_page(page: str, folder: Path) -> None:
         for page, entry in _PAGES.items()
     ],
 )
-def test_blocks_run(page: str, tmp_path: Path) -> None:
-    _run_page(page, tmp_path / "page")
+def test_blocks_run(page: str, tmp_path: Path, commands: Commands) -> None:
+    _run_page(page, tmp_path / "page", commands)
