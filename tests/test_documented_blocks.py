@@ -62,7 +62,7 @@ _BIN = Path(sys.executable).parent
 _FORK_SERVER = Path(__file__).with_name("fork_server.py")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (not run|figures vary)(?:: ([^>]+))? -->\n\Z")
-_PORTS = re.compile(r"(?<=[: ])(3000|9000|9105)\b")
+_PORTS = re.compile(r"(?<=[: ])(3000|3001|9000|9105)\b")
 _UNITS = r"(?:ms|us|s|min|minutes|h|B|kB|MB|GB|updates/s|steps/s|rows/s|episodes/s|files scanned)"
 _VARYING = re.compile(rf"\b\d[\d,.]* {_UNITS}(?![\w/])|\b0[0-9a-z]{{25}}\b|127\.0\.0\.1:\d+")
 _FIGURE = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e[+-]?\d+)?")
@@ -232,6 +232,7 @@ class Processes:
             **os.environ,
             "PATH": f"{commands.folder}:{_BIN}:{os.environ['PATH']}",
             "HOME": str(self._logs),
+            "LOGNAME": "ada",
             "COLUMNS": "200",
             "BENTOML_DO_NOT_TRACK": "True",
         }
@@ -258,16 +259,19 @@ class Processes:
                 self._ports[documented] = free.getsockname()[1]
         return self._ports[documented]
 
+    def replace_ports(self, text: str) -> str:
+        """Return the text with free ports in place of those that the pages name."""
+        return _PORTS.sub(lambda match: str(self._port(match[1])), text)
+
     def run_shell(self, text: str) -> tuple[str, str, list[int]]:
         """Return stdout, stderr and the exit codes of what failed."""
         if "replaylake " in text:
             self._commands.start()
-        serves = re.search(r"(?m)(?:replaylake|bentoml) serve (?!.*--check)", text)
-        text = text.replace("d-F...", self.decision_id)
-        text = _PORTS.sub(lambda match: str(self._port(match[1])), text)
+        text = self.replace_ports(text.replace("d-F...", self.decision_id))
         text = re.sub(
-            r"replaylake serve(?= )", f"replaylake serve --port {self._port('3000')}", text
+            r"replaylake serve (?!.*--port)", f"replaylake serve --port {self._port('3000')} ", text
         )
+        served = re.findall(r"(?:replaylake|bentoml) serve (?!.*--check)(.*)", text)
         self._num_commands += 1
         script, out, err, failed, done = (
             self._logs / f"{self._num_commands}.{name}"
@@ -283,20 +287,21 @@ class Processes:
             assert self._shell.poll() is None, f"the shell ended: {text}: {err.read_text()}"
             assert time.monotonic() < until, f"still running: {text}: {err.read_text()}"
             time.sleep(0.01)
-        if serves:
-            self._wait_ready(err)
+        for options in served:
+            port = re.search(r"--port (\d+)", options)
+            self._wait_ready(port[1] if port else str(self._port("3000")), err)
         codes = [int(code) for code in failed.read_text().split()]
         stdout = out.read_text()
         if "d-F-" in stdout and self.decision_id == "d-F...":
             self.decision_id = re.findall(r"d-F-[\w.-]+", stdout)[0]
         return stdout, err.read_text(), codes
 
-    def _wait_ready(self, err: Path) -> None:
+    def _wait_ready(self, port: str, err: Path) -> None:
         """Wait until the server that the page started in the background answers."""
         until = time.monotonic() + 60
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self._port('3000')}/readyz"):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz"):
                     return
             except OSError:
                 assert time.monotonic() < until, err.read_text()
@@ -345,7 +350,7 @@ class Runner:
                 (self._processes.folder / module[1]).write_text(block.text)
                 return
             # Lines of a traceback are those of the page.
-            text = "\n" * (block.line - 1) + block.text
+            text = "\n" * (block.line - 1) + self._processes.replace_ports(block.text)
             printed = self._processes.run_python(self._page, text)
             self._compare(where, shown, printed, "", block.figures_vary)
         elif block.language == "bash":
@@ -517,12 +522,14 @@ _PAGES: dict[str, Page] = {
     "docs/DEPENDENCIES.md": Page(not_run=1, slow=False),
     "docs/ENGINES.md": Page(not_run=2),
     "docs/ENVIRONMENTS.md": Page(),
+    "docs/HTTP.md": Page(),
     "docs/LABELS.md": Page(),
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(),
     "docs/NIGHTLY.md": Page(),
     "docs/OPERATIONS.md": Page(not_run=2, slow=False),
     "docs/REPLAY.md": Page(slow=False),
+    "docs/SERVING.md": Page(),
     "docs/SQL.md": Page(_prepare_sql, not_run=2, slow=False),
     "docs/STORAGE.md": Page(not_run=1),
     "docs/TRAINING.md": Page(),
@@ -532,11 +539,9 @@ _NOT_YET = {
     "docs/BANDITS.md",
     "docs/CLI.md",
     "docs/FORMATS.md",
-    "docs/HTTP.md",
     "docs/ONLINE.md",
     "docs/OPE.md",
     "docs/PACKAGE.md",
-    "docs/SERVING.md",
     "docs/TUNING.md",
     "docs/TUTORIAL.md",
 }
