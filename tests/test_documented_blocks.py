@@ -119,6 +119,7 @@ class Page:
     prepare: Callable[[Path], None] | None = None
     not_run: int = 0
     slow: bool = True
+    data: tuple[str, ...] = ()  # other people's logs that the page names
 
 
 def _blocks(text: str) -> list[Block]:
@@ -527,6 +528,7 @@ _PAGES: dict[str, Page] = {
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(),
     "docs/NIGHTLY.md": Page(),
+    "docs/OPE.md": Page(data=("obd",)),
     "docs/OPERATIONS.md": Page(not_run=2, slow=False),
     "docs/REPLAY.md": Page(slow=False),
     "docs/SERVING.md": Page(),
@@ -540,7 +542,6 @@ _NOT_YET = {
     "docs/CLI.md",
     "docs/FORMATS.md",
     "docs/ONLINE.md",
-    "docs/OPE.md",
     "docs/PACKAGE.md",
     "docs/TUNING.md",
     "docs/TUTORIAL.md",
@@ -576,7 +577,6 @@ def test_blocks_name_a_language_and_why_they_are_not_run(page: str) -> None:
 
 
 def _run_page(page: str, folder: Path, commands: Commands) -> None:
-    folder.mkdir()
     (folder / "examples").symlink_to(_ROOT / "examples")
     prepare = _PAGES[page].prepare
     if prepare is not None:
@@ -594,6 +594,13 @@ def _run_page(page: str, folder: Path, commands: Commands) -> None:
         processes.close()
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    return folder
+
+
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     commands = Commands(tmp_path_factory.mktemp("commands"))
@@ -606,7 +613,18 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     [
         pytest.param(page, marks=[pytest.mark.slow] if entry.slow else [])
         for page, entry in _PAGES.items()
+        if not entry.data
     ],
 )
-def test_blocks_run(page: str, tmp_path: Path, commands: Commands) -> None:
-    _run_page(page, tmp_path / "page", commands)
+def test_blocks_run(page: str, folder: Path, commands: Commands) -> None:
+    _run_page(page, folder, commands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page, entry in _PAGES.items() if entry.data])
+def test_blocks_with_other_logs_run(
+    page: str, folder: Path, commands: Commands, shared_data: Path
+) -> None:
+    for name in _PAGES[page].data:
+        (folder / Path(name).name).symlink_to(shared_data / name)
+    _run_page(page, folder, commands)
