@@ -14,7 +14,9 @@ shell is a fork of a process that has imported all of it (`fork_server.py`):
 
 Output is compared without times, sizes and rates, and `...` stands for anything. After the comment
 `<!-- figures vary -->` no figures are compared: they depend on training or on random actions.
-`d-F...` in a command is the page's first decision. Ports are replaced by free ones.
+`d-F...` in a command is the page's first decision. An id in an output, as of a run, stands for the
+one that is printed in its place; also in later commands, and by its first letters. Ports are
+replaced by free ones.
 
 A block after `<!-- not run: REASON -->` is not run. `_REASONS` lists the reasons, and `_PAGES` has
 the number of these blocks of each page.
@@ -64,8 +66,10 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (not run|figures vary)(?:: ([^>]+))? -->\n\Z")
 _PORTS = re.compile(r"(?<=[: ])(3000|3001|9000|9105)\b")
 _UNITS = r"(?:ms|us|s|min|minutes|h|B|kB|MB|GB|updates/s|steps/s|rows/s|episodes/s|files scanned)"
-_VARYING = re.compile(rf"\b\d[\d,.]* {_UNITS}(?![\w/])|\b0[0-9a-z]{{25}}\b|127\.0\.0\.1:\d+")
+_VARYING = re.compile(rf"\b\d[\d,.]* {_UNITS}(?![\w/])|127\.0\.0\.1:\d+")
 _FIGURE = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e[+-]?\d+)?")
+_ID = re.compile(r"\b0[0-9a-z]{25}\b")
+_ID_OR_PREFIX = re.compile(r"\b0[0-9a-z]{7,25}\b")
 _TIMEOUT_S = 280
 _REASONS = {
     "installs packages",
@@ -184,10 +188,21 @@ def _comparable(text: str, figures_vary: bool) -> str:
     return text
 
 
-def _is_shown(shown: str, printed: str, figures_vary: bool) -> bool:
-    parts = _comparable(shown, figures_vary).split("...")
-    pattern = ".*".join(map(re.escape, parts))
-    return re.fullmatch(pattern, _comparable(printed, figures_vary), re.DOTALL) is not None
+def _match_ids(shown: str, printed: str, figures_vary: bool) -> dict[str, str] | None:
+    """Return the printed id of each that is shown; None if this is not what is shown."""
+    found = _ID.findall(printed)
+    # No figures, which may vary.
+    names = iter("".join("abcdefghij"[int(digit)] for digit in str(i)) for i in range(len(found)))
+    comparable = _comparable(_ID.sub(lambda _: f"<id {next(names)}>", printed), figures_vary)
+    parts = _comparable(_ID.sub("<id>", shown), figures_vary).split("...")
+    pattern = ".*".join(map(re.escape, parts)).replace("<id>", r"<id (\w+)>")
+    match = re.fullmatch(pattern, comparable, re.DOTALL)
+    if match is None:
+        return None
+    places = (
+        "".join(str("abcdefghij".index(letter)) for letter in name) for name in match.groups()
+    )
+    return dict(zip(_ID.findall(shown), (found[int(place)] for place in places), strict=True))
 
 
 class Commands:
@@ -229,6 +244,7 @@ class Processes:
         self._num_commands = 0
         self._python: subprocess.Popen[str] | None = None
         self.decision_id = "d-F..."
+        self.ids: dict[str, str] = {}
         self._environment = {
             **os.environ,
             "PATH": f"{commands.folder}:{_BIN}:{os.environ['PATH']}",
@@ -260,6 +276,10 @@ class Processes:
                 self._ports[documented] = free.getsockname()[1]
         return self._ports[documented]
 
+    def _replace_id(self, match: re.Match[str]) -> str:
+        found = (real for shown, real in self.ids.items() if shown.startswith(match[0]))
+        return next(found, match[0])
+
     def replace_ports(self, text: str) -> str:
         """Return the text with free ports in place of those that the pages name."""
         return _PORTS.sub(lambda match: str(self._port(match[1])), text)
@@ -269,6 +289,7 @@ class Processes:
         if "replaylake " in text:
             self._commands.start()
         text = self.replace_ports(text.replace("d-F...", self.decision_id))
+        text = _ID_OR_PREFIX.sub(self._replace_id, text)
         text = re.sub(
             r"replaylake serve (?!.*--port)", f"replaylake serve --port {self._port('3000')} ", text
         )
@@ -384,10 +405,14 @@ class Runner:
         assert {*codes} <= allowed, f"{where}: {command}\nexit codes {codes}\n{out}\n{err}"
         self._compare(f"{where}: {command}", shown, out, err, figures_vary)
 
-    @staticmethod
-    def _compare(where: str, shown: str, out: str, err: str, figures_vary: bool) -> None:
-        if not shown or any(_is_shown(shown, text, figures_vary) for text in (out, err, err + out)):
+    def _compare(self, where: str, shown: str, out: str, err: str, figures_vary: bool) -> None:
+        if not shown:
             return
+        for text in (out, err, err + out):
+            ids = _match_ids(shown, text, figures_vary)
+            if ids is not None:
+                self._processes.ids |= ids
+                return
         pytest.fail(f"{where}\nshown:\n{shown}\nprinted:\n{out}\nstderr:\n{err}", pytrace=False)
 
 
@@ -528,6 +553,7 @@ _PAGES: dict[str, Page] = {
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(),
     "docs/NIGHTLY.md": Page(),
+    "docs/ONLINE.md": Page(),
     "docs/OPE.md": Page(data=("obd",)),
     "docs/OPERATIONS.md": Page(not_run=2, slow=False),
     "docs/REPLAY.md": Page(slow=False),
@@ -535,15 +561,14 @@ _PAGES: dict[str, Page] = {
     "docs/SQL.md": Page(_prepare_sql, not_run=2, slow=False),
     "docs/STORAGE.md": Page(not_run=1),
     "docs/TRAINING.md": Page(),
+    "docs/TUNING.md": Page(),
 }
 # Their blocks are not run yet.
 _NOT_YET = {
     "docs/BANDITS.md",
     "docs/CLI.md",
     "docs/FORMATS.md",
-    "docs/ONLINE.md",
     "docs/PACKAGE.md",
-    "docs/TUNING.md",
     "docs/TUTORIAL.md",
 }
 
