@@ -1,6 +1,7 @@
 """Every fenced block of every page runs as it is written, in the order of the page.
 
-Each page has an empty directory of its own, one shell and one Python process:
+Each page has an empty directory of its own, one shell and one Python process. `replaylake` in the
+shell is a fork of a process that has imported all of it (`fork_server.py`):
 
 - `python` runs in one namespace per page. A block that begins with `# name.py` is written to that
   file instead.
@@ -13,7 +14,9 @@ Each page has an empty directory of its own, one shell and one Python process:
 
 Output is compared without times, sizes and rates, and `...` stands for anything. After the comment
 `<!-- figures vary -->` no figures are compared: they depend on training or on random actions.
-`d-F...` in a command is the page's first decision. Ports are replaced by free ones.
+`d-F...` in a command is the page's first decision. An id in an output, as of a run, stands for the
+one that is printed in its place; also in later commands, and by its first letters. Ports are
+replaced by free ones.
 
 A block after `<!-- not run: REASON -->` is not run. `_REASONS` lists the reasons, and `_PAGES` has
 the number of these blocks of each page.
@@ -58,12 +61,15 @@ from replaylake.datastore.lake.runs.metrics import MetricsLog
 
 _ROOT = Path(__file__).parents[1]
 _BIN = Path(sys.executable).parent
+_FORK_SERVER = Path(__file__).with_name("fork_server.py")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (not run|figures vary)(?:: ([^>]+))? -->\n\Z")
-_PORTS = re.compile(r"(?<=[: ])(3000|9000|9105)\b")
+_PORTS = re.compile(r"(?<=[: ])(3000|3001|9000|9105)\b")
 _UNITS = r"(?:ms|us|s|min|minutes|h|B|kB|MB|GB|updates/s|steps/s|rows/s|episodes/s|files scanned)"
-_VARYING = re.compile(rf"\b\d[\d,.]* {_UNITS}(?![\w/])|\b0[0-9a-z]{{25}}\b|127\.0\.0\.1:\d+")
+_VARYING = re.compile(rf"\b\d[\d,.]* {_UNITS}(?![\w/])|127\.0\.0\.1:\d+")
 _FIGURE = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e[+-]?\d+)?")
+_ID = re.compile(r"\b0[0-9a-z]{25}\b")
+_ID_OR_PREFIX = re.compile(r"\b0[0-9a-z]{7,25}\b")
 _TIMEOUT_S = 280
 _REASONS = {
     "installs packages",
@@ -117,6 +123,7 @@ class Page:
     prepare: Callable[[Path], None] | None = None
     not_run: int = 0
     slow: bool = True
+    data: tuple[str, ...] = ()  # other people's logs that the page names
 
 
 def _blocks(text: str) -> list[Block]:
@@ -181,27 +188,68 @@ def _comparable(text: str, figures_vary: bool) -> str:
     return text
 
 
-def _is_shown(shown: str, printed: str, figures_vary: bool) -> bool:
-    parts = _comparable(shown, figures_vary).split("...")
-    pattern = ".*".join(map(re.escape, parts))
-    return re.fullmatch(pattern, _comparable(printed, figures_vary), re.DOTALL) is not None
+def _match_ids(shown: str, printed: str, figures_vary: bool) -> dict[str, str] | None:
+    """Return the printed id of each that is shown; None if this is not what is shown."""
+    found = _ID.findall(printed)
+    # No figures, which may vary.
+    names = iter("".join("abcdefghij"[int(digit)] for digit in str(i)) for i in range(len(found)))
+    comparable = _comparable(_ID.sub(lambda _: f"<id {next(names)}>", printed), figures_vary)
+    parts = _comparable(_ID.sub("<id>", shown), figures_vary).split("...")
+    pattern = ".*".join(map(re.escape, parts)).replace("<id>", r"<id (\w+)>")
+    match = re.fullmatch(pattern, comparable, re.DOTALL)
+    if match is None:
+        return None
+    places = (
+        "".join(str("abcdefghij".index(letter)) for letter in name) for name in match.groups()
+    )
+    return dict(zip(_ID.findall(shown), (found[int(place)] for place in places), strict=True))
+
+
+class Commands:
+    """A directory with `replaylake`, which runs in forks of a process that the first one starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._socket = folder / "socket"
+        self._server: subprocess.Popen[str] | None = None
+        command = folder / "replaylake"
+        words = f'{sys.executable} -SE {_FORK_SERVER} run {self._socket} "$@"'
+        command.write_text(f"#!/bin/bash\nexec {words}\n")
+        command.chmod(0o755)
+
+    def start(self) -> None:
+        """Start the server, unless it runs."""
+        if self._server is None:
+            words = [sys.executable, _FORK_SERVER, "serve", self._socket]
+            self._server = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+            assert self._server.stdout is not None
+            assert self._server.stdout.readline() == "ready\n"
+
+    def close(self) -> None:
+        if self._server is not None and self._server.stdout is not None:
+            self._server.kill()
+            self._server.wait()
+            self._server.stdout.close()
 
 
 class Processes:
     """The shell and the Python of a page, in its directory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, commands: Commands) -> None:
         self.folder = folder
+        self._commands = commands
         self._logs = folder.parent / f"{folder.name}-logs"
         self._logs.mkdir()
         self._ports: dict[str, int] = {}
         self._num_commands = 0
         self._python: subprocess.Popen[str] | None = None
         self.decision_id = "d-F..."
+        self.ids: dict[str, str] = {}
         self._environment = {
             **os.environ,
-            "PATH": f"{_BIN}:{os.environ['PATH']}",
+            "PATH": f"{commands.folder}:{_BIN}:{os.environ['PATH']}",
             "HOME": str(self._logs),
+            "LOGNAME": "ada",
             "COLUMNS": "200",
             "BENTOML_DO_NOT_TRACK": "True",
         }
@@ -228,14 +276,24 @@ class Processes:
                 self._ports[documented] = free.getsockname()[1]
         return self._ports[documented]
 
+    def _replace_id(self, match: re.Match[str]) -> str:
+        found = (real for shown, real in self.ids.items() if shown.startswith(match[0]))
+        return next(found, match[0])
+
+    def replace_ports(self, text: str) -> str:
+        """Return the text with free ports in place of those that the pages name."""
+        return _PORTS.sub(lambda match: str(self._port(match[1])), text)
+
     def run_shell(self, text: str) -> tuple[str, str, list[int]]:
         """Return stdout, stderr and the exit codes of what failed."""
-        serves = re.search(r"(?m)(?:replaylake|bentoml) serve (?!.*--check)", text)
-        text = text.replace("d-F...", self.decision_id)
-        text = _PORTS.sub(lambda match: str(self._port(match[1])), text)
+        if "replaylake " in text:
+            self._commands.start()
+        text = self.replace_ports(text.replace("d-F...", self.decision_id))
+        text = _ID_OR_PREFIX.sub(self._replace_id, text)
         text = re.sub(
-            r"replaylake serve(?= )", f"replaylake serve --port {self._port('3000')}", text
+            r"replaylake serve (?!.*--port)", f"replaylake serve --port {self._port('3000')} ", text
         )
+        served = re.findall(r"(?:replaylake|bentoml) serve (?!.*--check)(.*)", text)
         self._num_commands += 1
         script, out, err, failed, done = (
             self._logs / f"{self._num_commands}.{name}"
@@ -251,20 +309,21 @@ class Processes:
             assert self._shell.poll() is None, f"the shell ended: {text}: {err.read_text()}"
             assert time.monotonic() < until, f"still running: {text}: {err.read_text()}"
             time.sleep(0.01)
-        if serves:
-            self._wait_ready(err)
+        for options in served:
+            port = re.search(r"--port (\d+)", options)
+            self._wait_ready(port[1] if port else str(self._port("3000")), err)
         codes = [int(code) for code in failed.read_text().split()]
         stdout = out.read_text()
         if "d-F-" in stdout and self.decision_id == "d-F...":
             self.decision_id = re.findall(r"d-F-[\w.-]+", stdout)[0]
         return stdout, err.read_text(), codes
 
-    def _wait_ready(self, err: Path) -> None:
+    def _wait_ready(self, port: str, err: Path) -> None:
         """Wait until the server that the page started in the background answers."""
         until = time.monotonic() + 60
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self._port('3000')}/readyz"):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz"):
                     return
             except OSError:
                 assert time.monotonic() < until, err.read_text()
@@ -313,7 +372,7 @@ class Runner:
                 (self._processes.folder / module[1]).write_text(block.text)
                 return
             # Lines of a traceback are those of the page.
-            text = "\n" * (block.line - 1) + block.text
+            text = "\n" * (block.line - 1) + self._processes.replace_ports(block.text)
             printed = self._processes.run_python(self._page, text)
             self._compare(where, shown, printed, "", block.figures_vary)
         elif block.language == "bash":
@@ -346,10 +405,14 @@ class Runner:
         assert {*codes} <= allowed, f"{where}: {command}\nexit codes {codes}\n{out}\n{err}"
         self._compare(f"{where}: {command}", shown, out, err, figures_vary)
 
-    @staticmethod
-    def _compare(where: str, shown: str, out: str, err: str, figures_vary: bool) -> None:
-        if not shown or any(_is_shown(shown, text, figures_vary) for text in (out, err, err + out)):
+    def _compare(self, where: str, shown: str, out: str, err: str, figures_vary: bool) -> None:
+        if not shown:
             return
+        for text in (out, err, err + out):
+            ids = _match_ids(shown, text, figures_vary)
+            if ids is not None:
+                self._processes.ids |= ids
+                return
         pytest.fail(f"{where}\nshown:\n{shown}\nprinted:\n{out}\nstderr:\n{err}", pytrace=False)
 
 
@@ -485,27 +548,27 @@ _PAGES: dict[str, Page] = {
     "docs/DEPENDENCIES.md": Page(not_run=1, slow=False),
     "docs/ENGINES.md": Page(not_run=2),
     "docs/ENVIRONMENTS.md": Page(),
+    "docs/HTTP.md": Page(),
     "docs/LABELS.md": Page(),
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(),
     "docs/NIGHTLY.md": Page(),
+    "docs/ONLINE.md": Page(),
+    "docs/OPE.md": Page(data=("obd",)),
     "docs/OPERATIONS.md": Page(not_run=2, slow=False),
+    "docs/PACKAGE.md": Page(not_run=5),
     "docs/REPLAY.md": Page(slow=False),
+    "docs/SERVING.md": Page(),
     "docs/SQL.md": Page(_prepare_sql, not_run=2, slow=False),
     "docs/STORAGE.md": Page(not_run=1),
     "docs/TRAINING.md": Page(),
+    "docs/TUNING.md": Page(),
 }
 # Their blocks are not run yet.
 _NOT_YET = {
     "docs/BANDITS.md",
     "docs/CLI.md",
     "docs/FORMATS.md",
-    "docs/HTTP.md",
-    "docs/ONLINE.md",
-    "docs/OPE.md",
-    "docs/PACKAGE.md",
-    "docs/SERVING.md",
-    "docs/TUNING.md",
     "docs/TUTORIAL.md",
 }
 
@@ -538,14 +601,13 @@ def test_blocks_name_a_language_and_why_they_are_not_run(page: str) -> None:
     assert len(reasons) == _PAGES[page].not_run
 
 
-def _run_page(page: str, folder: Path) -> None:
-    folder.mkdir()
+def _run_page(page: str, folder: Path, commands: Commands) -> None:
     (folder / "examples").symlink_to(_ROOT / "examples")
     prepare = _PAGES[page].prepare
     if prepare is not None:
         prepare(folder)
     blocks = _blocks((_ROOT / page).read_text(encoding="utf-8"))
-    processes = Processes(folder)
+    processes = Processes(folder, commands)
     try:
         runner = Runner(page, processes)
         for block, after in zip(blocks, [*blocks[1:], None], strict=True):
@@ -557,12 +619,37 @@ def _run_page(page: str, folder: Path) -> None:
         processes.close()
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    commands = Commands(tmp_path_factory.mktemp("commands"))
+    yield commands
+    commands.close()
+
+
 @pytest.mark.parametrize(
     "page",
     [
         pytest.param(page, marks=[pytest.mark.slow] if entry.slow else [])
         for page, entry in _PAGES.items()
+        if not entry.data
     ],
 )
-def test_blocks_run(page: str, tmp_path: Path) -> None:
-    _run_page(page, tmp_path / "page")
+def test_blocks_run(page: str, folder: Path, commands: Commands) -> None:
+    _run_page(page, folder, commands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page, entry in _PAGES.items() if entry.data])
+def test_blocks_with_other_logs_run(
+    page: str, folder: Path, commands: Commands, shared_data: Path
+) -> None:
+    for name in _PAGES[page].data:
+        (folder / Path(name).name).symlink_to(shared_data / name)
+    _run_page(page, folder, commands)

@@ -105,7 +105,7 @@ A policy, packaged by ReplayLake {product} for Python {python}. It needs no lake
 nothing but what is in here.
 
     cd env/python && python{python} -m pip install -r requirements.txt    # in a virtual environment
-    bentoml serve FOLDER_OF_THIS_FILE
+    cd ../.. && bentoml serve .
     curl -s localhost:3000/policy
 
 By default it listens on 127.0.0.1:3000. A container listens on every address, and so

@@ -91,7 +91,7 @@ def test_the_readme_says_how_it_is_installed_and_run():
     assert text.startswith("# clone:3\n")
     for line in (
         "pip install -r requirements.txt",
-        "bentoml serve",
+        "cd ../.. && bentoml serve .",
         "docker build -f env/docker/Dockerfile",
     ):
         assert line in text
