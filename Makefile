@@ -37,10 +37,10 @@ test-slow: .venv/.installed
 	@echo "tests: slow, $(WORKERS) at a time"
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "slow and not gpu and not chaos and not bars" || [ $$? -eq 5 ]
 
-# Learning takes a minute a run, with two workers beside it: one run after the other.
+# Learning online takes a minute a run, with two workers beside it: one run after the other.
 bars: .venv/.installed
-	@echo "tests: what online training has to reach, one run after the other"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -rA -m bars tests/online/test_bars.py
+	@echo "tests: what training has to reach, one run after the other"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -rA -m bars tests/test_bars.py tests/online/test_bars.py
 
 # The long form of the fault tests: kills, damage and failing disks by the hundred. `make chaos KILLS=2000`
 # kills more often; -rP shows what each test did. Each target of tests/fuzz runs for FUZZ_MINUTES.

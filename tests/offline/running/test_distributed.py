@@ -98,7 +98,16 @@ def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lak
     [
         ("line", quick(algorithm="bc", normalize_observations=True)),
         ("box", quick(algorithm="iql", holdout=0.3, selection_fqe_updates=20)),
-        ("line", quick(algorithm="dqn", prioritized=True, evaluate_updates=7, holdout=0.3)),
+        (
+            "line",
+            quick(
+                algorithm="dqn",
+                prioritized=True,
+                evaluate_updates=7,
+                holdout=0.3,
+                selection_fqe_updates=20,
+            ),
+        ),
     ],
     ids=["bc", "iql", "dqn-prioritized"],
 )
