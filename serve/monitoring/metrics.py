@@ -80,6 +80,8 @@ _NUM_BUCKETS: Final = len(LATENCY.buckets) + 1
 _NO_COUNTERS: Final = memoryview(bytearray(8)).cast("d")
 # Each is a time series of every version.
 _MAX_SHIFTS: Final = 64
+# What clients post to: an alert watches what they are answered.
+_ALERTED_ROUTES: Final = ("/act", "/feedback", "/episodes")
 # Means of fewer say nothing more.
 _MIN_DECISIONS: Final = 0.01
 
@@ -215,7 +217,13 @@ class Metrics:
         if serving.feedback_join is not None:
             serving.feedback_join.on_round = self.set_joined
             serving.feedback_join.on_failure = self.count_join_failure
-        # rate() needs two values: of a count that begins at one it misses that one.
+            self._begin(JOIN_FAILURES)
+        # rate() and increase() need two values: of a count that begins at one they miss that one.
+        for route in _ALERTED_ROUTES:
+            self._begin(REQUESTS, (route, "500"))
+        if serving.log is not None:
+            self._begin(LOG_FAILURES)
+            self._begin(LOG_LOST)
         for header in ("host", "origin", "content-type"):
             self._begin(REFUSED_HEADERS, (header,))
         encoding = serving.router.one.policy.spec.encoding

@@ -223,6 +223,15 @@ def test_the_app_counts_what_it_answers(app_client, policy):
     assert of(found, "replaylake_observation_drift", over="max") == pytest.approx(4)
 
 
+def test_what_alerts_watch_is_there_before_the_first_failure(logged):
+    """Prometheus sees no increase of a series that begins at 1."""
+    found = values(logged.get("/metrics").text)
+    for route in ("/act", "/feedback", "/episodes"):
+        assert of(found, "replaylake_requests_total", route=route, status="500") == 0
+    assert of(found, "replaylake_log_failures_total") == 0
+    assert of(found, "replaylake_log_lost_total") == 0
+
+
 @pytest.mark.slow
 def test_two_real_workers_and_one_that_is_killed(kit, tmp_path):
     folder = tmp_path / "package"
