@@ -139,7 +139,8 @@ WITH left_over AS (
     WHERE o.open GROUP BY o.client
 ), counted AS (
     SELECT i.num - coalesce(a.num, 0) AS num, coalesce(a.num, 0) AS again,
-        i.ts >= {closing} OR i.ts >= {horizon} AS waits, i.ts >= {horizon} AS is_recent, i.ts
+        i.ts >= {closing} OR i.ts >= {horizon} AS waits, i.ts >= {horizon} AS is_recent,
+        CASE WHEN i.num > coalesce(a.num, 0) THEN i.ts END AS ts
     FROM idle i LEFT JOIN again a USING (client)
 )
 SELECT [coalesce(sum(num) FILTER (is_recent), 0)::BIGINT, min(ts) FILTER (is_recent),

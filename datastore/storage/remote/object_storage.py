@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
 from replaylake.datastore.errors import (
     ExtraMissingError,
@@ -54,6 +54,8 @@ ENDPOINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
     "memory": (),
 }
+_Answer = TypeVar("_Answer")
+_CUT_OFF_SIGN: Final = "response body error"
 _MISSING_BUCKET_SIGNS: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
 # What is asked where the environment has no credentials.
 _MISSING_CREDENTIALS_SIGNS: Final = (
@@ -128,6 +130,24 @@ def _retry_config(max_retries: int) -> RetryConfig:
     }
 
 
+def _repeat_cut_off(read: Callable[[], _Answer]) -> _Answer:
+    """Read again if the connection was reset within the answer.
+
+    obstore repeats most of what fails, but not a listing, or an answer that there is no such blob,
+    such as the next commit, which readers request again and again. Raises: what `read` raises.
+    """
+    wait_s = _FIRST_WAIT_S
+    for _ in range(_MAX_RETRIES):
+        try:
+            return read()
+        except TransientStorageError as error:
+            if _CUT_OFF_SIGN not in str(error):
+                raise
+        time.sleep(wait_s)
+        wait_s *= 2
+    return read()
+
+
 class ObjectStorage:
     """Blobs below a prefix of an object store, with this machine's copies in a cache.
 
@@ -187,6 +207,9 @@ class ObjectStorage:
 
     def get(self, path: str) -> bytes | None:
         """Return the blob, or None if there is none. Raises: StorageError if no bucket is."""
+        return _repeat_cut_off(lambda: self._get_once(path))
+
+    def _get_once(self, path: str) -> bytes | None:
         with self._translate_errors(path):
             try:
                 return bytes(_obstore().get(self._store.retrying, _key(path)).bytes())
@@ -204,6 +227,9 @@ class ObjectStorage:
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         """List what is directly below a prefix, or what of it sorts after a name."""
+        return _repeat_cut_off(lambda: self._list_names(folder, after))
+
+    def _list_names(self, folder: str, after: str) -> list[str]:
         obstore, key = _obstore(), _key(folder)
         with self._translate_errors(folder):
             if not after:

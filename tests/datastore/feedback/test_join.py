@@ -162,6 +162,14 @@ def test_the_receipt_states_why_decisions_wait_and_until_when(log):
     assert log.run(second=HOUR_S + 6).waits == []
 
 
+def test_an_episode_that_was_joined_before_waits_for_nothing(log):
+    log.reward(log.decision(0, 0, episode="whole"), 1.0, terminated=True)
+    assert log.run(second=5).joined == 1
+    log.decision(10, 0, episode="none")
+    until = "2027-01-15T09:00:10Z"  # an hour after the second decision
+    assert log.run(second=20).waits == [Wait("reward", 1, until, until)]
+
+
 def test_a_window_that_is_longer_than_dates_go_is_one(log):
     log.decision(0, 0)
     receipt = join_feedback(log.lake, "d", now_s=NOW_S + 10, window_s=1e12)
