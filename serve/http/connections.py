@@ -15,6 +15,7 @@ from weakref import WeakSet
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from replaylake.datastore.version import VERSION
 from replaylake.serve.http.deadlines import ARRIVALS, ARRIVED, ArrivalCounter
 from replaylake.serve.messages import (
     RETRY_AFTER_S,
@@ -25,6 +26,7 @@ from replaylake.serve.messages import (
 from replaylake.serve.safety.limits import ConnectionLimits
 
 _CHECK_INTERVAL_S: Final = 0.5
+_SERVER: Final = (b"server", f"replaylake/{VERSION}".encode())
 # httptools keeps the places of a URL's parts in 16 bits.
 _MAX_PATH_BYTES: Final = 65_535
 _REASONS: Final = {
@@ -45,6 +47,14 @@ class LimitedProtocol(HttpToolsProtocol):
     _server_states: ClassVar[WeakSet[Any]] = (
         WeakSet()
     )  # of uvicorn's ServerState, by which it is called
+
+    def __init__(self, config: Any, server_state: Any, *args: Any, **kwargs: Any) -> None:
+        """Name the product and its version in every answer, with BentoML's uvicorn too."""
+        if _SERVER not in config.encoded_headers:
+            # uvicorn makes the default headers of these once a second.
+            for headers in (config.encoded_headers, server_state.default_headers):
+                headers[:] = [*(field for field in headers if field[0] != b"server"), _SERVER]
+        super().__init__(config, server_state, *args, **kwargs)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, unless there are too many."""
@@ -129,8 +139,9 @@ class LimitedProtocol(HttpToolsProtocol):
         answer = error_response(RequestRefusedError(status, field, message))
         retry = b"".join(b"%s: %s\r\n" % header for header in RETRY_LATER if status == 503)
         head = (
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s"
-            b"connection: close\r\n\r\n" % (status, _REASONS[status], len(answer.body), retry)
+            b"HTTP/1.1 %d %s\r\n%s: %s\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n%sconnection: close\r\n\r\n"
+            % (status, _REASONS[status], *_SERVER, len(answer.body), retry)
         )
         self.transport.write(head + answer.body)
         self.transport.close()

@@ -9,6 +9,7 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from replaylake.datastore.version import VERSION
 from replaylake.serve.http import request_handler
 from replaylake.serve.http.connections import NUM_REFUSED, LimitedProtocol
 from replaylake.serve.http.request_handler import HandlerState, RequestHandler
@@ -83,6 +84,15 @@ def test_an_answer_has_its_head_whole(address):
     assert (status, body) == (b"HTTP/1.1 200 OK", b"hello!")
     assert fields.keys() == {b"date", b"server", b"content-type", b"content-length"}
     assert (fields[b"content-type"], fields[b"content-length"]) == (b"text/plain", b"6")
+
+
+@pytest.mark.parametrize(
+    "data", [post(b"hello!"), post(b"refuse", more=b"connection: close\r\n"), b"no HTTP\r\n\r\n"]
+)
+def test_every_answer_names_the_version(address, data):
+    head = talk(address, data, until_closed=b"!" not in data).partition(b"\r\n\r\n")[0]
+    names = [line for line in head.split(b"\r\n") if line.startswith(b"server: ")]
+    assert names == [b"server: replaylake/" + VERSION.encode()]
 
 
 def test_an_unknown_cycle_of_uvicorns_is_answered_by_messages(monkeypatch):
