@@ -12,6 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import deltalake
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import ReplayLakeError
+from replaylake.datastore.errors import NotFoundError, ReplayLakeError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.versions.tags import tag_snapshot
 from replaylake.datastore.maintenance.compact import compact
@@ -32,8 +33,8 @@ Make = Callable[..., Episode]
 HOUR_MS = 3_600_000
 
 
-def read_rows(lake: Lake) -> Counter[tuple[str, int]]:
-    table = lake.dataset("d").table.snapshot().read(["episode_id", "step"])
+def read_rows(lake: Lake, version: int | None = None) -> Counter[tuple[str, int]]:
+    table = lake.dataset("d").table.snapshot(version).read(["episode_id", "step"])
     return Counter(zip(table["episode_id"].to_pylist(), table["step"].to_pylist(), strict=True))
 
 
@@ -83,8 +84,10 @@ class Source:
         tag_snapshot(self.lake.tags, self.lake.snapshot("d"), name)
 
     def _remember(self) -> None:
-        version = self.lake.dataset("d").table.log.newest().version
-        self.rows[version] = read_rows(self.lake)
+        newest = self.lake.dataset("d").table.log.newest().version
+        for version in range(max(self.rows, default=-1) + 1, newest + 1):
+            with suppress(NotFoundError):  # it has expired in the same round
+                self.rows[version] = read_rows(self.lake, version)
 
 
 def copy_files(
@@ -122,6 +125,8 @@ def is_log(path: str) -> bool:
 
 def look_at(copy: Path, source: Source) -> str:
     """Return `right` for a copy that is a version of the source, or `told` where fsck says not.
+
+    Where all commits expire while the log is copied, it may be an early version.
 
     `_last_checkpoint`, which other engines read, may name a checkpoint that came after the listing.
     """
