@@ -29,7 +29,7 @@ from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
-from replaylake.serve.http.connections import NUM_REFUSED
+from replaylake.serve.http.connections import NUM_REFUSED, RECEIVED
 from replaylake.serve.http.request_handler import HandlerState, RequestHandler
 from replaylake.serve.messages import (
     RETRY_AFTER_S,
@@ -65,7 +65,12 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         metrics.count_start()
         serving = worker.serving = await run_in_threadpool(load)
-        metrics.watch(serving, lambda: handler_state.num_active, NUM_REFUSED)
+        metrics.watch(
+            serving,
+            lambda: handler_state.num_active,
+            NUM_REFUSED,
+            lambda: (RECEIVED.seconds, RECEIVED.num, RECEIVED.num_bytes),
+        )
         fresh = asyncio.create_task(metrics.keep_fresh())
         serving.start()
         # What is loaded stays: a collection set off by a large request need not walk through it.

@@ -18,7 +18,8 @@ RETRY_LATER: Final = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
 class Request:
     """A request with its whole body. content_type is without parameters, in lower case.
 
-    num_behind: how many came with it and have not begun yet, as far as is known.
+    num_behind: how many came with it and have not begun yet, as far as is known. is_measured:
+    whether its times are added up.
     """
 
     route: str
@@ -29,6 +30,7 @@ class Request:
     content_type: str = JSON
     accept: str = JSON
     num_behind: int = 0
+    is_measured: bool = False
 
 
 @dataclass(slots=True)

@@ -1,9 +1,10 @@
-"""`replaylake runs profile`: the time and the bytes of each link of a run, or of two."""
+"""`replaylake runs profile`: the time and bytes of each link of a run, of two, or of a server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -33,7 +34,7 @@ def profile(
             autocompletion=complete_runs,
             show_default=False,
             help="Run, by its id, a unique prefix of it, or the policy that it trained; two are "
-            "compared link by link.",
+            "compared link by link. Or the URL of a server.",
         ),
     ],
     last: Annotated[
@@ -50,23 +51,50 @@ def profile(
             "bytes is: copying, writing with fsync, reading, Ray's object store.",
         ),
     ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--seconds",
+            metavar="N",
+            min=0.1,
+            help="Watch the server for N seconds, instead of all time since its start.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="File with a bearer token of role admin, for a server with tokens.",
+        ),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show the time and bytes of each link of a run.
+    """Show the time and bytes of each link of a run, or of a server.
 
     Prints the seconds, rate and bytes of each link, and the bottleneck; of two runs, both beside
-    each other. Works during the run.
+    each other. Works during the run. Of a server's URL, the links of its workers.
 
     Example:
       replaylake runs profile 01m7xx
       replaylake runs profile 01m7xx --last
       replaylake runs profile 01m7xx --bounds
       replaylake runs profile dqn:1 dqn:2
+      replaylake runs profile http://127.0.0.1:3000 --seconds 10
     """
     from replaylake.datastore.lake.lake import open_lake
 
+    if any(_is_url(run) for run in runs):
+        for flag, is_given in (("--last", last), ("--bounds", bounds), ("RUN", len(runs) > 1)):
+            if is_given:
+                raise typer.BadParameter("found it with the URL of a server.", param_hint=flag)
+        _profile_server(CommandOutput(as_json), runs[0], seconds or 0.0, token_file)
+        return
+    for flag, is_missing in (("--seconds", seconds is None), ("--token-file", token_file is None)):
+        if not is_missing:
+            raise typer.BadParameter("found it without the URL of a server.", param_hint=flag)
     if len(runs) > 2:
         raise typer.BadParameter(f"found {len(runs)} runs, expected one, or two to compare")
     if bounds and len(runs) > 1:
@@ -85,6 +113,31 @@ def profile(
         report.print_result(bodies[0], _lines(*found[0], only_last=last))
     else:
         report.print_result({"runs": bodies}, _list_comparison(found, only_last=last))
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def _profile_server(
+    report: CommandOutput, url: str, seconds: float, token_file: Path | None
+) -> None:
+    from replaylake.serve.monitoring.server_profile import measure_server
+
+    token = None
+    if token_file is not None:
+        try:
+            token = token_file.read_text().split("\n", 1)[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(
+                f"{token_file}: {error}, expected a readable file with a token.",
+                param_hint="--token-file",
+            ) from error
+    with report.waiting(f"watching {url}"):
+        profile = measure_server(url, token=token, seconds=seconds)
+    heading = f"server {url}  {time_left(profile.wall_s)} of its workers' time"
+    lines = [heading, *link_lines(profile.links)]
+    report.print_result({"url": url, **profile.to_json()}, lines)
 
 
 def _load(store: Lake, text: str, *, only_last: bool) -> tuple[RunSummary, RunProfile]:

@@ -26,6 +26,7 @@ from replaylake.serve.api.values import (
     shorten,
 )
 from replaylake.serve.messages import Request, RequestRefusedError, Response
+from replaylake.serve.monitoring.link_times import BATCH_WAIT, PARSE, is_measured
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
 from replaylake.serve.recording.decision_log import Clock, DecisionBatch, json_log_probs
@@ -47,7 +48,9 @@ class ActEndpoint:
         self._rng: np.random.Generator | None = None
         self._readers: dict[int, ActReader] = {}
         self._paces: dict[str, LatencyEstimate] = {}
-        self._together = MicroBatcher(self._answer_batch)
+        self._together = MicroBatcher(
+            self._answer_batch, lambda seconds: metrics.links.add(BATCH_WAIT, seconds)
+        )
         self._complaints = RateLimitedLog(_logger, "/act")
 
     async def __call__(self, request: Request) -> Response:
@@ -62,7 +65,9 @@ class ActEndpoint:
         if has_company and pace.is_within(len(request.body), _QUICK_S):
             single = self._read_single(serving, request, pace)
             if single is not None:
-                return await self._together.answer(serving, single, request.num_behind)
+                return await self._together.answer(
+                    serving, single, request.num_behind, request.is_measured
+                )
         return await pace.run(len(request.body), lambda: self._answer(serving, request))
 
     def _read_single(
@@ -73,6 +78,7 @@ class ActEndpoint:
         spec = router.one.policy.spec
         if len(router.arms) > 1 or spec.state_size or "msgpack" in request.accept:
             return None
+        start = perf_counter() if request.is_measured else 0.0
         body = self._reader(serving).read(request, serving.limits.batch)
         is_plain = body.options is NO_OPTIONS and body.action_mask is None
         if body.is_batch or not is_plain or body.states is not None:
@@ -82,6 +88,8 @@ class ActEndpoint:
         if type(values) is not np.ndarray:
             return None
         self._note_unknown(spec.encoding, body)
+        if request.is_measured:
+            self._metrics.links.add(PARSE, perf_counter() - start, len(request.body))
         return PendingRequest(
             body, _observations_to_log(raw, values)[0], values, pace, len(request.body)
         )
@@ -112,15 +120,27 @@ class ActEndpoint:
         self, serving: ServingState, singles: Sequence[PendingRequest]
     ) -> list[Response]:
         served = serving.router.one
+        # A batch is drawn by itself: its first request may be none that is measured.
+        times = [perf_counter()] if is_measured() else None
         body = join_requests([single.request for single in singles])
         values = np.concatenate([single.values for single in singles])
         raw = [single.raw for single in singles]
         group = self._act(serving, body, _Part(served, None, None), raw, values, self._generator())
-        self._record(serving, body, [group])
-        return [
+        if times is not None:
+            times.append(perf_counter())
+        records = self._record(serving, body, [group])
+        if times is not None:
+            times.append(perf_counter())
+        answers = [
             one_answer(group, row, (single.request.unknown_categories or ((),))[0])
             for row, single in enumerate(singles)
         ]
+        if times is not None:
+            # The first: requests of a batch were parsed one by one.
+            times = [times[0], *times, perf_counter()]
+            num_bytes = sum(len(one.body) for one in answers)
+            self._metrics.links.add_act(times, len(singles), (0, sum(map(len, records)), num_bytes))
+        return answers
 
     def _note_unknown(self, encoding: Encoding | None, body: ActRequest) -> None:
         """Count, log and keep for the answer the categories that the encoding does not know."""
@@ -148,6 +168,7 @@ class ActEndpoint:
         return self._rng
 
     def _answer(self, serving: ServingState, request: Request) -> Response:
+        times = [perf_counter()] if request.is_measured else None
         body = self._reader(serving).read(request, serving.limits.batch)
         _check_allowed(serving, body)
         seed = body.options.seed
@@ -158,15 +179,34 @@ class ActEndpoint:
         values = read_values(spec.observation_space, raw, body.field, body.is_batch)
         self._note_unknown(spec.encoding, body)
         raw = _observations_to_log(raw, values)
+        if times is not None:
+            times.append(perf_counter())
         groups = [
             self._act(serving, body, part, *_part_of(part, raw, values), rng)
             for part in _assign_parts(serving, body)
         ]
-        self._record(serving, body, groups)
-        return answer_of(body, groups, serving.states, request.accept)
+        if times is not None:
+            times.append(perf_counter())
+        records = self._record(serving, body, groups)
+        if times is not None:
+            times.append(perf_counter())
+        answer = answer_of(body, groups, serving.states, request.accept)
+        if times is not None:
+            self._metrics.links.add_act(
+                [*times, perf_counter()],
+                len(body.episode_ids),
+                (len(request.body), sum(map(len, records)), len(answer.body)),
+            )
+        return answer
 
-    def _record(self, serving: ServingState, body: ActRequest, groups: Sequence[Group]) -> None:
-        """Give decisions their ids, and log and count them. Raises: StorageError."""
+    def _record(
+        self, serving: ServingState, body: ActRequest, groups: Sequence[Group]
+    ) -> Sequence[bytes]:
+        """Give decisions their ids, and log and count them; return the records that were logged.
+
+        Raises: StorageError.
+        """
+        records: Sequence[bytes] | None = ()
         timestamp = self._clock.now()
         for group in groups:
             served = group.served
@@ -176,13 +216,15 @@ class ActEndpoint:
         log = serving.log
         if log is not None:
             decided = [_make_decision_batch(body, group, timestamp) for group in groups]
-            if not log.write_decisions(decided):
+            records = log.write_decisions(decided)
+            if records is None:
                 self._metrics.count_log_lost(sum(len(group.ids) for group in groups))
         for group in groups:
             served = group.served
             self._metrics.count_decisions(
                 served.name, served.version, group.deterministic, len(group.ids)
             )
+        return records or ()
 
     def _act(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Final
 
 from replaylake.datastore.episodes.spaces import Array
@@ -39,8 +40,9 @@ BatchHandler = Callable[[ServingState, Sequence[PendingRequest]], Sequence[Respo
 class MicroBatcher:
     """Those that wait for the last of them."""
 
-    def __init__(self, work: BatchHandler) -> None:
-        self._work = work
+    def __init__(self, work: BatchHandler, on_wait: Callable[[float], None]) -> None:
+        """on_wait: called with the seconds that a measured request waited for its batch."""
+        self._work, self._on_wait = work, on_wait
         self._serving: ServingState | None = None
         self._singles: list[PendingRequest] = []
         self._futures: list[asyncio.Future[Response]] = []
@@ -51,7 +53,11 @@ class MicroBatcher:
         return not self._singles
 
     async def answer(
-        self, serving: ServingState, single: PendingRequest, num_behind: int
+        self,
+        serving: ServingState,
+        single: PendingRequest,
+        num_behind: int,
+        is_measured: bool = False,
     ) -> Response:
         """Answer a request with those that wait, once all `num_behind` it have come.
 
@@ -69,7 +75,12 @@ class MicroBatcher:
         self._futures.append(future)
         if not num_behind:
             self._flush()
-        return await future
+        if not is_measured:
+            return await future
+        start = perf_counter()
+        response = await future
+        self._on_wait(perf_counter() - start)
+        return response
 
     def _flush(self) -> None:
         serving, singles, futures = self._serving, self._singles, self._futures

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 from weakref import WeakSet
 
@@ -37,6 +38,23 @@ _REASONS: Final = {
 }
 # Connections of this process that were refused without a request, by status.
 NUM_REFUSED: Final[dict[int, int]] = dict.fromkeys(_REASONS, 0)
+
+
+@dataclass(slots=True)
+class ReceivedPackets:
+    """What the connections of this process took.
+
+    seconds: that packets took to be parsed, and until the next packet is read or a request begins.
+    until: the end of the last packet (time.perf_counter), while a request waits to begin; else 0.
+    """
+
+    seconds: float = 0.0
+    num: int = 0
+    num_bytes: int = 0
+    until: float = 0.0
+
+
+RECEIVED: Final = ReceivedPackets()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -77,7 +95,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take a packet."""
+        start = RECEIVED.until or time.perf_counter()
         super().data_received(data)
+        end = time.perf_counter()
+        RECEIVED.seconds += end - start
+        # Without a request that waits to begin, the loop may idle from here on.
+        RECEIVED.until = end if self._arrivals.num_waiting else 0.0
+        RECEIVED.num += 1
+        RECEIVED.num_bytes += len(data)
         if self._head_since is not None:
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.head_bytes:

@@ -33,6 +33,11 @@ class ArrivalCounter:
             self._is_armed = True
             loop.call_soon(loop.call_soon, self._reset)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many have come and not begun: the event loop does not idle before they do."""
+        return self._num
+
     def start_next(self) -> int:
         """Count one that begins; return how many are behind it."""
         self._num = max(0, self._num - 1)

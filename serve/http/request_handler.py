@@ -17,6 +17,7 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from replaylake.datastore.errors import StorageError
+from replaylake.serve.http.connections import RECEIVED
 from replaylake.serve.http.deadlines import ARRIVALS, ARRIVED, Deadlines, RequestDeadline
 from replaylake.serve.messages import (
     JSON,
@@ -28,6 +29,7 @@ from replaylake.serve.messages import (
     Response,
     error_response,
 )
+from replaylake.serve.monitoring.link_times import CHECK, SEND, is_measured
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
 from replaylake.serve.safety.limits import Limits
@@ -84,9 +86,14 @@ class RequestHandler:
         self._complaints = RateLimitedLog(_logger, route)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        start = scope.get(ARRIVED) or time.perf_counter()
+        begin = time.perf_counter()
+        if RECEIVED.until:
+            RECEIVED.seconds += begin - RECEIVED.until
+            RECEIVED.until = 0.0
+        start = scope.get(ARRIVED) or begin
         handler_state, serving = self._state, self._state.serving()
         state = _RequestState(scope, start, _BEFORE_START if serving is None else serving.limits)
+        state.begin, state.is_measured = begin, is_measured()
         arrivals = scope.get(ARRIVALS)
         state.num_behind = 0 if arrivals is None else arrivals.start_next()
         state.wait = handler_state.waits.enter(start + state.limits.deadline_s)
@@ -98,21 +105,30 @@ class RequestHandler:
             handler_state.waits.leave(state.wait)
             handler_state.buffered_bytes -= state.buffered_bytes
         status = _CLIENT_DISCONNECTED if answer is None else answer.status
-        seconds = time.perf_counter() - start
+        done = time.perf_counter()
+        seconds = done - start
         handler_state.metrics.count_request(self._route, status, seconds)
         headers = () if serving is None else self._log(state, answer, status, seconds, serving)
         if answer is None:
             return
         is_plain = status == 200 and not (headers or answer.headers) and scope["method"] != "HEAD"
-        if is_plain and write_response(send, answer.content_type, answer.body):
-            return
+        if not (is_plain and write_response(send, answer.content_type, answer.body)):
+            await self._send(scope, send, answer, headers)
+        if state.is_measured:
+            seconds = time.perf_counter() - done
+            handler_state.metrics.links.add(SEND, seconds, len(answer.body))
+
+    async def _send(
+        self, scope: Scope, send: Any, answer: Response, headers: tuple[tuple[bytes, bytes], ...]
+    ) -> None:
+        """Send an answer by ASGI's messages, with further headers."""
         headers = (
             (b"content-type", answer.content_type.encode()),
             (b"content-length", b"%d" % len(answer.body)),
             *answer.headers,
             *headers,
         )
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         body = b"" if scope["method"] == "HEAD" else answer.body
         await send({"type": "http.response.body", "body": body})
 
@@ -142,6 +158,8 @@ class RequestHandler:
                 serving.hosts.check(state.host, state.origin, address[0] if address else None)
             if self._role is not None and serving is not None:
                 serving.tokens.check(self._role, state.authorization, self._route)
+            if state.is_measured:
+                handler_state.metrics.links.add(CHECK, time.perf_counter() - state.begin)
             body = await _read_body(state, receive, handler_state)
             if time.perf_counter() >= state.wait.due:
                 raise _timeout_error(state)
@@ -210,12 +228,14 @@ class _RequestState:
     __slots__ = (
         "accept",
         "authorization",
+        "begin",
         "buffered_bytes",
         "content_encoding",
         "content_type",
         "deadline",
         "declared_bytes",
         "host",
+        "is_measured",
         "is_read",
         "limits",
         "num_behind",
@@ -227,6 +247,8 @@ class _RequestState:
     )
     wait: RequestDeadline
     num_behind: int
+    begin: float
+    is_measured: bool
 
     def __init__(self, scope: Scope, start: float, limits: Limits) -> None:
         self.scope, self.limits = scope, limits
@@ -275,6 +297,7 @@ class _RequestState:
             self.content_type,
             self.accept,
             self.num_behind,
+            self.is_measured,
         )
 
 

@@ -196,6 +196,22 @@ WORKER_STARTS: Final = MetricFamily(
     "counter",
     "Workers that were started, including replacements of workers that ended.",
 )
+LINK_SECONDS: Final = MetricFamily(
+    "replaylake_link_seconds",
+    "counter",
+    "Time of the workers' event loops by link; in place background, time beside them.",
+    ("place", "link"),
+)
+LINK_ITEMS: Final = MetricFamily(
+    "replaylake_link_items", "counter", "Items of each link: packets, requests, observations.",
+    ("place", "link"),
+)  # fmt: skip
+LINK_BYTES: Final = MetricFamily(
+    "replaylake_link_bytes", "counter", "Bytes that each link moved.", ("place", "link")
+)
+WORKER_SECONDS: Final = MetricFamily(
+    "replaylake_worker_seconds", "counter", "Time since each worker began to serve, added up."
+)
 METRIC_FAMILIES: Final = (
     REQUESTS,
     LATENCY,
@@ -227,4 +243,8 @@ METRIC_FAMILIES: Final = (
     COMMIT_FAILURES,
     WORKERS,
     WORKER_STARTS,
+    LINK_SECONDS,
+    LINK_ITEMS,
+    LINK_BYTES,
+    WORKER_SECONDS,
 )

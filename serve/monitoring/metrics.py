@@ -29,6 +29,7 @@ from prometheus_client.registry import Collector
 from replaylake.datastore.episodes.encoding import CATEGORY
 from replaylake.datastore.episodes.spaces import Array, Values
 from replaylake.serve.monitoring.drift import training_moments
+from replaylake.serve.monitoring.link_times import SERVER_LINKS, WALL, WIDTH, LinkTimes
 from replaylake.serve.monitoring.metric_families import (
     COMMIT_FAILURES,
     DECISIONS,
@@ -39,6 +40,9 @@ from replaylake.serve.monitoring.metric_families import (
     JOIN_FAILURES,
     JOINED,
     LATENCY,
+    LINK_BYTES,
+    LINK_ITEMS,
+    LINK_SECONDS,
     LOG_FAILURES,
     LOG_LOST,
     LOG_PROB,
@@ -59,6 +63,7 @@ from replaylake.serve.monitoring.metric_families import (
     UNKNOWN_CATEGORIES,
     UNREACHABLE,
     WEIGHT,
+    WORKER_SECONDS,
     WORKER_STARTS,
     WORKERS,
     MetricFamily,
@@ -84,6 +89,8 @@ _MAX_SHIFTS: Final = 64
 _ALERTED_ROUTES: Final = ("/act", "/feedback", "/episodes")
 # Means of fewer say nothing more.
 _MIN_DECISIONS: Final = 0.01
+# The key of the block with the times of a worker's links.
+_LINKS: Final = "replaylake_link"
 
 
 class Metrics:
@@ -105,6 +112,8 @@ class Metrics:
         self._serving: ServingState | None = None
         self._num_active: Callable[[], int] = lambda: 0
         self._refused: Mapping[int, int] = {}
+        self._received: Callable[[], tuple[float, int, int]] = lambda: (0.0, 0, 0)
+        self.links = LinkTimes()
 
     def count_request(self, route: str, status: int, seconds: float) -> None:
         """Count one answer. Cost: 0.6 us."""
@@ -201,14 +210,19 @@ class Metrics:
         serving: ServingState,
         num_active: Callable[[], int] = lambda: 0,
         refused: Mapping[int, int] | None = None,
+        received: Callable[[], tuple[float, int, int]] = lambda: (0.0, 0, 0),
     ) -> None:
-        """Report what is served, from now on.
+        """Report what is served, from now on; called in the event loop's thread.
 
         num_active: requests that are being worked on. refused: connections refused so far, by
-        status; looked at again and again.
+        status; looked at again and again. received: seconds, packets and bytes that the
+        connections took so far.
         """
         self._serving, self._num_active = serving, num_active
         self._refused = {} if refused is None else refused
+        self._received = received
+        begin = self._open_counters().block((_LINKS, ()), WIDTH)
+        self.links.start(self._values, begin)
         serving.router.on_change = self._show_served
         if serving.follower is not None:
             serving.follower.on_look = self._show_following
@@ -245,6 +259,7 @@ class Metrics:
         for recent in list(self._recents.values()):
             recent.fold(now)
         self._set(WORKERS, (), 1)
+        self.links.refresh(self._received())
         for status, num in list(self._refused.items()):
             self._set(REFUSED_CONNECTIONS, (str(status),), num)
         serving = self._serving
@@ -353,8 +368,11 @@ def _families(
             recent = RecentMeans(merge_sums([sums for sums in live if len(sums) == width], now_s))
             if recent.num >= _MIN_DECISIONS:
                 means[labels] = recent
+    links = by_name.pop(_LINKS, {}).get((), [])
     for family in METRIC_FAMILIES:
-        if family.kind == "counter":
+        if family in (LINK_SECONDS, LINK_ITEMS, LINK_BYTES, WORKER_SECONDS):
+            yield _of_links(family, links)
+        elif family.kind == "counter":
             yield _counter(family, by_name[family.name])
         elif family.kind == "histogram":
             yield _histogram(family, by_name[family.name])
@@ -368,6 +386,19 @@ def _counter(family: MetricFamily, by_labels: Mapping[_Labels, list[CounterBlock
     metric = CounterMetricFamily(family.name, family.description, labels=family.labels)
     for labels, blocks in _with_zero(family, by_labels):
         metric.add_metric(labels, float(sum(block.values[0] for block in blocks)))
+    return metric
+
+
+def _of_links(family: MetricFamily, blocks: Sequence[CounterBlock]) -> Metric:
+    metric = CounterMetricFamily(family.name, family.description, labels=family.labels)
+    whole = [block.values for block in blocks if len(block.values) == WIDTH]
+    total = np.sum(whole, axis=0) if whole else np.zeros(WIDTH)
+    if family is WORKER_SECONDS:
+        metric.add_metric((), float(total[WALL]))
+        return metric
+    offset = (LINK_SECONDS, LINK_ITEMS, LINK_BYTES).index(family)
+    for number, labels in enumerate(SERVER_LINKS):
+        metric.add_metric(labels, float(total[3 * number + offset]))
     return metric
 
 

@@ -114,19 +114,21 @@ class DecisionLog:
         """Whether no observation is acted on any more, as nothing can be logged."""
         return self.on_failure == REFUSE and self.failure is not None
 
-    def write_decisions(self, decided: Sequence[DecisionBatch]) -> bool:
+    def write_decisions(self, decided: Sequence[DecisionBatch]) -> list[bytes] | None:
         """Write decisions; on return a killed process does not lose them.
 
-        Returns whether they were. Raises: StorageError, unless failures are to be served through.
+        Returns their records; None where they were not written. Raises: StorageError, unless
+        failures are to be served through.
         """
+        records = [record for one in decided for record in encode_records(one)]
         try:
-            self.decisions.append([record for one in decided for record in encode_records(one)])
+            self.decisions.append(records)
         except StorageError as error:
             if self.on_failure == REFUSE:
                 raise
             self._count_lost(sum(len(one.ids) for one in decided), error)
-            return False
-        return True
+            return None
+        return records
 
     def _count_lost(self, num: int, error: StorageError) -> None:
         with self._loss_lock:

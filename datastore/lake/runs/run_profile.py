@@ -21,7 +21,9 @@ from replaylake.datastore.lake.runs.timings import (
 )
 
 OTHER: Final = "other"
-WAITS: Final[frozenset[Link]] = frozenset({"worker_wait", "learner_wait", "write_wait"})
+WAITS: Final[frozenset[Link]] = frozenset(
+    {"worker_wait", "learner_wait", "write_wait", "batch_wait", "idle"}
+)
 # Who waits less than this share of its time waits for nobody: for a message, the end of a batch.
 _IDLE: Final = 0.1
 # Less than this of a place's time is not worth a word.

@@ -1,0 +1,80 @@
+"""Link times of a worker: a measured request stands for 16, and the loop idles when not busy."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from replaylake.serve.monitoring.link_times import (
+    IDLE,
+    PARSE,
+    RECEIVE,
+    SEND,
+    SERVER_LINKS,
+    WALL,
+    WIDTH,
+    LinkTimes,
+    is_measured,
+    to_timings,
+)
+
+
+def start() -> tuple[LinkTimes, memoryview]:
+    values = memoryview(bytearray(8 * WIDTH)).cast("d")
+    links = LinkTimes()
+    links.start(values, 0)
+    return links, values
+
+
+def test_a_measured_request_stands_for_16() -> None:
+    links, values = start()
+    links.add(SEND, 0.5, 100)
+    assert values[SEND : SEND + 3].tolist() == [8.0, 16.0, 1600.0]
+    # parse, inference, journal and respond of a request with two observations.
+    links.add_act([1.0, 2.0, 4.0, 8.0, 16.0], 2, (10, 20, 30))
+    assert values[PARSE : PARSE + 12].tolist() == [
+        *(16.0, 32.0, 160.0),
+        *(32.0, 32.0, 0.0),
+        *(64.0, 32.0, 320.0),
+        *(128.0, 32.0, 480.0),
+    ]
+    # Requests of a batch were parsed one by one.
+    links.add_act([1.0, 1.0, 2.0, 3.0, 4.0], 2)
+    assert values[PARSE] == 16.0
+
+
+def test_names_are_those_of_the_numbers() -> None:
+    places = {link: 3 * number for number, (_, link) in enumerate(SERVER_LINKS[:8])}
+    assert (places["receive"], places["parse"]) == (RECEIVE, PARSE)
+    assert (places["send"], places["idle"]) == (SEND, IDLE)
+
+
+def test_what_is_not_busy_is_idle() -> None:
+    links, values = start()
+    time.sleep(0.05)
+    links.refresh((0.25, 3, 64))
+    assert values[RECEIVE : RECEIVE + 3].tolist() == [0.25, 3.0, 64.0]
+    # It slept, and may have waited for a processor before and after.
+    assert 0.0 < values[IDLE] <= values[WALL]
+    assert values[WALL] >= 0.05
+
+
+def test_before_the_start_nothing_is_kept() -> None:
+    links = LinkTimes()
+    links.add(SEND, 1.0)
+    links.refresh((1.0, 1, 1))
+    _, values = start()
+    assert not any(values)
+
+
+def test_one_request_in_16_is_measured() -> None:
+    # The chance of fewer than 400 or more than 900 of 10,000 is below 1e-20.
+    assert 400 < sum(is_measured() for _ in range(10_000)) < 900
+
+
+def test_totals_become_timings() -> None:
+    found = to_timings({("process", "send"): (2.0, 16.0, 64.0), ("process", "idle"): (0, 0, 0)})
+    assert list(found.totals) == [("process", "send")]
+    total = found.totals["process", "send"]
+    assert (total.seconds, total.items, total.num_bytes) == (pytest.approx(2.0), 16, 64)
