@@ -24,8 +24,12 @@ def ran_on_loop(pace, num_bytes, seconds):
 
 
 def test_short_work_stays():
+    assert ran_on_loop(LatencyEstimate(), 100, 0.0001)
     pace = LatencyEstimate()
-    assert all(ran_on_loop(pace, 100, 0.0001) for _ in range(5))
+    # Told, not measured: what else runs on the machine would make some of them late.
+    for _ in range(5):
+        pace.learn(100, 0.0001)
+    assert ran_on_loop(pace, 100, 0.0001)
 
 
 def test_long_work_leaves_once_it_is_known():
