@@ -198,8 +198,10 @@ def test_batches_are_those_of_the_sampler(view: ReplayView, kind: str, reuse: in
         expected, found = alone.sample(), sampler.sample()
         assert same(found, expected)
         kept.append((found, expected))
-        # Valid until `reuse` more were drawn; with memory of its own for good.
-        for earlier in kept[-reuse:] if reuse else kept[::30]:
+        # Valid until `reuse` more were drawn, so each batch once more before that; with memory of
+        # its own for good.
+        valid = kept[-reuse:]
+        for earlier in (valid[0], valid[len(valid) // 2], valid[-1]) if reuse else kept[::30]:
             assert same(*earlier)
 
 
