@@ -236,9 +236,8 @@ def _check_room(ray: Any, request: OnlineRequest) -> None:
         raise ConfigInvalidError(
             f"{where}: found {sum(gpus):g} GPUs on {len(nodes)} nodes, {max(gpus, default=0):g} on "
             f"one at most; expected {config.learner_gpus:g} on one node, for `learner_gpus`. "
-            "Start Ray "
-            "on a machine that has them (`ray start --num-gpus N` if it does not detect them), or "
-            "leave `learner_gpus` out."
+            "Start Ray on a machine that has them (`ray start --num-gpus N` if it does not detect "
+            "them), or leave `learner_gpus` out."
         )
     num_cpus, available = _num_cpus(config), sum(float(node.get("CPU", 0)) for node in nodes)
     if num_cpus > available:
@@ -351,8 +350,7 @@ class _RemoteRun:
                 raise TrainingError(
                     f"learner: no answer within {self._config.answer_timeout_s:g} s "
                     "(answer_timeout_s): it hangs, or its node cannot be reached. `replaylake "
-                    "train "
-                    f"online --resume {self._run_id or 'RUN'}` resumes the run."
+                    f"train online --resume {self._run_id or 'RUN'}` resumes the run."
                 )
 
     def _hand_on(self, events: Any) -> None:

@@ -17,8 +17,7 @@ def check_bandit_log(name: str, view: ReplayView) -> None:
         raise ConfigInvalidError(
             f"algorithm {name}: {num} of {num_steps} steps have no behavior_log_prob, expected one "
             "for each: rewards are weighted by the probability of the logged action. Ingest with "
-            "the "
-            "column of propensities (`mapping` behavior_prob=COLUMN), leave the steps out "
+            "the column of propensities (`mapping` behavior_prob=COLUMN), leave the steps out "
             "(`where_steps` 'behavior_log_prob IS NOT NULL'), or clone with bc."
         )
     if num := num_not_terminated(view.packed):

@@ -57,8 +57,7 @@ def _config_class(name: str, function: Any) -> type:
     if not isinstance(config, type) or not is_dataclass(config):
         raise ConfigInvalidError(
             f"algorithm {name}: found {_annotation_text(config)} as the annotation of `config`, "
-            f"expected "
-            f"{_SIGNATURE}."
+            f"expected {_SIGNATURE}."
         )
     if hints.get("return") is not Algorithm:
         raise ConfigInvalidError(

@@ -225,8 +225,7 @@ class D3rlpyLearner:
                 )
             raise ConfigInvalidError(
                 f"{algorithm_label(self._algorithm)}: d3rlpy refuses the options {dict(options)} "
-                f"for "
-                f"observations {list(shape)}: {type(error).__name__}: {error}. {advice}"
+                f"for observations {list(shape)}: {type(error).__name__}: {error}. {advice}"
             ) from error
         return algorithm
 

@@ -158,8 +158,7 @@ class _Export:
         except OSError as error:
             raise StorageError(
                 f"{target}: {error.strerror or error}, expected to write there. Nothing was "
-                "written; "
-                "free some space or choose another path."
+                "written; free some space or choose another path."
             ) from error
         finally:
             shutil.rmtree(beside, ignore_errors=True)

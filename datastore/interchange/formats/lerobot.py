@@ -212,8 +212,7 @@ def _gather(columns: dict[str, Any], ours: str, meta: LeRobotMeta) -> None:
     if len(members) < len(theirs):
         raise SourceInvalidError(
             f"{meta.data[0].name}: found the columns {', '.join(theirs)}, expected names that "
-            "remain "
-            "distinct after characters outside [A-Za-z0-9_] are replaced. Rename one."
+            "remain distinct after characters outside [A-Za-z0-9_] are replaced. Rename one."
         )
     if not members:
         raise SourceInvalidError(

@@ -12,8 +12,7 @@ def unreadable_error(name: str, error: Exception) -> SourceInvalidError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return SourceInvalidError(
         f"{name}: could not be read to its end ({reason}). It may be damaged: copy or write it "
-        "again, "
-        "or leave it out."
+        "again, or leave it out."
     )
 
 

@@ -153,8 +153,7 @@ def _merge_specs(snapshots: Sequence[Snapshot]) -> DatasetSpec:
         if (differs := find_spec_mismatch(spec, other.spec)) is not None:
             raise SchemaMismatchError(
                 f"datasets {first.dataset} and {other.dataset}: {differs}, expected the same. "
-                "Train "
-                "on each separately, or ingest both with the same `env`."
+                "Train on each separately, or ingest both with the same `env`."
             )
         spec = join_specs(spec, other.spec)
     return spec

@@ -119,8 +119,7 @@ class _MinariWriter:
             raise SpaceUnsupportedError(
                 f"Minari: {self._num_without_final} of {self.num_episodes} episodes have no final "
                 "observation, expected one in each: Minari stores one more observation than "
-                "actions. "
-                "Leave them out with `where`, or export to d4rl."
+                "actions. Leave them out with `where`, or export to d4rl."
             )
         partial = {n for n, count in self._counts.items() if count < self.num_episodes}
         if _LOG_PROBS in partial:

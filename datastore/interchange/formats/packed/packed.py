@@ -94,8 +94,7 @@ def decode_message(data: bytes, where: str) -> Any:
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.UnpackException) as error:
         raise SourceInvalidError(
             f"{where}: found {_one_line(error)}, expected one whole msgpack value. It may be "
-            "damaged: "
-            "write the log again, or leave the file out."
+            "damaged: write the log again, or leave the file out."
         ) from error
 
 

@@ -186,8 +186,7 @@ class RldsFormat:
             raise SourceInvalidError(
                 f"{files[0].name}: found {len(features)} {FEATURES} in the source, expected one "
                 "dataset's: without it the shapes of the values in its records are unknown. Pass "
-                "the "
-                "whole folder of one version of one dataset."
+                "the whole folder of one version of one dataset."
             )
         spec = episode_spec(read_json(features[0]), features[0].name)
         _refuse_unread(spec, features[0])

@@ -537,8 +537,7 @@ class TabularReader:
         if self._one_step and (self._options.episode_by or layout.order_by):
             raise ConfigInvalidError(
                 "episode_by: found it, or `order_by`, for rows that are separate episodes, "
-                "expected "
-                "neither. Leave it out.",
+                "expected neither. Leave it out.",
                 parameter="episode_by",
             )
         if layout.order_by and layout.one("episode_id") is None:

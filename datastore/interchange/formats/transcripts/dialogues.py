@@ -227,8 +227,7 @@ def _answers(record: Mapping[str, Any]) -> list[tuple[str, str | None, Any, Any]
             if not isinstance(rewards, list) or len(rewards) != len(several):
                 raise SourceInvalidError(
                     f"rewards: found {shorten(rewards)}, expected a list of {len(several)}, one "
-                    f"for "
-                    f"each of the {name}"
+                    f"for each of the {name}"
                 )
             pairs = zip(several, rewards, strict=True)
             return [(name, str(i), *pair) for i, pair in enumerate(pairs)]
