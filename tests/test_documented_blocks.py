@@ -18,6 +18,9 @@ Output is compared without times, sizes and rates, and `...` stands for anything
 one that is printed in its place; also in later commands, and by its first letters. Ports are
 replaced by free ones.
 
+Logs of others that a page names (`data` of its entry) are linked into its directory. These pages
+are left out where the logs are not.
+
 A block after `<!-- not run: REASON -->` is not run. `_REASONS` lists the reasons, and `_PAGES` has
 the number of these blocks of each page.
 """
