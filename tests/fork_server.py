@@ -71,8 +71,7 @@ def _wait(connection: socket.socket, pid: int) -> int:
     Whoever started it may be killed, and the command then is too, with what it started.
     """
     end = os.pidfd_open(pid)
-    while end not in (ready := select.select([connection, end], [], [])[0]):
-        assert ready
+    while end not in select.select([connection, end], [], [])[0]:
         number = connection.recv(1)
         if number:
             os.kill(pid, number[0])

@@ -18,6 +18,9 @@ Output is compared without times, sizes and rates, and `...` stands for anything
 one that is printed in its place; also in later commands, and by its first letters. Ports are
 replaced by free ones.
 
+Logs of others that a page names (`data` of its entry) are linked into its directory. These pages
+are left out where the logs are not.
+
 A block after `<!-- not run: REASON -->` is not run. `_REASONS` lists the reasons, and `_PAGES` has
 the number of these blocks of each page.
 """
@@ -69,6 +72,7 @@ _COMMENT = re.compile(r"<!-- (not run|figures vary)(?:: ([^>]+))? -->\n\Z")
 _PORTS = re.compile(r"(?<=[: ])(3000|3001|9000|9105)\b")
 _UNITS = r"(?:ms|us|s|min|minutes|h|B|kB|MB|GB|updates/s|steps/s|rows/s|episodes/s|files scanned)"
 _VARYING = re.compile(rf"\b\d[\d,.]* {_UNITS}(?![\w/])|127\.0\.0\.1:\d+")
+_TIME = re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)")
 _FIGURE = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e[+-]?\d+)?")
 _ID = re.compile(r"\b0[0-9a-z]{25}\b")
 _ID_OR_PREFIX = re.compile(r"\b0[0-9a-z]{7,25}\b")
@@ -185,6 +189,7 @@ def _commands(text: str) -> list[tuple[str, str]]:
 def _comparable(text: str, figures_vary: bool) -> str:
     text = _VARYING.sub("#", "\n".join(line.rstrip() for line in text.strip("\n").splitlines()))
     if figures_vary:
+        text = _TIME.sub("#", text)
         text = re.sub(r"#(?:, #)*", "#", _FIGURE.sub("#", text))
         text = re.sub(r"[ \t]+", " ", text)
     return text

@@ -47,7 +47,7 @@ _ENDS = {"|", ">", ">>", "<", "&", "&&"}
 def _shown(page: str) -> Iterator[list[str]]:
     """Yield the words of each command; one that leaves some out ("...") is not looked at."""
     text = (_ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    for line in re.findall(r"^(?: {4})?(?:\$ )?(replaylake (?!-).*)", text, re.MULTILINE):
+    for line in re.findall(r"^(?:\$ )?(replaylake (?!-).*)", text, re.MULTILINE):
         without_placeholders = re.sub(r"<(\w+)>", r"\1", line)
         tokens = shlex.shlex(without_placeholders, posix=True, punctuation_chars=True)
         tokens.whitespace_split = True

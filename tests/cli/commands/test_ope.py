@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.evaluation.ope.estimators import ESTIMATORS
 
 DOCS = (Path(__file__).parents[3] / "docs" / "OPE.md").read_text(encoding="utf-8")
-WALK = DOCS.split("\n## Open Bandit")[1].split("\n## ")[0]
 FIELDS = {
     "estimator",
     "value",
@@ -241,27 +239,6 @@ def test_a_greedy_policy_does_not_pass_on_its_own_rows(run: Any, shared_data: Pa
     others = {one["estimator"]: one["value"] for one in held["estimates"]}
     assert own["snips"] > 3 * others["snips"]
     assert held["verdict"] in ("weak", "not supported")
-
-
-@pytest.mark.slow
-def test_the_documented_way_from_a_csv_to_a_verdict(
-    run: Any, shared_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(shared_data)
-    lines = re.findall(r"^    replaylake (.*)$", WALK, re.MULTILINE)
-    assert len(lines) == 10
-    verdicts = []
-    for line in lines:
-        words = shlex.split(line)
-        if words[0] == "serve":
-            assert words[1] == "banner"
-            assert "--explore" in words
-            continue
-        ran = run(*words)
-        assert ran.code in ((0, 3) if words[0] == "ope" else (0,)), (line, ran.err)
-        if words[0] == "ope":
-            verdicts.append(ran.out.splitlines()[-1].split(":")[0])
-    assert verdicts == ["supported", "supported", "weak", "supported"]
 
 
 @pytest.mark.slow
