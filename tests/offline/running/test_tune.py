@@ -362,7 +362,7 @@ given = {
     "datasets": "line", "policy": "p", "algorithm": "bc", "batch_size": 8, "holdout": 0.3,
     "updates": 600, "hidden_sizes": [8],
     "tune": {"seeds": list(range(10)), "concurrency": 2,
-             "vary": {"learning_rate": [10 ** -(1 + k / 3) for k in range(10)]}},
+             "vary": {"learning_rate": [10 ** -(1 + k / 3) for k in range(int(sys.argv[2]))]}},
 }
 def told(progress):
     print(progress.trial.number, progress.trial.status, flush=True)
@@ -377,34 +377,40 @@ if __name__ == "__main__":
 
 
 @pytest.mark.chaos
-def test_a_sweep_killed_ten_times_loses_and_repeats_no_trial(lake, tmp_path):
+def test_a_sweep_killed_again_and_again_loses_and_repeats_no_trial(lake, tmp_path):
+    # A kill for each ten trials.
+    num_trials = int(os.environ.get("REPLAYLAKE_TRIALS", "100"))
     script = tmp_path / "driver.py"
     script.write_text(_LONG_DRIVER)
     rng = np.random.default_rng(0)
     num_kills, done = 0, {}
-    while num_kills < 10:
-        process = subprocess.Popen(
-            [sys.executable, str(script), lake.url], stdout=subprocess.PIPE, text=True
-        )
-        for line in itertools.islice(process.stdout, int(rng.integers(5, 60))):
-            number, _ = line.split()
-            assert int(number) not in done, "run twice"
-        time.sleep(float(rng.uniform(0, 0.5)))
-        assert process.poll() is None, "it ended before it was killed ten times"
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    command = [sys.executable, str(script), lake.url, str(num_trials // 10)]
+    while num_kills < num_trials // 10:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            for line in itertools.islice(process.stdout, int(rng.integers(5, 60))):
+                number, _ = line.split()
+                assert int(number) not in done, "run twice"
+            time.sleep(float(rng.uniform(0, 0.5)))
+            assert process.poll() is None, "it ended before it was killed"
+        finally:
+            process.kill()
+            process.communicate()
         num_kills += 1
         runs = trial_runs(lake)
         # What was done stays as it was.
         assert {number: runs[number] for number in done} == done
         done = {number: run for number, run in runs.items() if run["status"] == "done"}
-        print(f"kill {num_kills}: {len(done)} of 100 trials done")
+        print(f"kill {num_kills}: {len(done)} of {num_trials} trials done")
     result = resume_sweep(lake, sweep_record(lake)["run_id"])
-    assert [trial.status for trial in result.trials] == ["done"] * 100
+    assert [trial.status for trial in result.trials] == ["done"] * num_trials
     runs = [run for run in lake.registry.runs() if "sweep" in run]
-    assert sorted(run["sweep"]["trial"] for run in runs) == list(range(100))
+    assert sorted(run["sweep"]["trial"] for run in runs) == list(range(num_trials))
     assert {run["status"] for run in runs} == {"done"}
     versions = sorted(run["policy_version"] for run in runs)
-    assert versions == [entry["version"] for entry in lake.registry.list()] == [*range(1, 101)]
+    assert (
+        versions
+        == [entry["version"] for entry in lake.registry.list()]
+        == [*range(1, num_trials + 1)]
+    )
     assert {number: trial_runs(lake)[number] for number in done} == done
