@@ -94,8 +94,8 @@ def tune(
             when trials are measured and when they end.
 
     All trials train on the present versions of the datasets. Each trial is a run, which `runs list`
-    shows, and registers a version of the policy. Ctrl-C and SIGTERM save checkpoints first. Cost: a
-    process for each trial, `concurrency` of them at once.
+    shows, and registers a version of the policy. Ctrl-C and SIGTERM save checkpoints first. Cost:
+    `concurrency` processes, each of which executes one trial after the other.
 
     Raises: ConfigInvalidError, NotFoundError, InvalidNameError, SchemaMismatchError,
     EmptyReplayError, SpaceUnsupportedError, ExtraMissingError before anything is trained;

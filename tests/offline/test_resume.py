@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +24,8 @@ from replaylake.datastore.lake.policies.package import check_package, load_learn
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import read_curves
+from replaylake.datastore.maintenance.fsck.fsck import fsck
+from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.offline.algorithms.catalog import algorithms
 from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.train import TrainConfig, resume, train
@@ -190,6 +193,33 @@ def test_every_way_to_draw_goes_on_to_the_bit(lake, given):
     bodies = [check_package(result.policy.path).body for result in (again, whole)]
     for key in ("datasets", "sampling", "config", "normalization"):
         assert bodies[0][key] == bodies[1][key]
+
+
+@pytest.mark.parametrize("offset_s", [-3600, 3600])
+def test_a_clock_that_is_set_changes_no_run(lake, monkeypatch, offset_s):
+    whole = train(lake, ["line"], quick(policy="whole", checkpoint_updates=3))
+    real, real_ns = time.time, time.time_ns
+
+    def set_clock(by_s):
+        monkeypatch.setattr(time, "time", lambda: real() + by_s)
+        monkeypatch.setattr(time, "time_ns", lambda: real_ns() + by_s * 10**9)
+
+    def killed_later():
+        set_clock(2 * offset_s)
+        raise Killed
+
+    set_clock(offset_s)
+    ended_at(lake, 7, killed_later, quick(checkpoint_updates=3))
+    (run_id,) = {run["run_id"] for run in lake.registry.runs()} - {whole.run_id}
+    assert Checkpoints(lake.storage, run_id).load().update == 6
+    assert vacuum(lake, delete=True).garbage == ()
+    again = resume(lake, run_id)
+    same_bits(weights(again), weights(whole))
+    assert logged(lake, run_id) == logged(lake, whole.run_id)
+    run = the_run(lake, run_id)
+    assert (run["status"], [entry["update"] for entry in run["resumed"]]) == ("done", [6])
+    assert [entry["version"] for entry in lake.registry.list()] == [1, 1]
+    assert fsck(lake).is_clean
 
 
 def test_an_interrupt_saves_first_and_says_how_to_go_on(lake):

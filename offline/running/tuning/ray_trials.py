@@ -66,7 +66,7 @@ def run_trials(
     should_end: Callable[[], bool],
     is_running: Callable[[], bool],
 ) -> None:
-    """Run trials in a Ray that runs, so many at once, each in a process of its own.
+    """Run trials in a Ray that runs, so many at once, each in a process with no other at a time.
 
     should_end: asked several times a second; true has all of them save and end, wherever they are
     between two measurements. is_running: whether a trial has something to save still; asked then,
@@ -85,6 +85,7 @@ def run_trials(
             tune_config=tune.TuneConfig(
                 scheduler=scheduler,
                 max_concurrent_trials=concurrency,
+                reuse_actors=True,
                 trial_dirname_creator=lambda trial: str(trial.trial_id),
             ),
             run_config=tune.RunConfig(
@@ -114,6 +115,12 @@ def _trainable(tune: Any, works: Sequence[TrialSpec]) -> type:
         def setup(self, config: Mapping[str, Any]) -> None:
             self._work = by_number[config["number"]]
             self._trial = Trial(self._work)
+
+        def reset_config(self, config: Mapping[str, Any]) -> bool:
+            # Of the next trial: importing torch in another process would take seconds.
+            self._trial.stop()
+            self.setup(config)
+            return True
 
         def step(self) -> dict[str, Any]:
             result = self._trial.next()

@@ -1,5 +1,6 @@
 """Sweeps on Ray Tune: every trial a run in the lake, and none of them lost."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_learner_weights
-from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.lease import RunLease, last_heartbeat
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.evaluation.intervals import student_t_interval
@@ -150,12 +151,22 @@ def test_a_sweep_that_cannot_be_is_refused_before_it_is_recorded(lake):
 
 @pytest.mark.slow
 def test_every_trial_is_a_run_and_the_best_mean_is_named(ray, lake):
-    started, told = [], []
+    started, told, processes = [], [], {}
+
+    def on_progress(progress):
+        told.append(progress)
+        for number, run in trial_runs(lake).items():
+            if heartbeat := last_heartbeat(lake.storage, run["run_id"]):
+                processes[number] = heartbeat.pid
+
     result = tune(
         lake,
         *tune_config(asked({"learning_rate": [1e-5, 0.1]}, seeds=[3, 4])),
-        callbacks=Callbacks(on_start=started.append, on_progress=told.append),
+        callbacks=Callbacks(on_start=started.append, on_progress=on_progress),
     )
+    # Two at once: the processes of the first two do the others.
+    assert len(processes) == 4
+    assert len(set(processes.values())) == 2
     (start,) = started
     assert (start.num_combinations, start.num_seeds, start.num_trials) == (2, 2, 4)
     runs = trial_runs(lake)
@@ -339,3 +350,67 @@ def test_an_interrupt_saves_every_trial(lake, tmp_path):
     assert {run["status"] for run in trial_runs(lake).values()} == {"interrupted"}
     with RunLease(lake.storage, sweep_id):
         pass
+
+
+_LONG_DRIVER = """
+import sys
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.offline.callbacks import Callbacks
+from replaylake.offline.running.tune import resume_sweep, tune
+from replaylake.offline.running.tuning.config import tune_config
+given = {
+    "datasets": "line", "policy": "p", "algorithm": "bc", "batch_size": 8, "holdout": 0.3,
+    "updates": 600, "hidden_sizes": [8],
+    "tune": {"seeds": list(range(10)), "concurrency": 2,
+             "vary": {"learning_rate": [10 ** -(1 + k / 3) for k in range(int(sys.argv[2]))]}},
+}
+def told(progress):
+    print(progress.trial.number, progress.trial.status, flush=True)
+if __name__ == "__main__":
+    lake, callbacks = open_lake(sys.argv[1]), Callbacks(on_progress=told)
+    sweeps = [run["run_id"] for run in lake.registry.runs() if run["kind"] == "tune"]
+    if sweeps:
+        resume_sweep(lake, sweeps[0], callbacks=callbacks)
+    else:
+        tune(lake, *tune_config(given), callbacks=callbacks)
+"""
+
+
+@pytest.mark.chaos
+def test_a_sweep_killed_again_and_again_loses_and_repeats_no_trial(lake, tmp_path):
+    # A kill for each ten trials.
+    num_trials = int(os.environ.get("REPLAYLAKE_TRIALS", "100"))
+    script = tmp_path / "driver.py"
+    script.write_text(_LONG_DRIVER)
+    rng = np.random.default_rng(0)
+    num_kills, done = 0, {}
+    command = [sys.executable, str(script), lake.url, str(num_trials // 10)]
+    while num_kills < num_trials // 10:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            for line in itertools.islice(process.stdout, int(rng.integers(5, 60))):
+                number, _ = line.split()
+                assert int(number) not in done, "run twice"
+            time.sleep(float(rng.uniform(0, 0.5)))
+            assert process.poll() is None, "it ended before it was killed"
+        finally:
+            process.kill()
+            process.communicate()
+        num_kills += 1
+        runs = trial_runs(lake)
+        # What was done stays as it was.
+        assert {number: runs[number] for number in done} == done
+        done = {number: run for number, run in runs.items() if run["status"] == "done"}
+        print(f"kill {num_kills}: {len(done)} of {num_trials} trials done")
+    result = resume_sweep(lake, sweep_record(lake)["run_id"])
+    assert [trial.status for trial in result.trials] == ["done"] * num_trials
+    runs = [run for run in lake.registry.runs() if "sweep" in run]
+    assert sorted(run["sweep"]["trial"] for run in runs) == list(range(num_trials))
+    assert {run["status"] for run in runs} == {"done"}
+    versions = sorted(run["policy_version"] for run in runs)
+    assert (
+        versions
+        == [entry["version"] for entry in lake.registry.list()]
+        == [*range(1, num_trials + 1)]
+    )
+    assert {number: trial_runs(lake)[number] for number in done} == done
