@@ -1,10 +1,12 @@
 """What each part costs or saves: fsync, checks, packing, prefetch, numba, priorities, broadcasts.
 
-One part at a time is off, everything else as it is. With and without take turns in one process, and
-the best turn of each counts, as on a busy machine few are undisturbed. Parts without an option are
-replaced in this process alone: a lake that is written without fsync or checks is no lake to keep.
+One part at a time is off, everything else as it is. With and without take short turns in one
+process, the one first and then the other. A figure is that of the best turn, as on a busy machine
+few are undisturbed, and the ratio the middle of those of turns beside each other. Parts without an
+option are replaced in this process alone: a lake that is written without fsync or checks is no lake
+to keep.
 
-    python -m benchmarks.ablation --folder DIR [--parts fsync,numba] [--turns 25]
+    python -m benchmarks.ablation --folder DIR [--parts fsync,numba] [--turns 51]
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -42,7 +45,7 @@ from replaylake.offline.algorithms.catalog import make_learner
 BATCH: Final = 256
 NUM_STEPS: Final = 100_000
 NUM_FRAMES: Final = 10_000
-TURN_S: Final = 0.15
+TURN_S: Final = 0.08
 HIDDEN: Final = [256, 256]
 ONLINE_STEPS: Final = 4_000
 
@@ -65,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="where to write; must be a real disk")
     parser.add_argument("--parts", help=f"by commas: {','.join(PARTS)}")
-    parser.add_argument("--turns", type=int, default=25, help="of each part, with and without it")
+    parser.add_argument("--turns", type=int, default=51, help="of each part, with and without it")
     options = parser.parse_args()
     parts = options.parts.split(",") if options.parts else list(PARTS)
     if unknown := set(parts) - set(PARTS):
@@ -85,15 +88,17 @@ def main() -> None:
 def measure(one: Ablation, num_turns: int) -> str:
     """Take turns, print a line per figure, and return the row of the table."""
     with_it, without = [], []
-    for _ in range(one.num_turns or num_turns):
-        with_it.append(one.measure_with())
-        without.append(one.measure_without())
+    turns = ((one.measure_with, with_it), (one.measure_without, without))
+    for turn in range(one.num_turns or num_turns):
+        for take, figures in turns if turn % 2 else reversed(turns):
+            figures.append(take())
     best = max(with_it), max(without)
     for system, figure in zip(("ours", f"without {one.part}"), best, strict=True):
         line = {"workload": one.workload, "system": system, "figure": figure, "unit": one.unit}
         print(json.dumps(line), flush=True)
     shown = " | ".join(f"{float(f'{figure:.3g}'):,g} {one.unit}" for figure in best)
-    return f"| {one.part} | {one.workload} | {shown} | {best[1] / best[0]:.2f} |"
+    ratio = statistics.median(b / a for a, b in zip(with_it, without, strict=True))
+    return f"| {one.part} | {one.workload} | {shown} | {ratio:.2f} |"
 
 
 def repeat(call: Callable[[], object], units: int = 1, turn_s: float = TURN_S) -> float:
@@ -311,7 +316,7 @@ def broadcasts(folder: Path) -> Iterator[Ablation]:
         "steps/s",
         lambda: run(1),
         lambda: run(1_000_000),
-        num_turns=3,
+        num_turns=4,
     )
 
 

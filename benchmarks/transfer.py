@@ -4,7 +4,8 @@ The nodes are two raylets of this machine, each with an object store of its own;
 one, the worker on the other. `ours` is what a run measures as `transfer`: from the request to the
 episodes in the trainer's process, without what the worker is busy with. `put and get` is an actor
 on the worker's node that answers the same request with one array of the same bytes, which Ray puts
-into the object store there and the trainer gets. They take turns; the middle of the turns counts.
+into the object store there and the trainer gets. They take turns; the middle of the turns and of
+their ratios counts.
 
     python -m benchmarks.transfer --folder DIR
 """
@@ -17,6 +18,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -54,7 +56,7 @@ class Sender:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, help="where to write")
-    parser.add_argument("--turns", type=int, default=21, help="messages of each size and system")
+    parser.add_argument("--turns", type=int, default=51, help="messages of each size and system")
     options = parser.parse_args()
     # The nodes' processes inherit it, to find the environment.
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
@@ -105,7 +107,7 @@ def measure(ray: Any, folder: Path, num_turns: int) -> None:
                 started = time.perf_counter()
                 ray.get(sender.send.remote())
                 bare.append(time.perf_counter() - started)
-            report(num_bytes, statistics.median(ours), statistics.median(bare))
+            report(num_bytes, ours, bare)
 
 
 def receive(pool: RayPool, num_steps: int) -> RolloutBatch:
@@ -125,14 +127,17 @@ def take_transfer(pool: RayPool) -> tuple[float, int]:
     return total.seconds, total.num_bytes
 
 
-def report(num_bytes: int, ours_s: float, bare_s: float) -> None:
+def report(num_bytes: int, ours: Sequence[float], bare: Sequence[float]) -> None:
+    """Print the middle of the seconds of both as rates, and of their ratios."""
+    ours_s, bare_s = statistics.median(ours), statistics.median(bare)
+    ratio = statistics.median(a / b for a, b in zip(ours, bare, strict=True))
     workload = f"worker to trainer over two Ray nodes, {num_bytes / 1e6:.1f} MB"
     for system, seconds in (("ours", ours_s), ("put and get", bare_s)):
         line = {"figure": num_bytes / seconds / 1e6, "unit": "MB/s"}
         print(json.dumps({"workload": workload, "system": system, **line}), flush=True)
     print(
         f"# {workload}: {1e3 * ours_s:.2f} ms, bare {1e3 * bare_s:.2f} ms, "
-        f"{ours_s / bare_s:.2f} times (bar {BAR})",
+        f"{ratio:.2f} times (bar {BAR})",
         flush=True,
     )
 
