@@ -44,8 +44,9 @@ NUM_REFUSED: Final[dict[int, int]] = dict.fromkeys(_REASONS, 0)
 class ReceivedPackets:
     """What the connections of this process took.
 
-    seconds: that packets took to be parsed, and until the next packet is read or a request begins.
-    until: the end of the last packet (time.perf_counter), while a request waits to begin; else 0.
+    seconds: spent on parsing packets, plus the gaps until the next packet is read or a request
+    begins. until: the end of the last packet (time.perf_counter) if a request waited to begin then;
+    else 0.
     """
 
     seconds: float = 0.0
@@ -95,7 +96,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take a packet."""
-        start = RECEIVED.until or time.perf_counter()
+        start = (self._arrivals.num_waiting and RECEIVED.until) or time.perf_counter()
         super().data_received(data)
         end = time.perf_counter()
         RECEIVED.seconds += end - start

@@ -87,14 +87,16 @@ class RequestHandler:
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         begin = time.perf_counter()
+        arrivals = scope.get(ARRIVALS)
         if RECEIVED.until:
-            RECEIVED.seconds += begin - RECEIVED.until
+            # One that waited behind another on its connection begins when the loop has idled.
+            if arrivals is not None and arrivals.num_waiting:
+                RECEIVED.seconds += begin - RECEIVED.until
             RECEIVED.until = 0.0
         start = scope.get(ARRIVED) or begin
         handler_state, serving = self._state, self._state.serving()
         state = _RequestState(scope, start, _BEFORE_START if serving is None else serving.limits)
         state.begin, state.is_measured = begin, is_measured()
-        arrivals = scope.get(ARRIVALS)
         state.num_behind = 0 if arrivals is None else arrivals.start_next()
         state.wait = handler_state.waits.enter(start + state.limits.deadline_s)
         try:

@@ -37,13 +37,13 @@ SERVER_LINKS: Final[tuple[tuple[Place, Link], ...]] = (
 )
 # Of each link: seconds, items, bytes; behind them the seconds of the worker.
 WIDTH: Final = 3 * len(SERVER_LINKS) + 1
-RECEIVE: Final = 0
-CHECK: Final = 3
-PARSE: Final = 6
-SEND: Final = 18
-IDLE: Final = 21
-_BACKGROUND: Final = 24  # of its `parse`
-BATCH_WAIT: Final = 36
+RECEIVE: Final = 3 * SERVER_LINKS.index(("process", "receive"))
+CHECK: Final = 3 * SERVER_LINKS.index(("process", "check"))
+PARSE: Final = 3 * SERVER_LINKS.index(("process", "parse"))
+SEND: Final = 3 * SERVER_LINKS.index(("process", "send"))
+IDLE: Final = 3 * SERVER_LINKS.index(("process", "idle"))
+_BACKGROUND: Final = 3 * SERVER_LINKS.index(("background", "parse"))
+BATCH_WAIT: Final = 3 * SERVER_LINKS.index(("background", "batch_wait"))
 WALL: Final = WIDTH - 1
 _MEASURED_BITS: Final = 4
 _SCALE: Final = 1 << _MEASURED_BITS
@@ -113,7 +113,8 @@ class LinkTimes:
         wall_s = time.perf_counter() - self._started_s
         busy_s = self._read_busy_s() - self._busy_before_s
         values[begin + WALL] = wall_s
-        values[begin + IDLE] = max(0.0, wall_s - busy_s)
+        # The kernel's count may lag behind the clock, and a counter must not decrease.
+        values[begin + IDLE] = max(values[begin + IDLE], wall_s - busy_s)
         for i, value in enumerate(received):
             values[begin + RECEIVE + i] = value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -48,6 +49,10 @@ def measure_server(url: str, *, token: str | None = None, seconds: float = 0.0) 
         labels: tuple(grown.get((family.name, labels), 0.0) for family in _FAMILIES)
         for labels in SERVER_LINKS
     }
+    if min(grown.values()) < 0:
+        raise ServerUnreachableError(
+            f"{url}: restarted while it was watched. Run the command again."
+        )
     # A rate over no time at all would say nothing.
     wall_s = max(1e-6, grown[WORKER_SECONDS.name, ()])
     return build_process_profile(to_timings(values), wall_s)
@@ -56,11 +61,14 @@ def measure_server(url: str, *, token: str | None = None, seconds: float = 0.0) 
 def _read_totals(url: str, token: str | None) -> Totals:
     text = _fetch(f"{url.rstrip('/')}/metrics", token)
     totals: dict[tuple[str, tuple[str, ...]], float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.endswith("_total"):
-                labels = tuple(sample.labels.get(name, "") for name in ("place", "link"))
-                totals[family.name, labels if any(labels) else ()] = sample.value
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    labels = tuple(sample.labels.get(name, "") for name in ("place", "link"))
+                    totals[family.name, labels if any(labels) else ()] = sample.value
+    except ValueError:  # no page of Prometheus: it lacks what is looked for below
+        totals.clear()
     if (WORKER_SECONDS.name, ()) not in totals:
         raise ConfigInvalidError(
             f"{url}: found no {WORKER_SECONDS.name}_total at /metrics, expected a server of this "
@@ -76,10 +84,10 @@ def _fetch(url: str, token: str | None) -> str:
     request = urllib.request.Request(url, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-            return str(response.read().decode())
+            return str(response.read().decode(errors="replace"))
     except urllib.error.HTTPError as error:
         raise RequestFailedError(error.code, "metrics", f"{url} refused: {error.reason}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerUnreachableError(
             f"{url}: {error}, no response. Check that the server runs and that this is its URL."
         ) from error

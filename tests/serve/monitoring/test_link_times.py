@@ -44,10 +44,11 @@ def test_a_measured_request_stands_for_16() -> None:
     assert values[PARSE] == 16.0
 
 
-def test_names_are_those_of_the_numbers() -> None:
-    places = {link: 3 * number for number, (_, link) in enumerate(SERVER_LINKS[:8])}
-    assert (places["receive"], places["parse"]) == (RECEIVE, PARSE)
-    assert (places["send"], places["idle"]) == (SEND, IDLE)
+def test_acting_is_added_to_four_links_in_a_row() -> None:
+    names = [link for _, link in SERVER_LINKS]
+    for first in (PARSE // 3, 8):
+        assert names[first : first + 4] == ["parse", "inference", "journal", "respond"]
+    assert {place for place, _ in SERVER_LINKS[8:]} == {"background"}
 
 
 def test_what_is_not_busy_is_idle() -> None:
@@ -64,8 +65,23 @@ def test_before_the_start_nothing_is_kept() -> None:
     links = LinkTimes()
     links.add(SEND, 1.0)
     links.refresh((1.0, 1, 1))
-    _, values = start()
+    values = memoryview(bytearray(8 * WIDTH)).cast("d")
+    links.start(values, 0)
     assert not any(values)
+    links.add(SEND, 1.0)
+    assert values[SEND] == 16.0
+
+
+def test_idle_seconds_never_decrease(monkeypatch: pytest.MonkeyPatch) -> None:
+    links, values = start()
+    busy = iter([0.0, 5.0, 0.0])
+    monkeypatch.setattr(links, "_read_busy_s", lambda: next(busy))
+    found = []
+    for _ in range(3):
+        time.sleep(0.01)
+        links.refresh((0.0, 0, 0))
+        found.append(values[IDLE])
+    assert 0 < found[0] == found[1] < found[2]
 
 
 def test_one_request_in_16_is_measured() -> None:

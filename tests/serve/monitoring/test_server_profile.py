@@ -1,5 +1,9 @@
 """The profile of a server: of a real one that answers, with and without tokens."""
 
+import socket
+import threading
+from contextlib import contextmanager
+
 import httpx
 import pytest
 
@@ -59,3 +63,54 @@ def test_what_is_no_server_is_named():
         measure_server("http://127.0.0.1:9")
     with pytest.raises(ConfigInvalidError, match="expected a URL"):
         measure_server("ftp://somewhere")
+    with pytest.raises(ServerUnreachableError, match="no response"):
+        measure_server("http://127.0.0.1:port")
+
+
+@contextmanager
+def answering(*answers):
+    """Answer one connection after the other with these bytes; yields the URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            for data in answers:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(data)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
+
+
+def page(body):
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (
+        len(body),
+        body,
+    )
+
+
+@pytest.mark.parametrize("body", [b"<html>{'a b': 1}</html>", b"\xff\xfe", b"", b"up 1\n"])
+def test_another_page_is_named(body):
+    with (
+        answering(page(body)) as url,
+        pytest.raises(ConfigInvalidError, match="found no replaylake"),
+    ):
+        measure_server(url)
+
+
+def test_what_speaks_no_http_is_named():
+    with answering(b"SSH-2.0-x\r\n") as url, pytest.raises(ServerUnreachableError):
+        measure_server(url)
+
+
+def test_a_restart_meanwhile_is_named():
+    head = b"# TYPE replaylake_worker_seconds_total counter\n"
+    pages = [page(head + b"replaylake_worker_seconds_total %d.0\n" % s) for s in (9, 1)]
+    with (
+        answering(*pages) as url,
+        pytest.raises(ServerUnreachableError, match="restarted while it was watched"),
+    ):
+        measure_server(url, seconds=0.01)
