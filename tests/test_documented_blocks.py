@@ -409,7 +409,7 @@ class Runner:
         out, err, codes = self._processes.run_shell(command)
         says_no = "exit code 3" in text or "not supported: " in text
         allowed = {3} if says_no else {1} if re.search(r"(?m)^error: ", shown) else set()
-        assert {*codes} <= allowed, f"{where}: {command}\nexit codes {codes}\n{out}\n{err}"
+        assert {*codes} == allowed, f"{where}: {command}\nexit codes {codes}\n{out}\n{err}"
         self._compare(f"{where}: {command}", shown, out, err, figures_vary)
 
     def _compare(self, where: str, shown: str, out: str, err: str, figures_vary: bool) -> None:

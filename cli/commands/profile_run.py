@@ -75,7 +75,7 @@ def profile(
     """Show the time and bytes of each link of a run, or of a server.
 
     Prints the seconds, rate and bytes of each link, and the bottleneck; of two runs, both beside
-    each other. Works during the run. Of a server's URL, the links of its workers.
+    each other. Works during the run. With a server's URL, prints the links of its workers.
 
     Example:
       replaylake runs profile 01m7xx

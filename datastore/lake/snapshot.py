@@ -134,7 +134,7 @@ class Snapshot:
         but the files' presence is read before it is collected, and then only the columns and row
         groups that the query needs. A column that was added later is null in older rows. Like
         `sql`, it does not check the shards' sha256. From an object store, the shards are first
-        copied to the local disk.
+        copied to the local disk, where they remain until this process ends.
 
         Raises: ExtraMissingError; NotFoundError for a version whose shards were removed.
         """

@@ -69,7 +69,7 @@ _SMALL_BYTES: Final = 4 << 20
 # What one commit replaces: a larger one takes longer to write than a fast writer needs for its
 # next, and would be late each time.
 _MAX_SHARDS: Final = 1000
-# Another writer that replaces the same shards again and again, as annotations may, ends it.
+# After so many conflicts in a row with writers that replace shards, compaction stops.
 _MAX_CONFLICTS: Final = 10
 _ID_BYTES: Final = 48
 
@@ -354,14 +354,14 @@ def plan_groups(
         for entry in snapshot.files
         if entry.size_bytes < target_bytes // 2 and (newest is None or entry.since <= newest)
     ]
-    is_small = {entry.path for entry in small}
+    small_paths = {entry.path for entry in small}
     open_entries = _with_open_episodes(snapshot, small, written_after_ms)
     groups: list[tuple[FileEntry, ...]] = []
     group: list[WeighedShard] = []
     varies = _has_variable_width(snapshot.schema)
     for entry in snapshot.files:
         weighed = None
-        if entry.path in is_small and entry.path not in open_entries:
+        if entry.path in small_paths and entry.path not in open_entries:
             weighed = _weigh(snapshot, entry, target_bytes, varies)
         if weighed is None or weighed.share >= _FULL:
             groups += _worthwhile_parts(group)

@@ -200,8 +200,8 @@ def _first_line(error: Exception) -> str:
     """
     message = re.sub(r"\bsession \d+\.", "", " ".join(str(error).split("\n\n")[0].split()))
     message = _UNKNOWN_TABLE.sub(
-        r"\1, expected a view of the lake, such as datasets or commits, or one of a dataset, such "
-        "as NAME.steps.",
+        r"\1, expected a view of the lake (datasets, commits, ...), of a dataset (NAME.steps, ...) "
+        "or, in a query of one version, steps or episodes.",
         message,
     )
     if message.endswith('at or near "@"'):

@@ -1,6 +1,6 @@
-"""Spans: stretches of work that a command may have measured, wherever in the process they run.
+"""Spans: named sections of work whose time a command can measure, in any thread.
 
-Code marks a stretch by `with span("fsync"):`. Without a recorder that costs half a microsecond, so
+Code marks a section by `with span("fsync"):`. Without a recorder that costs half a microsecond, so
 spans are of blocks, files and commits, never of rows.
 """
 

@@ -96,7 +96,7 @@ def check_algorithm(
 ) -> AlgorithmInfo:
     """Return what is known of the algorithm for these actions.
 
-    needed: what the run needs beside: algorithms without it are not named by a refusal. Raises:
+    needed: capabilities that the run requires; a refusal names only algorithms with them. Raises:
     NotFoundError with the near matches and the list; SpaceUnsupportedError naming those that can;
     ConfigInvalidError for a function that makes no algorithm.
     """
@@ -106,8 +106,8 @@ def check_algorithm(
         return _user_algorithm_info(name, kind)
     fitting = [info for info in matches if info.actions == kind]
     if not fitting:
-        able = _able(kind, needed)
-        others = " and meets the other needs of this run" if needed else ""
+        able = _list_able(kind, needed)
+        others = " and meets the other requirements of this run" if needed else ""
         advice = f"Algorithms that take it: {', '.join(able)}" if able else "No algorithm takes it"
         raise SpaceUnsupportedError(
             f"algorithm {name}: found action space {describe(action_space)}, expected "
@@ -144,13 +144,14 @@ class _Requirement:
     """What only some algorithms can take or give, and how the others are refused.
 
     found: what was found and expected, with what can be done beside taking another algorithm.
-    advice: which other one to take, as `able`. does: what none may do, where `able` is empty.
+    advice: which other one to take, as `able`. negation: what no algorithm may do, where `able` is
+    empty.
     """
 
     is_met: Callable[[AlgorithmInfo], bool]
     found: str
     advice: str
-    does: str
+    negation: str
     error: type[ConfigInvalidError | SpaceUnsupportedError] = ConfigInvalidError
 
 
@@ -187,8 +188,8 @@ _REQUIREMENTS: Final[Mapping[Capability, _Requirement]] = {
     ),
     "replay": _Requirement(
         lambda info: not info.consumes_once,
-        "found mix, expected none, because it learns from each step once, soon after it was "
-        "collected. Leave mix out.",
+        "found other datasets to mix in, expected none, because it learns from each step once, "
+        "soon after it was collected. Leave mix out.",
         "Or use one that learns from replayed steps: {able}.",
         "learns from replayed steps",
     ),
@@ -197,14 +198,14 @@ _REQUIREMENTS: Final[Mapping[Capability, _Requirement]] = {
         "found that it returns no priorities, expected one for each step of a batch. Leave "
         "prioritized out.",
         "Or use one that returns them: {able}.",
-        "returns them",
+        "returns priorities",
     ),
     "gradients": _Requirement(
         lambda info: info.has_gradients,
         "found d3rlpy's, which steps its gradients down itself, expected one whose gradients "
         "several learners can average. Leave learners out.",
         "Or use one of: {able}.",
-        "does",
+        "exposes its gradients",
     ),
 }
 
@@ -221,8 +222,8 @@ def require(
     Args:
         info: the algorithm.
         capability: what it has to be able to.
-        needed: what else the run needs: an algorithm without these would be refused next, and is
-            not named.
+        needed: further capabilities that the run requires; only algorithms that have them are
+            named.
         **found: num_unknown and num_steps, where it is "unknown rewards".
 
     Raises: SpaceUnsupportedError where it is "action masks", else ConfigInvalidError.
@@ -240,18 +241,18 @@ def missing_capability_error(
 ) -> ConfigInvalidError | SpaceUnsupportedError:
     """Return the error that `require` raises."""
     requirement = _REQUIREMENTS[capability]
-    able = _able(info.actions, {capability, *needed})
+    able = _list_able(info.actions, {capability, *needed})
     advice = (
         requirement.advice.format(able=", ".join(able))
         if able
-        else f"No algorithm for {info.actions.replace('_', '-')} actions {requirement.does}"
-        f"{' and meets the other needs of this run' if needed else ''}."
+        else f"No algorithm for {info.actions.replace('_', '-')} actions {requirement.negation}"
+        f"{' and meets the other requirements of this run' if needed else ''}."
     )
     refusal = f"{requirement.found.format(**found)} {advice}"
     return requirement.error(f"algorithm {reference(info)}: {refusal}")
 
 
-def _able(actions: str, needed: Collection[Capability]) -> list[str]:
+def _list_able(actions: str, needed: Collection[Capability]) -> list[str]:
     """Return the algorithms for these actions with all capabilities, as `--algorithm` takes them.
 
     Those for bandits are left out: they want a log of decisions with their probabilities.

@@ -139,8 +139,8 @@ def _advise_on_ends(terminated: _Mask, agree: _Mask) -> str | None:
         )
     if num_late:
         parts.append(
-            f"{num_late:,} rows end in the environment and go on in the log: map the log's column "
-            "of ends to terminated"
+            f"{num_late:,} rows end in the environment and are not terminated in the log: map the "
+            "log's column of ends to terminated"
         )
     return "; ".join(parts) or None
 

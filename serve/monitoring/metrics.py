@@ -371,7 +371,7 @@ def _families(
     links = by_name.pop(_LINKS, {}).get((), [])
     for family in METRIC_FAMILIES:
         if family in (LINK_SECONDS, LINK_ITEMS, LINK_BYTES, WORKER_SECONDS):
-            yield _of_links(family, links)
+            yield _make_link_metric(family, links)
         elif family.kind == "counter":
             yield _counter(family, by_name[family.name])
         elif family.kind == "histogram":
@@ -389,7 +389,7 @@ def _counter(family: MetricFamily, by_labels: Mapping[_Labels, list[CounterBlock
     return metric
 
 
-def _of_links(family: MetricFamily, blocks: Sequence[CounterBlock]) -> Metric:
+def _make_link_metric(family: MetricFamily, blocks: Sequence[CounterBlock]) -> Metric:
     metric = CounterMetricFamily(family.name, family.description, labels=family.labels)
     whole = [block.values for block in blocks if len(block.values) == WIDTH]
     total = np.sum(whole, axis=0) if whole else np.zeros(WIDTH)

@@ -210,9 +210,13 @@ def ingest(
             f"episodes left out because they were deleted from {dataset!r} before: "
             f"{num_deleted:,}; to commit them, use `readmit`"
         )
-    # What was found is in the receipt of the ingest that stored it.
-    did_nothing = job.version is None and job.num_quarantined == 0
-    alignment = None if did_nothing else _run_alignment(inspection, align)
+    # All was present, or in quarantine: the receipt of the earlier ingest has what was found.
+    is_repeated = (
+        job.version is None
+        and job.num_quarantined == 0
+        and job.already_present == (inspection.num_episodes, inspection.num_steps)
+    )
+    alignment = _run_alignment(inspection, align)
     if isinstance(alignment, str):
         job.notes.append(f"alignment was not checked: {alignment}")
         alignment = None
@@ -228,10 +232,10 @@ def ingest(
         num_shards=job.num_shards,
         num_bytes=job.num_bytes,
         num_quarantined=job.num_quarantined,
-        checks=() if did_nothing else (*_conflict_checks(job), *inspection.checks()),
-        rejected=() if did_nothing else tuple(inspection.tally.shown),
-        notes=(*source.notes, *(() if did_nothing else reader.notes), *job.notes),
-        renames={} if did_nothing else dict(reader.renames),
+        checks=() if is_repeated else (*_conflict_checks(job), *inspection.checks()),
+        rejected=() if is_repeated else tuple(inspection.tally.shown),
+        notes=(*source.notes, *(() if is_repeated else reader.notes), *job.notes),
+        renames={} if is_repeated else dict(reader.renames),
         alignment=alignment,
         keys=job.keys,
     )

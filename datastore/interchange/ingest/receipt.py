@@ -49,9 +49,9 @@ class IngestReceipt:
     """What `ingest` did. `version` is None when nothing new was committed.
 
     num_quarantined: rows that came into the dataset's quarantine now. checks: what was found in the
-    source, be it rejected, corrected or only noted; like rejected, renames and alignment empty if
-    nothing was committed or quarantined, because an earlier receipt has it. keys: what became of
-    steps whose keys were there; they are counted with what is already present, or rejected.
+    source, be it rejected, corrected or only noted; like rejected and renames empty for a repeated
+    ingest, because the earlier receipt has them. keys: what became of steps whose keys were there;
+    they are counted with what is already present, or rejected.
     """
 
     dataset: str

@@ -1,4 +1,4 @@
-"""Bounds: the bytes a second that this machine reaches for the same kind of work as a link.
+"""Bounds: the byte rate that this machine reaches for the bare operation of a link.
 
 A bound is the bare operation in a loop, with messages of the link's mean size: the best of several
 repeats, so no link can be faster than its bound for long. It is measured when asked for, on the
@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, Literal
 
 import numpy as np
 
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.lake.runs.run_profile import LinkUse
-from replaylake.datastore.lake.runs.timings import Link
 from replaylake.datastore.names import LAKE_ROOT, new_ulid
 from replaylake.datastore.storage.storage import Storage, make_folder
 
 BoundKind = Literal["copy", "read", "write", "ray"]
 # The bytes of `commit` are those of the shards, which it names and does not move.
-BOUND_KINDS: Final[dict[Link, BoundKind]] = {
+BOUND_KINDS: Final[Mapping[str, BoundKind]] = {
     "encode": "copy",
-    "compress": "copy",
     "sample": "copy",
     "to_device": "copy",
-    "hash": "read",
-    "parse": "read",
     "tail": "read",
     "decode": "read",
     "shard_write": "write",
@@ -55,13 +53,12 @@ def measure_bounds(
         measure_ray: returns the bytes a second of messages of a given size in Ray's object store;
             None where the run had no Ray, and messages are copied.
 
-    Cost: a fifth of a second for each kind and size. Raises: StorageError; OSError if the
-    lake's folder cannot be written to.
+    Cost: a fifth of a second for each kind and size. Raises: StorageError.
     """
     measured: dict[tuple[BoundKind, int], float] = {}
 
     def measure(one: LinkUse) -> LinkUse:
-        kind = next((kind for link, kind in BOUND_KINDS.items() if link == one.link), None)
+        kind = BOUND_KINDS.get(one.link)
         if kind is None or not one.num_bytes or not one.num_calls:
             return one
         if kind == "ray" and measure_ray is None:
@@ -108,7 +105,6 @@ def _measure_files(storage: Storage, num_bytes: int, kind: BoundKind) -> float:
             return measure_rate(lambda: storage.get(name), num_bytes)
         finally:
             storage.delete([name])
-    make_folder(path.parent)
 
     def write() -> None:
         path.unlink(missing_ok=True)
@@ -117,12 +113,19 @@ def _measure_files(storage: Storage, num_bytes: int, kind: BoundKind) -> float:
             os.fsync(file.fileno())
 
     try:
+        make_folder(path.parent)
         if kind == "write":
             return measure_rate(write, num_bytes)
         write()
         return measure_rate(path.read_bytes, num_bytes)
+    except OSError as error:
+        raise StorageError(
+            f"{path}: {error.strerror or error}, expected to write it, to measure the bounds. "
+            "Leave the bounds out, or make the lake writable."
+        ) from error
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def _make_bytes(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

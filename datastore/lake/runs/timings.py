@@ -165,9 +165,9 @@ class ThreadTimings:
         return timings.measure(name, items=0)
 
     def merge(self) -> Timings:
-        """Return the totals of all threads; called once the others have ended."""
+        """Return the totals of all threads, of those that still run what they had by now."""
         merged = self._timings[self._owner].take()
-        for thread, timings in self._timings.items():
+        for thread, timings in list(self._timings.items()):
             if thread != self._owner:
-                merged.merge(timings)
+                merged.merge(Timings(timings.place, dict(timings.totals)))
         return merged

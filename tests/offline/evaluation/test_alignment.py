@@ -89,7 +89,7 @@ def test_ends_that_are_not_logged() -> None:
     episodes = [replace(e, terminated=False, truncated=True) for e in _play("CartPole-v1")]
     found = _check("CartPole-v1", episodes)
     assert found.advice is not None
-    assert found.advice.startswith(f"{len(episodes)} rows end in the environment and go on")
+    assert found.advice.startswith(f"{len(episodes)} rows end in the environment and are not")
 
 
 Edit = Callable[[Episode], Episode]

@@ -74,7 +74,7 @@ class TableSteps:
     final_observations: Values | None = None
     has_final: Mask | None = None
     numbers: Array | None = None
-    """The step column, int64 [n]; anything in rows whose step is `unnumbered`."""
+    """The step column, int64 [n]; undefined where `unnumbered`."""
     unnumbered: Mask | None = None
     """Whether the step of a row could not be read; None: no row's."""
     env_steps: Array | None = None
