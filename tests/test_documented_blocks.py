@@ -6,7 +6,8 @@ shell is a fork of a process that has imported all of it (`fork_server.py`):
 - `python` runs in one namespace per page. A block that begins with `# name.py` is written to that
   file instead.
 - `bash` runs in the page's shell and has to succeed, or to exit with 3 where the block says
-  "exit code 3"; either, where it says "exit code 3 if". After a server was started in the background, the next block waits for it.
+  "exit code 3"; either, where it says "exit code 3 if". After a server was started in the
+  background, the next block waits for it.
 - `console` runs each line after `$ `. `$ cat FILE` of a file that is not there writes the file.
 - `sql` runs through `lake.sql` on the lake that the page's entry in `_PAGES` prepares.
 - `text` directly below one of these is its output. Other `text` is only shown.
