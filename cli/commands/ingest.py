@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from itertools import chain
@@ -378,7 +379,8 @@ def ingest(
         bool,
         typer.Option(
             "--profile",
-            help="After the receipt, print the time and bytes of each part of the ingest.",
+            help="After the receipt, print the time and bytes of each part of the ingest, and "
+            "how fast the bare operation is on this machine.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -515,7 +517,11 @@ def ingest(
             raise
     body, lines = receipt.to_json(), receipt_lines(receipt)
     if measurement is not None:
+        from replaylake.datastore.lake.runs.bounds import measure_bounds
+
         links = measurement.build_profile()
+        with report.waiting("measuring the bounds"):
+            links = replace(links, links=measure_bounds(links.links, handle.storage))
         body["profile"] = links.to_json()
         lines = chain(lines, link_lines(links.links))
     report.print_result(body, lines)

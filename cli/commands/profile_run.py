@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -48,7 +49,8 @@ def profile(
         typer.Option(
             "--bounds",
             help="Measure on this machine how fast the bare operation of each link that moves "
-            "bytes is: copying, writing with fsync, reading, Ray's object store.",
+            "bytes is: copying, writing with fsync, appending, reading, a socket, Ray's object "
+            "store. For one run or server.",
         ),
     ] = False,
     seconds: Annotated[
@@ -87,10 +89,10 @@ def profile(
     from replaylake.datastore.lake.lake import open_lake
 
     if any(_is_url(run) for run in runs):
-        for flag, is_given in (("--last", last), ("--bounds", bounds), ("RUN", len(runs) > 1)):
+        for flag, is_given in (("--last", last), ("RUN", len(runs) > 1)):
             if is_given:
                 raise typer.BadParameter("found it with the URL of a server.", param_hint=flag)
-        _profile_server(CommandOutput(as_json), runs[0], seconds or 0.0, token_file)
+        _profile_server(CommandOutput(as_json), runs[0], seconds or 0.0, token_file, bounds)
         return
     for flag, is_missing in (("--seconds", seconds is None), ("--token-file", token_file is None)):
         if not is_missing:
@@ -120,7 +122,7 @@ def _is_url(text: str) -> bool:
 
 
 def _profile_server(
-    report: CommandOutput, url: str, seconds: float, token_file: Path | None
+    report: CommandOutput, url: str, seconds: float, token_file: Path | None, bounds: bool
 ) -> None:
     from replaylake.serve.monitoring.server_profile import measure_server
 
@@ -135,6 +137,13 @@ def _profile_server(
             ) from error
     with report.waiting(f"watching {url}"):
         profile = measure_server(url, token=token, seconds=seconds)
+    if bounds:
+        from replaylake.datastore.lake.runs.bounds import measure_bounds
+        from replaylake.datastore.storage.storage import LocalStorage
+
+        with report.waiting("measuring the bounds"), TemporaryDirectory() as folder:
+            links = measure_bounds(profile.links, LocalStorage(Path(folder)))
+        profile = replace(profile, links=links)
     heading = f"server {url}  {time_left(profile.wall_s)} of its workers' time"
     lines = [heading, *link_lines(profile.links)]
     report.print_result({"url": url, **profile.to_json()}, lines)

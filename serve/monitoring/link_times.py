@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from replaylake.datastore.lake.runs.timings import Link, Place, Timings
+from replaylake.datastore.lake.runs.timings import Link, Place, Timings, Total
 
 # In the order of a request; `idle` and `batch_wait` are waits. Those of `background` lie beside the
 # event loop: requests that wait for others, and large requests that a thread answers.
@@ -134,7 +134,6 @@ def to_timings(values: Mapping[tuple[Place, Link], tuple[float, ...]]) -> Timing
     timings = Timings("process")
     for (place, link), (seconds, items, num_bytes) in values.items():
         if seconds or items:
-            own = Timings(place)
-            own.add(link, seconds, round(items), round(num_bytes))
-            timings.merge(own)
+            total = Total(seconds, round(items), round(num_bytes), round(items))
+            timings.merge(Timings(place, {(place, link): total}))
     return timings

@@ -8,6 +8,7 @@ machine and in the lake where the profile is read, which need not be where the r
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,20 +22,29 @@ from replaylake.datastore.lake.runs.run_profile import LinkUse
 from replaylake.datastore.names import LAKE_ROOT, new_ulid
 from replaylake.datastore.storage.storage import Storage, make_folder
 
-BoundKind = Literal["copy", "read", "write", "ray"]
+BoundKind = Literal["copy", "read", "append", "write", "socket", "ray"]
 # The bytes of `commit` are those of the shards, which it names and does not move.
 BOUND_KINDS: Final[Mapping[str, BoundKind]] = {
     "encode": "copy",
+    "compress": "copy",
+    "parse": "copy",
+    "respond": "copy",
     "sample": "copy",
     "to_device": "copy",
+    "hash": "read",
     "tail": "read",
     "decode": "read",
     "shard_write": "write",
+    "journal": "append",
+    "receive": "socket",
+    "send": "socket",
     "transfer": "ray",
     "broadcast": "ray",
 }
 # Beyond, the rate no longer depends on the size.
 _MAX_BYTES: Final = 32 << 20
+# Less than the buffer of a socket, which one thread fills and empties.
+_SOCKET_BYTES: Final = 32 << 10
 _MIN_REPEATS: Final = 3
 _MEASURED_S: Final = 0.2
 
@@ -49,7 +59,7 @@ def measure_bounds(
     Args:
         links: of a profile.
         storage: of the lake, in whose folder files are written and removed again, at most 32 MiB
-            at a time. On an object store, one blob is written for `write` and `read`.
+            at a time. On an object store, one blob is written for each kind but `copy` and `ray`.
         measure_ray: returns the bytes a second of messages of a given size in Ray's object store;
             None where the run had no Ray, and messages are copied.
 
@@ -69,6 +79,8 @@ def measure_bounds(
                 measured[kind, size] = measure_ray(size)
             elif kind == "copy":
                 measured[kind, size] = _measure_copies(size)
+            elif kind == "socket":
+                measured[kind, size] = _measure_sockets(size)
             else:
                 measured[kind, size] = _measure_files(storage, size, kind)
         return replace(one, bound_mb_per_s=measured[kind, size] / 1e6)
@@ -93,13 +105,30 @@ def _measure_copies(num_bytes: int) -> float:
     return measure_rate(lambda: np.copyto(target, source), num_bytes)
 
 
+def _measure_sockets(num_bytes: int) -> float:
+    """Measure messages between two ends of a socket in one thread, a buffer of it at a time."""
+    source, target = _make_bytes(num_bytes).tobytes(), bytearray(_SOCKET_BYTES)
+    left, right = socket.socketpair()
+
+    def send() -> None:
+        for start in range(0, num_bytes, _SOCKET_BYTES):
+            piece = source[start : start + _SOCKET_BYTES]
+            left.sendall(piece)
+            num_left = len(piece)
+            while num_left:
+                num_left -= right.recv_into(target, num_left)
+
+    with left, right:
+        return measure_rate(send, num_bytes)
+
+
 def _measure_files(storage: Storage, num_bytes: int, kind: BoundKind) -> float:
-    """Measure files that are written and fsynced, or read while the page cache has them."""
+    """Measure files that are written and fsynced, appended to, or read from the page cache."""
     name = f"{LAKE_ROOT}/tmp/bound-{new_ulid()}"
     data = _make_bytes(num_bytes).tobytes()
     if (path := storage.local_folder(name)) is None:
         try:
-            if kind == "write":
+            if kind != "read":
                 return measure_rate(lambda: storage.put(name, data), num_bytes)
             storage.put(name, data)
             return measure_rate(lambda: storage.get(name), num_bytes)
@@ -116,6 +145,9 @@ def _measure_files(storage: Storage, num_bytes: int, kind: BoundKind) -> float:
         make_folder(path.parent)
         if kind == "write":
             return measure_rate(write, num_bytes)
+        if kind == "append":
+            with path.open("xb", buffering=0) as file:
+                return measure_rate(lambda: os.pwrite(file.fileno(), data, 0), num_bytes)
         write()
         return measure_rate(path.read_bytes, num_bytes)
     except OSError as error:

@@ -37,7 +37,9 @@ def test_messages_are_measured_up_to_32_mib(tmp_path: Path) -> None:
     assert sizes == [32 << 20]
 
 
-@pytest.mark.parametrize("link", ["encode", "tail", "shard_write", "broadcast"])
+@pytest.mark.parametrize(
+    "link", ["encode", "tail", "shard_write", "journal", "receive", "broadcast"]
+)
 def test_each_kind_without_ray(tmp_path: Path, link: str) -> None:
     use = LinkUse(link, "trainer", 1.0, 1.0, 8, 8_000, 8)
     (found,) = measure_bounds([use], LocalStorage(tmp_path))
