@@ -139,10 +139,10 @@ def _profile_server(
         profile = measure_server(url, token=token, seconds=seconds)
     if bounds:
         from replaylake.datastore.lake.runs.bounds import measure_bounds
-        from replaylake.datastore.storage.storage import LocalStorage
+        from replaylake.datastore.storage.locations import open_storage
 
         with report.waiting("measuring the bounds"), TemporaryDirectory() as folder:
-            links = measure_bounds(profile.links, LocalStorage(Path(folder)))
+            links = measure_bounds(profile.links, open_storage(folder))
         profile = replace(profile, links=links)
     heading = f"server {url}  {time_left(profile.wall_s)} of its workers' time"
     lines = [heading, *link_lines(profile.links)]

@@ -168,13 +168,12 @@ def test_what_has_no_profile(run: Any, filled: Lake, run_id: str, said: str) -> 
 def test_options_of_runs_and_of_servers_are_told_apart(run: Any, filled: Lake) -> None:
     for arguments in (
         ("http://127.0.0.1:9", "--last"),
-        ("http://127.0.0.1:9", "--bounds"),
         ("http://127.0.0.1:9", GOES_ON),
         (GOES_ON, "--seconds", "3"),
         (GOES_ON, "--token-file", "admin"),
     ):
         assert run("runs", "profile", *arguments).code == 2, arguments
-    run("runs", "profile", "http://127.0.0.1:9").failed("no response")
+    run("runs", "profile", "http://127.0.0.1:9", "--bounds").failed("no response")
 
 
 def test_they_are_listed_with_what_they_collected(run: Any, filled: Lake) -> None:

@@ -41,11 +41,13 @@ def test_a_server_accounts_for_its_time(kit, tmp_path, capsys):
         with pytest.raises(RequestFailedError, match="HTTP 401"):
             measure_server(server.url)
         arguments = ["runs", "profile", server.url, "--token-file", str(tmp_path / "admin")]
+        arguments.append("--bounds")
         assert main(arguments) == 0
     finally:
         server.stop()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"server {server.url}  ")
+    assert lines[1].endswith("bound MB/s  bound/rate")
     assert {"receive", "send", "idle", "other"} <= {line.split()[0] for line in lines[2:]}
     links = {one.link: one for one in found.links if one.place == "process"}
     # Each request is two packets, head and body, or one; other requests came with them.
