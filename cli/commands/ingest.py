@@ -379,8 +379,8 @@ def ingest(
         bool,
         typer.Option(
             "--profile",
-            help="After the receipt, print the time and bytes of each part of the ingest, and "
-            "how fast the bare operation is on this machine.",
+            help="After the receipt, print the time and bytes of each link (stage) of the ingest, "
+            "and the throughput of its limiting operation alone on this machine.",
         ),
     ] = False,
     as_json: JsonOption = False,

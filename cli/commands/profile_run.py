@@ -48,9 +48,9 @@ def profile(
         bool,
         typer.Option(
             "--bounds",
-            help="Measure on this machine how fast the bare operation of each link that moves "
-            "bytes is: copying, writing with fsync, appending, reading, a socket, Ray's object "
-            "store. For one run or server.",
+            help="For each link that moves bytes, also measure the throughput of its limiting "
+            "operation alone on this machine: a memory copy, a write with fsync, an append, a "
+            "read, a socket, or Ray's object store. For one run or server.",
         ),
     ] = False,
     seconds: Annotated[
@@ -59,7 +59,8 @@ def profile(
             "--seconds",
             metavar="N",
             min=0.1,
-            help="Watch the server for N seconds, instead of all time since its start.",
+            help="Measure the server during the next N seconds; by default, the times are "
+            "totals since its workers started.",
         ),
     ] = None,
     token_file: Annotated[
@@ -91,12 +92,17 @@ def profile(
     if any(_is_url(run) for run in runs):
         for flag, is_given in (("--last", last), ("RUN", len(runs) > 1)):
             if is_given:
-                raise typer.BadParameter("found it with the URL of a server.", param_hint=flag)
+                raise typer.BadParameter(
+                    "found it with the URL of a server, which is profiled alone and as a whole.",
+                    param_hint=flag,
+                )
         _profile_server(CommandOutput(as_json), runs[0], seconds or 0.0, token_file, bounds)
         return
     for flag, is_missing in (("--seconds", seconds is None), ("--token-file", token_file is None)):
         if not is_missing:
-            raise typer.BadParameter("found it without the URL of a server.", param_hint=flag)
+            raise typer.BadParameter(
+                "found it with a run, expected the URL of a server.", param_hint=flag
+            )
     if len(runs) > 2:
         raise typer.BadParameter(f"found {len(runs)} runs, expected one, or two to compare")
     if bounds and len(runs) > 1:

@@ -378,8 +378,8 @@ def _summary(result: TrainResult, logged: Mapping[str, Any] | None) -> Iterator[
         if selection["measure"] == "fqe":
             each = result.config.num_fqe_updates
             yield (
-                f"selection made at most {each * num_measured:,} updates of fitted Q evaluation "
-                f"({each:,} each time), training {num_updates:,}"
+                f"selection by fitted Q evaluation made at most {each * num_measured:,} updates "
+                f"({each:,} per evaluation); training made {num_updates:,}"
             )
     if not is_last:
         # They are of the policy that was taken, and not of the end.

@@ -108,8 +108,8 @@ def compact(
 ) -> list[CompactReceipt]:
     """Compact a dataset's steps, and the decisions and rewards that were served into it.
 
-    Shards that others append in the meantime are left to the next compaction, and so are those that
-    another writer replaces again and again: it ends beside writers of any speed.
+    It terminates, however fast other processes write: shards that they append in the meantime, and
+    shards that another writer repeatedly replaces first, are left to the next compaction.
 
     Args:
         lake: the lake.

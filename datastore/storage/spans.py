@@ -38,7 +38,7 @@ class SpanWork:
 
 
 class SpanRecorder(Protocol):
-    """Measures spans of any thread; a span inside another one is not counted with it."""
+    """Measures spans of any thread; the time of an inner span is not counted in the outer one."""
 
     def measure_span(self, name: SpanName) -> AbstractContextManager[SpanWork]: ...
 

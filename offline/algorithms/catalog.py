@@ -141,11 +141,11 @@ Capability = Literal[
 
 @dataclass(frozen=True)
 class _Requirement:
-    """What only some algorithms can take or give, and how the others are refused.
+    """A capability that only some algorithms have, and the error for the others.
 
-    found: what was found and expected, with what can be done beside taking another algorithm.
-    advice: which other one to take, as `able`. negation: what no algorithm may do, where `able` is
-    empty.
+    found: what was found and expected, and the remedies other than another algorithm. advice: names
+    the algorithms with the capability, as {able}. negation: the predicate of "No algorithm ...",
+    which replaces the advice if there are none.
     """
 
     is_met: Callable[[AlgorithmInfo], bool]
@@ -166,8 +166,8 @@ _REQUIREMENTS: Final[Mapping[Capability, _Requirement]] = {
     ),
     "unknown rewards": _Requirement(
         lambda info: not info.uses_rewards,
-        "{num_unknown} of {num_steps} steps have no reward, expected one for each. Give rewards "
-        "with `replaylake annotate`, or say in SQL what an unknown one counts as (`reward` "
+        "{num_unknown} of {num_steps} steps have no reward, expected one for each. Add rewards "
+        "with `replaylake annotate`, or replace unknown ones by an SQL expression (`reward` "
         "'coalesce(reward, 0)').",
         "Or clone behavior, which needs no rewards, with {able}.",
         "learns without rewards",

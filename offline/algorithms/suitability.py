@@ -59,9 +59,9 @@ def find_data_needs(
 ) -> frozenset[Capability]:
     """Return what an algorithm needs for these data, before they are decoded.
 
-    reward: the SQL expression that replaces the logged one. Masks may turn out to be all true, and
-    a condition may leave out the steps without a reward. Cost: the shards' footers, where rewards
-    are optional. Raises: ShardCorruptError.
+    The result may include too much: masks may be all true, and a condition may exclude the steps
+    without a reward. reward: the SQL expression that replaces the logged one. Cost: reads the
+    footers of the shards if rewards are optional. Raises: ShardCorruptError.
     """
     needed: set[Capability] = {"logs"}
     if any(snapshot.spec.mask_size is not None for snapshot in snapshots):

@@ -87,11 +87,11 @@ def check_alignment(
 ) -> Alignment | str:
     """Replay every step of `episodes` that has a next observation through the environment.
 
-    Returns the reason as a text where the environment's state cannot be set from an observation, it
-    is one of several agents, or no row can be checked. An environment joins by
-    `set_state_from_observation` (see env_states). Actions that it does not take, and what it raises
-    on them, count as rows that disagree. Cost: a step of the environment a row, and eight more
-    where rows disagree.
+    Returns a text with the reason if nothing can be checked: the environment has several agents,
+    its state cannot be set from an observation, or no row is suitable. An environment supports the
+    check by a method `set_state_from_observation` (see env_states). A row whose action it refuses,
+    or on which it raises, counts as disagreeing. Cost: one environment step per row, and eight more
+    per row if rows disagree.
 
     env_args: what the environment is made with.
 
@@ -106,7 +106,7 @@ def check_alignment(
             return f"the state of {env_id} cannot be set from an observation"
         rows = _collect_rows(episodes)
         if rows is None:
-            return "no step has numbers as its observation and action, and a next observation"
+            return "no step has a numeric observation, a numeric action and a next observation"
         return _check_rows(env_id, env, rows, replay)
     finally:
         env.close()

@@ -42,11 +42,11 @@ NUM_REFUSED: Final[dict[int, int]] = dict.fromkeys(_REASONS, 0)
 
 @dataclass(slots=True)
 class ReceivedPackets:
-    """What the connections of this process took.
+    """Totals of the packets that this process received, over all connections.
 
-    seconds: spent on parsing packets, plus the gaps until the next packet is read or a request
-    begins. until: the end of the last packet (time.perf_counter) if a request waited to begin then;
-    else 0.
+    seconds: time of parsing packets, plus the gaps until the next packet is read or the handler of
+    a request starts. until: time.perf_counter() at the end of the last packet if a handler had
+    still to start then, else 0.
     """
 
     seconds: float = 0.0

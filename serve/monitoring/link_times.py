@@ -88,8 +88,8 @@ class LinkTimes:
         """Add what acting for `num` observations took.
 
         times: time.perf_counter() before parse, inference, journal and respond, and at the end.
-        num_bytes: of the requests, of the journal and of the answers; all of a measured request, or
-        of a batch that is.
+        num_bytes: of the requests, of the journal records and of the responses. All values are
+        those of one measured request or one measured batch.
         """
         is_loop = threading.get_ident() == self._loop_thread
         values, at = self._values, self._begin + (PARSE if is_loop else _BACKGROUND)

@@ -199,7 +199,7 @@ WORKER_STARTS: Final = MetricFamily(
 LINK_SECONDS: Final = MetricFamily(
     "replaylake_link_seconds",
     "counter",
-    "Time of the workers' event loops by link; in place background, time beside them.",
+    "Time of the workers' event loops by link; place background: other threads, waits for batches.",
     ("place", "link"),
 )
 LINK_ITEMS: Final = MetricFamily(

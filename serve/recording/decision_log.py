@@ -165,10 +165,10 @@ class DecisionLog:
 
 
 class Clock:
-    """Microseconds since 1970, UTC, never going back: a worker's ids sort in the order of issue.
+    """Clock whose times (microseconds since 1970, UTC) never decrease, so ids sort by issue order.
 
-    One for all endpoints of a worker: a report has no time before the decision that it names, even
-    if the machine's clock was set back in between.
+    All endpoints of a worker share one clock: a report is never earlier than the decision that it
+    names, even if the machine's clock was set back in between.
     """
 
     def __init__(self) -> None:

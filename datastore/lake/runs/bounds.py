@@ -1,8 +1,8 @@
-"""Bounds: the byte rate that this machine reaches for the bare operation of a link.
+"""Bounds: the throughput that this machine reaches for the limiting operation of a link alone.
 
-A bound is the bare operation in a loop, with messages of the link's mean size: the best of several
-repeats, so no link can be faster than its bound for long. It is measured when asked for, on the
-machine and in the lake where the profile is read, which need not be where the run ran.
+The operation, such as a memory copy or a file write, is repeated with messages of the link's mean
+size; the bound is the rate of the fastest repetition. It is measured on request, on the machine and
+in the lake from which the profile is read, which may differ from the machine of the run.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def _measure_files(storage: Storage, num_bytes: int, kind: BoundKind) -> float:
         return measure_rate(path.read_bytes, num_bytes)
     except OSError as error:
         raise StorageError(
-            f"{path}: {error.strerror or error}, expected to write it, to measure the bounds. "
-            "Leave the bounds out, or make the lake writable."
+            f"{path}: {error.strerror or error} while measuring the bounds, expected a lake that "
+            "can be written. Make it writable, or profile without bounds."
         ) from error
     finally:
         with suppress(OSError):

@@ -150,7 +150,10 @@ class Timings:
 
 
 class ThreadTimings:
-    """A SpanRecorder: spans of the thread that `timings` is of, and of others in the background."""
+    """A SpanRecorder that keeps totals per thread.
+
+    timings: totals of the thread that creates the recorder; other threads count as `background`.
+    """
 
     def __init__(self, timings: Timings) -> None:
         self._owner = threading.get_ident()
@@ -165,7 +168,7 @@ class ThreadTimings:
         return timings.measure(name, items=0)
 
     def merge(self) -> Timings:
-        """Return the totals of all threads, of those that still run what they had by now."""
+        """Return the totals of all threads; of running threads, the spans that have ended."""
         merged = self._timings[self._owner].take()
         for thread, timings in list(self._timings.items()):
             if thread != self._owner:

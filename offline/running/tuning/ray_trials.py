@@ -66,7 +66,7 @@ def run_trials(
     should_end: Callable[[], bool],
     is_running: Callable[[], bool],
 ) -> None:
-    """Run trials in a Ray that runs, so many at once, each in a process with no other at a time.
+    """Run trials on a running Ray, `concurrency` at once; each process runs one at a time.
 
     should_end: asked several times a second; true has all of them save and end, wherever they are
     between two measurements. is_running: whether a trial has something to save still; asked then,
