@@ -532,7 +532,7 @@ def test_a_lake_that_becomes_read_only_ends_the_run(folder: Path, disk: Disk) ->
     subprocess.run([*disk.inside, "sh", "-c", again, disk.path / "lake"], check=True)
     life.end(code=1)
     (said,) = [line for line in life.said.splitlines() if line.startswith("error: ")]
-    assert "Read-only file system, expected to read or write it. Free disk space or correct" in said
+    assert "Read-only file system, expected to read or write it. Mount the file system" in said
     found = account(open_lake(disk.root / "lake"), run_id)
     assert found.rows == found.acknowledged > 0
 
