@@ -1,4 +1,4 @@
-"""What of ReplayLake is installed: the extras of its wheel, and the versions of their packages."""
+"""Installation: which extras of ReplayLake are installed, and in which versions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Package:
 
     @property
     def is_outside_bounds(self) -> bool:
-        """Whether it is installed in a version below the lower bound, or not the one demanded."""
+        """Whether the installed version is below the lower bound or differs from the pinned one."""
         if self.version is None or (bound := re.search(r"([>=]=)\s*([\d.]+)", self.bounds)) is None:
             return False
         found, wanted = _numbers(self.version), _numbers(bound[2])

@@ -1,4 +1,4 @@
-"""What Tab offers: the names of the datasets, policies and runs of the lake."""
+"""Shell completion of names: the datasets, policies and runs of the lake."""
 
 from __future__ import annotations
 

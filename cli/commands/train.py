@@ -219,7 +219,7 @@ def offline(
         print_resume_hint(report, "train offline", without="from the beginning"),
     ):
         result = _run_with_progress(report, watch, run)
-    logged = None if result.evaluation is None else _logged_returns(store, result)
+    logged = None if result.evaluation is None else _find_logged_returns(store, result)
     report.print_result({**_body(result), "logged": logged}, _summary(result, logged))
     if logged is not None and _is_worse(result, logged["mean_return"]):
         report.print_message(
@@ -229,7 +229,7 @@ def offline(
         )
 
 
-def _logged_returns(lake: Lake, result: TrainResult) -> dict[str, Any] | None:
+def _find_logged_returns(lake: Lake, result: TrainResult) -> dict[str, Any] | None:
     """Return the mean return of the complete episodes of the datasets, of whoever acted in them.
 
     None if there is none, or if a version is gone meanwhile.
@@ -247,7 +247,7 @@ def _logged_returns(lake: Lake, result: TrainResult) -> dict[str, Any] | None:
 
 
 def _is_worse(result: TrainResult, logged: float) -> bool:
-    """Whether the policy's mean return is below the log's, beyond its interval."""
+    """Whether the policy's 95% interval of the mean return lies below the log's mean."""
     score = result.evaluation
     if score is None or _of_reward(result):
         return False

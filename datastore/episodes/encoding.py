@@ -147,7 +147,7 @@ class Encoding:
 
     @cached_property
     def has_categories(self) -> bool:
-        """Whether a field has a vocabulary."""
+        """Whether any field is categorical, so that its texts are stored as numbers."""
         return any(one.kind == CATEGORY for one in self.fields)
 
     @property

@@ -30,7 +30,7 @@ from replaylake.datastore.interchange.formats.tabular.steps import (
     OPTIONAL_FIELDS,
     RowFault,
     TableSteps,
-    joined_steps,
+    join_episode_rows,
 )
 from replaylake.datastore.interchange.formats.tabular.tables import MISFITS, Survey
 
@@ -225,7 +225,7 @@ class _GroupBounds:
         continues = runs.starts != self.starts[runs.groups]
         ids = TextColumn(as_text_array(self._groups.ids).take(pa.array(codes)))
         numbers = self._steps.numbers
-        columns, absent = joined_steps(steps, lengths)
+        columns, absent = join_episode_rows(steps, lengths)
         return [
             LoggedColumns(
                 steps=columns,
@@ -342,13 +342,13 @@ def _find_moved(origins: Array, codes: Array) -> Mask | None:
 
 
 def _as_logged(raw: pa.Table, rows: slice, order: Array | None) -> pa.Table:
-    raw = logged_columns(raw)
+    raw = select_logged_columns(raw)
     if order is None:
         return raw.slice(rows.start, rows.stop - rows.start)
     return raw.take(pa.array(order[rows]))
 
 
-def logged_columns(raw: pa.Table) -> pa.Table:
+def select_logged_columns(raw: pa.Table) -> pa.Table:
     """Return rows without the hidden columns that only readings have."""
     # Misfits are part of the row; with none, they are no column of it.
     names = [name for name in raw.column_names if not name.startswith("\0") or name == MISFITS]

@@ -48,7 +48,7 @@ from replaylake.datastore.interchange.formats.tabular.fields import (
 from replaylake.datastore.interchange.formats.tabular.grouping import (
     Groups,
     group,
-    logged_columns,
+    select_logged_columns,
 )
 from replaylake.datastore.interchange.formats.tabular.row_plan import find_known_columns, plan_rows
 from replaylake.datastore.interchange.formats.tabular.steps import RowFault
@@ -252,7 +252,7 @@ class TabularReader:
         for table in self._ready.preparation.chunks(self._tables):
             first, end = np.searchsorted(wanted, [start, start + table.num_rows])
             if not parts or end > first:
-                rows = logged_columns(table).take(pa.array(wanted[first:end] - start))
+                rows = select_logged_columns(table).take(pa.array(wanted[first:end] - start))
                 parts.append(rows)
             start += table.num_rows
             if end == len(wanted):
@@ -348,14 +348,14 @@ class TabularReader:
             block = following
 
     @cached_property
-    def _repeated_array(self) -> pa.Array:
+    def _repeated_id_array(self) -> pa.Array:
         return pa.array(self._repeated, pa.string())
 
     def _find_reused(self, table: pa.Table, ids: pa.Array) -> list[RowFault]:
         """Mark the rows of one decision whose key other rows have too."""
         if not self._repeated:
             return []
-        rows = np.asarray(pc.is_in(ids, self._repeated_array))
+        rows = np.asarray(pc.is_in(ids, self._repeated_id_array))
         if not rows.any():
             return []
         name = str(self._layout.one("episode_id"))

@@ -112,7 +112,7 @@ class TableSteps:
         )
 
 
-def joined_steps(steps: TableSteps, lengths: Array) -> tuple[Episode, dict[str, Mask]]:
+def join_episode_rows(steps: TableSteps, lengths: Array) -> tuple[Episode, dict[str, Mask]]:
     """Return rows that are episodes of these lengths, one after another, as those of one episode.
 
     And, by their name, the fields that only some of the episodes have, with those that lack them.
