@@ -54,6 +54,20 @@ def test_sampling_states_its_probability(client):
     assert np.allclose(log_probs, expected[actions], atol=1e-6)
 
 
+def test_exploration_keeps_to_the_mask_and_states_its_probability(kit, app_client, tmp_path):
+    weights = np.tile(np.array([3.0, 2.0, 1.0], np.float32), (4, 1))
+    spec = PolicySpec(Box((4,)), Discrete(3), "categorical")
+    folder = kit.save_policy(tmp_path / "p", spec, kit.linear_graph(weights, "logits", 4))
+    # The mode is forbidden: of the two others the better one has 1 - 0.1 / 2.
+    body = {"observation": GOOD, "action_mask": [False, True, True]}
+    app = create_app(lambda: serving(load_policy(folder), exploration=Exploration(epsilon=0.1)))
+    with app_client(app) as client:
+        answers = [client.post("/act", json={**body, "seed": i}).json() for i in range(200)]
+    found = {(one["action"], round(math.exp(one["log_prob"]), 6)) for one in answers}
+    assert found == {(1, 0.95), (2, 0.05)}
+    assert 180 <= sum(one["action"] == 1 for one in answers) < 200
+
+
 def test_exploration_is_the_default_where_it_is_on(app_client, policy):
     logits = np.array([0.8, -0.65])
     app = create_app(lambda: serving(policy, exploration=Exploration(epsilon=0.5)))
