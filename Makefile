@@ -1,8 +1,9 @@
 # `make demo`, `make test` and `make check` each set up .venv first; it is installed again only when
 # pyproject.toml or constraints.txt change.
 
-# A virtual environment or module path of the caller's must not leak into ours.
-unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
+# A virtual environment or module path of the caller's must not leak into ours. Nor a wish for no bytecode: each process
+# that tests start would compile ReplayLake again, and each worker the tests with their assertions.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 SOURCES := $(wildcard datastore offline online serve cli tests examples benchmarks) src/replaylake/__init__.py
@@ -10,7 +11,9 @@ WORKERS ?= 2
 KILLS ?= 500
 FUZZ_MINUTES ?= 10
 
-.PHONY: .venv demo test test-slow bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-base bench ope-coverage clean
+comma := ,
+
+.PHONY: .venv demo test test-slow browser bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-recorders compat-verifiers bench ope-coverage clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -28,14 +31,23 @@ FUZZ_MINUTES ?= 10
 demo: .venv/.installed
 	@$(PY) examples/demo.py
 
-# One torch thread per worker: more would only contend.
+# One torch thread per worker: more would only contend. The tests write 0.7 GB and wait for the disk some 50,000 times;
+# so they write to memory, where there is room, and the slow tests to the disk. What failing tests wrote is kept.
 test: .venv/.installed
 	@echo "tests: fast, $(WORKERS) at a time"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not chaos and not bars"
+	@trap : INT; folder=$$(.ci/test-folder) && \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q --durations 30 --durations-min 1 -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not chaos and not bars" --basetemp="$$folder/tests"; \
+	code=$$?; if [ $$code -eq 1 ]; then echo "the files of the tests are in $$folder"; else rm -rf "$$folder"; fi; exit $$code
 
 test-slow: .venv/.installed
 	@echo "tests: slow, $(WORKERS) at a time"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile -m "slow and not gpu and not chaos and not bars" || [ $$? -eq 5 ]
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q --durations 60 --durations-min 5 -n $(WORKERS) --dist loadfile -m "slow and not gpu and not chaos and not bars" || [ $$? -eq 5 ]
+
+# The explorer's pages in Debian's Chromium: what does not run for want of it, the first lines say; with CI=true that fails.
+browser: .venv/.installed
+	@command -v chromium chromium-browser google-chrome >/dev/null || echo "tests: NO browser: none of these tests can run. Install chromium (apt-get install chromium)" >&2
+	@echo "tests: the explorer in Chromium"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q --durations 10 --durations-min 5 -p no:xdist -m browser tests/serve/explorer || [ $$? -eq 5 -a -z "$$CI" ]
 
 # Learning online takes a minute a run, with two workers beside it: one run after the other.
 bars: .venv/.installed
@@ -87,6 +99,23 @@ check-container:
 # The base beside verl and TRL, each in an environment of over a gigabyte below .bench/.
 compat-base:
 	@.ci/compat-base
+
+# Agents of libraries that know nothing of the gateway, recorded by it, in an environment below .bench/.
+compat-agents: .venv/.installed
+	@.ci/compat-agents
+
+# Random message graphs by verifiers itself: its branches are those of `sequences`. `make compat-verifiers NUM=5000 SEED=7`.
+compat-verifiers: .venv/.installed
+	@.ci/compat-verifiers $(or $(NUM),1000) $(SEED)
+
+# What `export` writes for trainers of language models, opened with their own readers, in an environment of over a gigabyte
+# below .bench/. `make compat ONLY=trl,verl` opens some; slime's reader needs its source tree: `SLIME=PATH make compat`.
+compat: .venv/.installed
+	@.ci/compat $(subst $(comma), ,$(ONLY))
+
+# The hooks for TRL, verl and rLLM inside those frameworks: `make compat-recorders ONLY=trl`.
+compat-recorders: .venv/.installed
+	@.ci/compat-recorders $(subst $(comma), ,$(ONLY))
 
 # Ours beside its peers, each in an environment of its own below .bench/: run it on an idle machine.
 # `make bench ONLY=append,load` runs some of the workloads.

@@ -8,6 +8,13 @@ several repeats in one process, and beside it the first, which has to get its me
     python -m benchmarks.ingest memory --gigabytes 20 --folder DIR
 
 ingests a CSV of that size and prints the greatest memory of the process.
+
+    python -m benchmarks.ingest beside_duckdb --folder DIR
+
+ingests files of 1M short episodes (decisions, and steps in episodes of 100; CSV and JSON Lines),
+and decisions with a unique key too, beside DuckDB's COPY of the same file to Parquet, which checks
+nothing. Each runs in a process of its own, in turns; printed is the least of the rounds of each as
+a multiple of DuckDB's, in processor time (user and system, all threads), wall time and memory.
 """
 
 from __future__ import annotations
@@ -17,10 +24,13 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import duckdb
 import h5py
 import numpy as np
 import pyarrow as pa
@@ -31,6 +41,7 @@ import pyarrow.parquet as pq
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded
 
 EPISODE_STEPS = 1_000
 CSV_COLUMNS = ReadOptions({"observation": "x,x_dot,theta,theta_dot"})
@@ -38,12 +49,19 @@ CSV_COLUMNS = ReadOptions({"observation": "x,x_dot,theta,theta_dot"})
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("system", choices=("ours", "by_hand", "memory"))
+    parser.add_argument("system", choices=("ours", "by_hand", "memory", "beside_duckdb", "one"))
     parser.add_argument("--folder", type=Path, required=True, help="holds the files between runs")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gigabytes", type=float, default=20.0, help="of the CSV, for memory")
+    parser.add_argument("--run", default="", help="for one: FILE:SYSTEM, as beside_duckdb runs it")
     options = parser.parse_args()
+    if options.system == "one":
+        print(json.dumps(run_one(options.folder, *options.run.split(":"))))
+        return
+    if options.system == "beside_duckdb":
+        beside_duckdb(options.folder, options.steps, options.repeats)
+        return
     if options.system == "memory":
         print(json.dumps(memory(options.folder, options.gigabytes)), flush=True)
         return
@@ -182,6 +200,107 @@ def rllib(folder: Path, name: str, num_steps: int) -> Path:
             }
             stream.write(json.dumps(batch) + "\n")
     return path
+
+
+def beside_duckdb(folder: Path, num_rows: int, rounds: int) -> None:
+    """Print ratios of ingests to DuckDB's COPY of the same files."""
+    files = write_short_episodes(folder, num_rows)
+    runs = [f"{path.name}:{system}" for path in files for system in ("duckdb", "ours")]
+    runs += [f"{path.name}:unique" for path in files if path.stem == "decisions"]
+    figures: dict[str, list[list[float]]] = {run: [] for run in runs}
+    for _ in range(rounds):
+        for run in runs:
+            command = [sys.executable, "-m", "benchmarks.ingest", "one", "--folder", str(folder)]
+            found = subprocess.run(
+                [*command, "--run", run], check=True, stdout=subprocess.PIPE, text=True
+            )
+            figures[run].append(json.loads(found.stdout.splitlines()[-1]))
+    for run in runs:
+        name, system = run.split(":")
+        if system == "duckdb":
+            continue
+        theirs = np.min(figures[f"{name}:duckdb"], axis=0)
+        ours = np.min(figures[run], axis=0)
+        line = {
+            "workload": f"ingest {name}, {num_rows:,} rows" + ", unique" * (system == "unique"),
+            "system": "ours by DuckDB's COPY",
+            "figure": round(ours[0] / theirs[0], 2),
+            "unit": "times the processor time",
+            "wall": round(ours[1] / theirs[1], 2),
+            "cpu_s": [round(ours[0], 2), round(theirs[0], 2)],
+            "peak_mib": round(max(figure[2] for figure in figures[run])),
+        }
+        print(json.dumps(line), flush=True)
+
+
+def run_one(folder: Path, name: str, system: str) -> list[float]:
+    """Read one file by one system; return processor and wall seconds, and the peak in MiB."""
+    path = folder / name
+    keep_pandas_unloaded()  # as the command does
+    before, started = processor_s(), time.perf_counter()
+    if system == "duckdb":
+        read = "read_csv" if path.suffix == ".csv" else "read_json"
+        query = f"SELECT * FROM {read}('{path}')"
+        target = folder / "by_duckdb.parquet"
+        duckdb.connect().execute(f"COPY ({query}) TO '{target}' (FORMAT parquet, COMPRESSION zstd)")
+    else:
+        place = folder / "lake"
+        shutil.rmtree(place, ignore_errors=True)
+        mapping = {"observation": "x0,x1,x2"}
+        if path.stem == "decisions":
+            mapping |= {"episode_id": "event_id", "event": "event_id"}
+        receipt = ingest(
+            open_lake(place, create=True),
+            [path],
+            "log",
+            format="bandit" if path.stem == "decisions" else "auto",
+            options=ReadOptions(mapping),
+            unique=["event"] if system == "unique" else [],
+        )
+        if receipt.steps.rejected or not receipt.steps.committed:
+            raise SystemExit(f"{name}: {receipt.steps}")
+    seconds = processor_s() - before, time.perf_counter() - started
+    return [*seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
+
+
+def processor_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def write_short_episodes(folder: Path, num: int) -> list[Path]:
+    """Write decisions of seven columns and steps of eight, as CSV and as JSON Lines, once."""
+    rng = np.random.default_rng(0)
+    chances = np.array([0.4, 0.3, 0.2, 0.1])
+    rows, actions = np.arange(num), rng.choice(4, num, p=chances)
+    context = {f"x{i}": rng.normal(size=num).round(4) for i in range(3)}
+    logs = {
+        "decisions": {
+            "event_id": rows + 10**9,
+            **context,
+            "action": actions,
+            "reward": (rng.random(num) < 0.1).astype(int),
+            "propensity": chances[actions],
+        },
+        "steps": {
+            "episode_id": rows // 100,
+            "step": rows % 100,
+            **context,
+            "action": actions,
+            "reward": rng.normal(size=num).round(3),
+            "terminated": rows % 100 == 99,
+        },
+    }
+    paths = []
+    for name, columns in logs.items():
+        paths += [folder / f"{name}.csv", folder / f"{name}.jsonl"]
+        if all(path.exists() for path in paths[-2:]):
+            continue
+        pa_csv.write_csv(pa.table(columns), paths[-2])
+        with paths[-1].open("w") as file:
+            for row in zip(*(column.tolist() for column in columns.values()), strict=True):
+                file.write(json.dumps(dict(zip(columns, row, strict=True))) + "\n")
+    return paths
 
 
 def memory(folder: Path, gigabytes: float) -> dict[str, object]:

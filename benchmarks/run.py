@@ -29,12 +29,14 @@ ENVIRONMENTS: Final = HERE.parent / ".bench"
 class Workload:
     """A module and the systems it measures; without any it compares by itself, in one process.
 
-    `peers` are the systems that need the environment of that name.
+    `peers` are the systems that need the environment of that name. `is_repeated`: whether the
+    systems take turns several times; those that take long to store their data repeat in one turn.
     """
 
     module: str
     systems: tuple[str, ...] = ()
     peers: frozenset[str] = frozenset()
+    is_repeated: bool = True
 
 
 WORKLOADS: Final = (
@@ -47,6 +49,7 @@ WORKLOADS: Final = (
     Workload("learn"),
     Workload("rollout"),
     Workload("transfer"),
+    Workload("gateway"),
     Workload("ablation"),
     Workload("online", ("ours", "by_hand", "sb3"), frozenset({"sb3"})),
     Workload(
@@ -58,6 +61,12 @@ WORKLOADS: Final = (
         "sampling",
         ("ours", "by_hand", "cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"),
         frozenset({"cpprb", "tianshou", "sb3", "torchrl", "d3rlpy", "rllib"}),
+    ),
+    Workload(
+        "language",
+        ("ours", "memcpy", "datasets", "torchrl", "transferqueue"),
+        frozenset({"datasets", "torchrl", "transferqueue"}),
+        is_repeated=False,
     ),
 )
 
@@ -92,7 +101,7 @@ def main() -> None:
 def run(workload: Workload, rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a workload as they come; a system that fails is named and left out."""
     # What compares by itself takes its turns by itself, and memory does not depend on luck.
-    turns = rounds if len(workload.systems) > 1 else 1
+    turns = rounds if len(workload.systems) > 1 and workload.is_repeated else 1
     failed: set[str] = set()
     for _ in range(turns):
         for system in workload.systems or ("",):

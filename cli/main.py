@@ -31,10 +31,12 @@ from replaylake.cli.commands import (
     diff,
     doctor,
     evaluate,
+    explore,
     export,
     feedback,
     formats,
     fsck,
+    gateway,
     history,
     ingest,
     lineage,
@@ -49,6 +51,7 @@ from replaylake.cli.commands import (
     retention,
     rollout,
     runs,
+    score,
     serve,
     set_reference,
     split,
@@ -72,8 +75,8 @@ _UsageError: Final[Any] = typer.BadParameter.__bases__[0]
 
 # The headings of `replaylake --help`, each with its commands.
 GROUPS: Final = {
-    "Write data": ("ingest", "quarantine", "rollout", "feedback", "annotate"),
-    "Read data": ("datasets", "sql", "lineage"),
+    "Write data": ("ingest", "quarantine", "rollout", "gateway", "feedback", "annotate", "score"),
+    "Read data": ("datasets", "explore", "sql", "lineage"),
     "Export data": ("export", "formats"),
     "Train and evaluate": (
         "train",
@@ -203,10 +206,12 @@ _register(_quarantine, "list", quarantine.list_rows)
 _register(_quarantine, "show", quarantine.show)
 _register(_quarantine, "clear", quarantine.clear)
 _register(app, "rollout", rollout.rollout)
+_register(app, "gateway", gateway.gateway)
 app.add_typer(_feedback, name="feedback")
 _register(_feedback, "join", feedback.join_feedback)
 _register(_feedback, "status", feedback.status)
 _register(app, "annotate", annotate.annotate)
+_register(app, "score", score.score)
 app.add_typer(_datasets, name="datasets")
 _register(_datasets, "list", datasets.list_datasets, has_short_form=True)
 _register(_datasets, "show", datasets.show, has_short_form=True)
@@ -220,6 +225,7 @@ _register(_datasets, "rename-column", columns.rename_column)
 _register(_datasets, "drop-column", columns.drop_column)
 _register(_datasets, "set-reference", set_reference.set_reference)
 _register(_datasets, "delete", delete.delete)
+_register(app, "explore", explore.explore)
 _register(app, "sql", sql.sql)
 _register(app, "lineage", lineage.lineage)
 _register(app, "export", export.export)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -51,6 +53,18 @@ LakeOption = Annotated[
         help="Path or URL of the lake (for example s3://bucket/prefix).",
     ),
 ]
+ByOption = Annotated[
+    str | None,
+    typer.Option(
+        "--by",
+        metavar="NAME",
+        help="Name of the person responsible, for the record; by default the user name on this "
+        "machine.",
+    ),
+]
+NoteOption = Annotated[
+    str | None, typer.Option("--note", metavar="TEXT", help="Reason, for the record.")
+]
 # Eager, so that they are known when another option's value turns out to be wrong.
 JsonOption = Annotated[
     bool,
@@ -70,6 +84,34 @@ DebugOption = Annotated[
         is_eager=True,
         rich_help_panel=COMMON_OPTIONS,
         help="Print the traceback of an error.",
+    ),
+]
+# Of the commands that listen: who may connect.
+ACCESS_OPTIONS: Final = "Access options"
+RolesFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--roles-file",
+        rich_help_panel=ACCESS_OPTIONS,
+        metavar="FILE",
+        help="TOML file with the role table: hashes of tokens, and their roles by dataset.",
+    ),
+]
+InsecureOption = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        rich_help_panel=ACCESS_OPTIONS,
+        help="Allow other machines to connect without tokens.",
+    ),
+]
+AllowedHostOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        rich_help_panel=ACCESS_OPTIONS,
+        metavar="HOST",
+        help="Host name to answer to, besides loopback and the listening address. Repeatable.",
     ),
 ]
 DatasetsArgument = Annotated[
@@ -104,6 +146,7 @@ PolicyArgument = Annotated[
 # The options of what the library calls otherwise; of several, one command has one.
 _OPTIONS: Final = {
     "allowed_hosts": ("--allowed-host",),
+    "api_key": ("--api-key-env",),
     "action_range": ("--action-low and --action-high",),
     "as_name": ("--as",),
     "body_bytes": ("--max-body",),
@@ -120,11 +163,14 @@ _OPTIONS: Final = {
     "keep_versions_s": ("--keep-versions",),
     "mapping": ("--map",),
     "max_age_s": ("--max-age",),
+    "options": ("--judge-option",),
     "older_than_s": ("--older-than",),
     "reasons": ("--reason",),
     "reward_unknown": ("--no-reward",),
+    "retry_s": ("--retry",),
     "roles_file": ("--roles-file", "--access"),
     "target_bytes": ("--target", "--target-shard"),
+    "timeout_s": ("--timeout",),
 }
 # Parameters whose option has their own name.
 _SAME_NAMES: Final = (
@@ -155,6 +201,7 @@ _SAME_NAMES: Final = (
     "ignore_masks",
     "incomplete",
     "insecure",
+    "label",
     "lake",
     "late",
     "learner_gpus",
@@ -163,8 +210,10 @@ _SAME_NAMES: Final = (
     "into",
     "log_to",
     "max_categories",
+    "max_requests_per_second",
     "max_steps",
     "mix",
+    "name",
     "on",
     "on_conflict",
     "on_invalid",
@@ -172,11 +221,13 @@ _SAME_NAMES: Final = (
     "open_ends",
     "order_by",
     "output",
+    "path_prefix",
     "port",
     "random",
     "readmit",
     "repair",
     "replace",
+    "revision",
     "reward",
     "reward_scale",
     "set",
@@ -196,6 +247,14 @@ _SAME_NAMES: Final = (
 )
 _FLAGS: Final = _OPTIONS | {name: ("--" + name.replace("_", "-"),) for name in _SAME_NAMES}
 _PARAMETER: Final = re.compile(r"`(\w+)`")
+
+
+def user_name() -> str | None:
+    """Return the name of who runs this; None where the system has none for them."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # a container's user without an entry
+        return None
 
 
 def name_options(text: str) -> str:
@@ -239,7 +298,7 @@ def parse_env_args(texts: Sequence[str] | None, *, has_env: bool = True) -> dict
     environment was named. Raises: typer.BadParameter (exit 2).
     """
     if texts and not has_env:
-        raise typer.BadParameter("found it without --env.", param_hint="--env-arg")
+        raise typer.BadParameter("requires --env.", param_hint="--env-arg")
     pairs = parse_pairs(texts or [], "--env-arg", "KEY=VALUE")
     return {key: _json_or_text(value) for key, value in pairs.items()}
 

@@ -107,6 +107,7 @@ def main() -> None:
     )
     print(f"\nDone in {time.monotonic() - started:.0f} s. Now by hand:\n")
     print(f"    export PATH={Path(COMMAND).parent}:$PATH REPLAYLAKE_LAKE={LAKE.resolve()}")
+    print("    replaylake explore --open")
     print("    replaylake serve clone --log-to cartpole --explore epsilon=0.05")
     print(
         "    curl -s localhost:3000/act -H 'content-type: application/json' "

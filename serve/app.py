@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from replaylake.serve.api.about import About
 from replaylake.serve.api.act import ActEndpoint
@@ -30,14 +27,13 @@ from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
 from replaylake.serve.http.connections import NUM_REFUSED, RECEIVED
-from replaylake.serve.http.request_handler import HandlerState, RequestHandler
+from replaylake.serve.http.request_handler import HandlerState
+from replaylake.serve.http.routed_app import RoutedApp
 from replaylake.serve.messages import (
     RETRY_AFTER_S,
     RETRY_LATER,
     Endpoint,
-    Request,
     RequestRefusedError,
-    Response,
 )
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
@@ -86,47 +82,9 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
 
     handler_state = HandlerState(lambda: worker.serving, metrics)
 
-    async def handle_unrouted(request: Request) -> Response:
-        """Refuse a wrong path or method in the form of every other error."""
-        if request.path in endpoints:
-            method, _ = endpoints[request.path]
-            message = f"{request.path} does not take {request.method[:20]}; use {method}"
-            allow = ((b"allow", method.encode()),)
-            raise RequestRefusedError(405, "method", message, headers=allow)
-        message = f"unknown path {request.path[:80]}; use one of {', '.join(endpoints)}"
-        raise RequestRefusedError(404, "path", message)
-
-    handlers = {
-        (path, method): RequestHandler(path, endpoint, handler_state)
-        for path, (method, endpoint) in endpoints.items()
-    }
-    routes = [
-        Route(path, handler, methods=[method]) for (path, method), handler in handlers.items()
-    ]
-    # Also keeps BentoML's own pages, which load scripts from elsewhere, from being served.
-    routes.append(Route("/{path:path}", RequestHandler("other", handle_unrouted, handler_state)))
-    app = _App(handlers, routes=routes, lifespan=lifespan)
+    app = RoutedApp(endpoints, handler_state, lifespan=lifespan)
     app.state.is_ready = lambda: False
     return app
-
-
-class _App(Starlette):
-    """Hands a request for a known route straight to its handler.
-
-    Starlette's middleware and router would take as long as the policy does (15 us, 2026-11), and a
-    handler needs neither. They get the rest: lifespan, HEAD, wrong paths and methods.
-    """
-
-    def __init__(self, handlers: Mapping[tuple[str, str], RequestHandler], **options: Any) -> None:
-        super().__init__(**options)
-        self._handlers = handlers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            handler = self._handlers.get((scope["path"], scope["method"]))
-            if handler is not None:
-                return await handler(scope, receive, send)
-        return await super().__call__(scope, receive, send)
 
 
 class _LoadedServing:

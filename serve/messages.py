@@ -19,7 +19,8 @@ class Request:
     """A request with its whole body. content_type is without parameters, in lower case.
 
     num_behind: how many came with it and have not begun yet, as far as is known. is_measured:
-    whether its times are added up.
+    whether its times are added up. content_encoding: of the body, where a route takes any but its
+    own.
     """
 
     route: str
@@ -31,6 +32,7 @@ class Request:
     accept: str = JSON
     num_behind: int = 0
     is_measured: bool = False
+    content_encoding: bytes = b"identity"
 
 
 @dataclass(slots=True)

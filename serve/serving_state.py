@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from dataclasses import dataclass, field
 
 from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.feedback.journal import Journal
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.serve.messages import RETRY_AFTER_S, RETRY_LATER, RequestRefusedError
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.feedback_join_process import FeedbackJoinProcess
 from replaylake.serve.recording.received_log import ReceivedLog
@@ -45,6 +48,40 @@ class ServingState:
     received: ReceivedLog | None = None  # opened with the first episode that was acted elsewhere
     states: StateSigner = field(default_factory=lambda: StateSigner(os.urandom(32)))
     takes_options: bool = True
+    _opening: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _is_closed: bool = False
+
+    @property
+    def worker(self) -> str:
+        """The name of this worker, which no other has."""
+        return self.signer.worker
+
+    @property
+    def spaces_hint(self) -> str:
+        """A sentence on where a client finds the spaces of the dataset."""
+        return "GET /policy has the spaces."
+
+    def find_dataset(self) -> Dataset:
+        """Return the dataset that is logged to. Raises: RequestRefusedError if there is none."""
+        if self.log is None:
+            message = "this server logs no decisions; start it with `log_to`, a dataset to log to"
+            raise RequestRefusedError(404, "path", message)
+        return self.log.dataset
+
+    def open_received(self) -> ReceivedLog:
+        """Return the journal of received steps, opened with the first of them.
+
+        Raises: RequestRefusedError if nothing is logged, or no longer.
+        """
+        dataset = self.find_dataset()
+        with self._opening:
+            if self.received is None:
+                if self._is_closed:
+                    message = f"stopping; retry in {RETRY_AFTER_S} s"
+                    raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
+                config = None if self.log is None else self.log.decisions.config
+                self.received = ReceivedLog(dataset, self.worker, config)
+            return self.received
 
     @property
     def journals(self) -> dict[str, Journal]:
@@ -82,6 +119,8 @@ class ServingState:
 
     def close(self) -> None:
         """Follow no more, and commit what was logged, or log what the next start has to commit."""
+        with self._opening:
+            self._is_closed = True
         if self.follower is not None:
             self.follower.stop()
         if self.feedback_join is not None:

@@ -1,14 +1,23 @@
 """For all tests: an S3 server on loopback, this machine's folders for remote lakes, real logs."""
 
 import atexit
+import importlib.util
+import json
 import os
+import select
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import hypothesis
 import pytest
@@ -64,6 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("needs_d3rlpy"):
                 item.add_marker(pytest.mark.skip(reason="d3rlpy is not there, on purpose"))
+    in_browser = [item for item in items if item.get_closest_marker("browser")]
+    if in_browser and not _runs_browser(config):
+        config.hook.pytest_deselected(items=in_browser)
+        items[:] = [item for item in items if item not in in_browser]
     if _SHARED_DATA.is_dir() or os.environ.get("CI"):
         return
     left_out = [item for item in items if "shared_data" in getattr(item, "fixturenames", ())]
@@ -71,9 +84,44 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-def pytest_report_header() -> str:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file for `-m "slow and ..."` in which nothing is marked slow, and so on.
+
+    That is more than half of them, and each process of a run would import them all.
+    """
+    words = config.option.markexpr.split()
+    if not words or words[0] not in ("slow", "chaos", "bars", "gpu") or "or" in words:
+        return None
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if is_test and f"mark.{words[0]}" not in collection_path.read_text(encoding="utf-8"):
+        return True
+    return None
+
+
+def _runs_browser(config: pytest.Config) -> bool:
+    """Whether the tests marked `browser` are asked for, and can run or have to (with CI)."""
+    is_asked = "browser" in str(config.option.markexpr).replace("not browser", "")
+    return is_asked and (_find_chromium() is not None or bool(os.environ.get("CI")))
+
+
+def _find_chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
     there = "are" if _SHARED_DATA.is_dir() else "are NOT"
-    return f"other people's logs {there} in {_SHARED_DATA}"
+    lines = [f"other people's logs {there} in {_SHARED_DATA}"]
+    if "browser" in str(config.option.markexpr) and _find_chromium() is None:
+        lines.append("Chromium is NOT installed: no test of pages in a browser runs here")
+    return lines
+
+
+@pytest.fixture(scope="session")
+def chromium_path() -> str:
+    found = _find_chromium()
+    assert found is not None, "expected chromium: apt-get install chromium"
+    return found
 
 
 class S3Server:
@@ -167,3 +215,168 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Serve
 def bucket(s3: S3Server) -> str:
     """A bucket of this test's own."""
     return s3.make_bucket()
+
+
+class ChatEndpoint:
+    """OpenAI's chat completions on a free port of loopback.
+
+    `reply` returns a status, headers and the text of the answer to a prompt; is_raw: or the whole
+    body of a 200.
+    """
+
+    def __init__(self) -> None:
+        self.reply: Callable[[str], tuple[int, dict[str, str], str]] = lambda prompt: (200, {}, "1")
+        self.is_raw = False
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.times: list[float] = []
+        self.num_at_once = self.max_at_once = 0
+        lock = threading.Lock()
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    endpoint.times.append(time.monotonic())
+                    endpoint.requests.append({"path": self.path, **body})
+                    endpoint.headers.append(dict(self.headers))
+                    endpoint.num_at_once += 1
+                    endpoint.max_at_once = max(endpoint.max_at_once, endpoint.num_at_once)
+                try:
+                    status, headers, text = endpoint.reply(body["messages"][0]["content"])
+                finally:
+                    with lock:
+                        endpoint.num_at_once -= 1
+                message = {"role": "assistant", "content": text}
+                answer: Any = {"model": "judge-2026", "choices": [{"message": message}]}
+                is_completion = status == 200 and not endpoint.is_raw
+                data = (json.dumps(answer) if is_completion else text).encode()
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # a client that went away
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[ChatEndpoint]:
+    server = ChatEndpoint()
+    yield server
+    server.close()
+
+
+_FORK_SERVER = Path(__file__).with_name("fork_server.py")
+_spec = importlib.util.spec_from_file_location("replaylake_fork_server", _FORK_SERVER)
+assert _spec is not None
+assert _spec.loader is not None
+_fork_server = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_fork_server)
+
+
+class ForkedCommand:
+    """A `replaylake` command in a process that has imported all of it; used as a Popen is.
+
+    It leads a session, and so a process group, of its own.
+    """
+
+    def __init__(
+        self, server: str, arguments: Sequence[str], environment: Mapping[str, str], *files: IO[Any]
+    ) -> None:
+        """files: its stdout and stderr."""
+        with open(os.devnull) as nothing:
+            streams = [file.fileno() for file in (nothing, *files)]
+            self._connection, self.pid = _fork_server.connect(
+                server, arguments, environment, streams
+            )
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code, 128 + N where signal N ended it. Raises: TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._connection], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("replaylake", timeout or 0.0)
+            self.returncode = self._connection.recv(1)[0]
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it alone, not what it started."""
+        self.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def fork_command() -> Iterator[Callable[..., ForkedCommand]]:
+    """Starts commands as ForkedCommand does: an import of torch, 2 s of a processor, is spared.
+
+    They find the modules of tests/online/environments.
+    """
+    with tempfile.TemporaryDirectory(prefix="rl-") as folder:
+        path = f"{folder}/socket"
+        environments = str(Path(__file__).parent / "online" / "environments")
+        paths = os.pathsep.join(filter(None, [environments, os.environ.get("PYTHONPATH", "")]))
+        server = subprocess.Popen(
+            [sys.executable, str(_FORK_SERVER), "serve", path],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )
+        assert server.stdout is not None
+        with server.stdout as said:
+            assert said.readline() == b"ready\n"
+
+        def start(arguments: Sequence[str], *files: IO[Any], **environment: str) -> ForkedCommand:
+            variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
+            return ForkedCommand(path, arguments, variables, *files)
+
+        yield start
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def answer_of(fork_command: Callable[..., ForkedCommand], tmp_path: Path) -> Callable[..., Any]:
+    """Runs a command with `--json` in a process of its own, and returns what it answers."""
+
+    def run(*arguments: str) -> Any:
+        with (tmp_path / "answered").open("w+") as answered, (tmp_path / "said").open("w+") as said:
+            code = fork_command([*arguments, "--json"], answered, said).wait(180)
+            texts = [(file.seek(0), file.read())[1] for file in (answered, said)]
+        assert code == 0, texts[1]
+        return json.loads(texts[0])
+
+    return run

@@ -14,7 +14,9 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 
+_NOT_IMPORTED = "replaylake.online.recorders.transferqueue."
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -27,7 +29,9 @@ def serve(path: str) -> None:
     from replaylake.cli.main import run as run_command
 
     for module in pkgutil.walk_packages(replaylake.__path__, "replaylake."):
-        importlib.import_module(module.name)
+        # The backend of TransferQueue is imported in TransferQueue's processes alone.
+        if not module.name.startswith(_NOT_IMPORTED):
+            importlib.import_module(module.name)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
@@ -66,10 +70,11 @@ def serve(path: str) -> None:
 
 
 def _wait(connection: socket.socket, pid: int) -> int:
-    """Forward signals to a command, and its exit code to whoever started it.
+    """Send a command's pid to whoever started it, forward signals to it, and send its exit code.
 
     Whoever started it may be killed, and the command then is too, with what it started.
     """
+    connection.sendall(pid.to_bytes(4, "big"))
     end = os.pidfd_open(pid)
     while end not in select.select([connection, end], [], [])[0]:
         number = connection.recv(1)
@@ -83,14 +88,33 @@ def _wait(connection: socket.socket, pid: int) -> int:
     return 0
 
 
+def connect(
+    path: str, arguments: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]
+) -> tuple[socket.socket, int]:
+    """Start a command by the server; return the connection, on which its exit code comes, and its
+    pid. It is killed, with its process group, if the connection is closed before.
+
+    streams: descriptors of its stdin, stdout and stderr.
+    """
+    request = {
+        "arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd(),
+    }  # fmt: skip
+    text = json.dumps(request).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(path)
+        socket.send_fds(connection, [len(text).to_bytes(8, "big")], streams)
+        connection.sendall(text)
+        return connection, int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
+    except BaseException:
+        connection.close()
+        raise
+
+
 def run(path: str, arguments: list[str]) -> int:
     """Run a command by the server, with the streams of this process."""
-    request = {"arguments": arguments, "environment": {**os.environ}, "folder": os.getcwd()}
-    text = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        socket.send_fds(connection, [len(text).to_bytes(8, "big")], [0, 1, 2])
-        connection.sendall(text)
+    connection, _ = connect(path, arguments, os.environ, (0, 1, 2))
+    with connection:
         for number in _FORWARDED:
             # Background jobs of a shell ignore Ctrl-C.
             if signal.getsignal(number) is not signal.SIG_IGN:

@@ -1,6 +1,6 @@
 """RLlib's public bars, on the logs that RLlib tests itself with: each seed has to pass.
 
-The slow set runs one seed, `make bars` the others.
+The slow set runs one seed, `make bars` the others; cloning by one seed is in test_train.py.
 
 A policy is trained as `replaylake train offline ... --env ID` does it, and is worth what the
 closing evaluation of 20 episodes says, whose seeds had no part in choosing it.
@@ -20,9 +20,7 @@ from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.offline.running.train import TrainConfig, train
 
 _CARTPOLE = Path(__file__).parents[1] / "examples" / "data" / "rllib_cartpole"
-_SEEDS = [pytest.param(0, marks=pytest.mark.slow)] + [
-    pytest.param(seed, marks=pytest.mark.bars) for seed in (1, 2)
-]
+_SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,19 @@ class Bar:
 
     def __str__(self) -> str:
         return self.algorithm
+
+
+def _cases(*bars: Bar) -> list[Any]:
+    return [
+        pytest.param(
+            bar,
+            seed,
+            id=f"{bar}-{seed}",
+            marks=pytest.mark.bars if seed or bar.algorithm == "bc" else pytest.mark.slow,
+        )
+        for bar in bars
+        for seed in _SEEDS
+    ]
 
 
 def _ingested(folder: Path, log: Path, name: str, *more: str) -> Lake:
@@ -71,25 +82,22 @@ def _final_return(lake: Lake, dataset: str, env_id: str, bar: Bar, seed: int) ->
     return result.evaluation.mean_return
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
 @pytest.mark.parametrize(
-    "bar", [Bar("bc", 350, 900), Bar("marwil", 250, 900), Bar("cql", 450, 1000)], ids=str
+    ("bar", "seed"), _cases(Bar("bc", 350, 900), Bar("marwil", 250, 900), Bar("cql", 450, 1000))
 )
 def test_cartpole(cartpole: Lake, bar: Bar, seed: int) -> None:
     assert _final_return(cartpole, "cartpole", "CartPole-v1", bar, seed) >= bar.bar
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
 @pytest.mark.parametrize(
-    "bar",
-    [
+    ("bar", "seed"),
+    _cases(
         Bar("bc", -200, 750),
         # With RLlib's expectile and temperature. At the default of 3 weights are at their least or
         # greatest, as rewards are -16 to 0: then the last of 750 updates returned -200, -575 and
         # -174, where d3rlpy 2.8.1 had -241, -187 and -414 (2026-11).
         Bar("iql", -200, 750, {"expectile": 0.8, "weight_temp": 0.1}),
-    ],
-    ids=str,
+    ),
 )
 def test_pendulum(pendulum: Lake, bar: Bar, seed: int) -> None:
     assert _final_return(pendulum, "pendulum", "Pendulum-v1", bar, seed) >= bar.bar

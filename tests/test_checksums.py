@@ -102,7 +102,13 @@ READ_BACK = (
         "CRC-32 of each block in view.json",
     ),
     Kind(
-        rf"lake/[a-z0-9_]+/_derived/replay/{_HEX}/(view\.json|shards|content_hash)",
+        rf"lake/[a-z0-9_]+/_derived/replay/{_HEX}/(token_ids|loss_mask|log_probs|column-\d+"
+        "|offsets|returns|groups|table|version_(offsets|starts|ends)|(oldest_)?versions)",
+        "CheckedArray",
+        "CRC-32 of each block in checksums",
+    ),
+    Kind(
+        rf"lake/[a-z0-9_]+/_derived/replay/{_HEX}/(view\.json|shards|content_hash|checksums)",
         "open_cached",
         "sha256 of its own",
     ),
@@ -111,6 +117,7 @@ READ_BACK = (
         "ViewCache.find_canonical",
         "sha256 in its last line",
     ),
+    Kind(rf"lake/_lake/evaluations/{_ULID}\.json", "Evaluations", "sha256 as its last member"),
     Kind(r"lake/_lake/purge/.*\.json", "purge", "sha256 as its last member"),
     Kind(
         r"bento/src/policy/manifest\.json",
@@ -240,6 +247,8 @@ def make_lake(folder: Path) -> Path:
         index = dataset.new_key_index(spec.unique)
         index.find(snapshot.table, np.arange(3, dtype=np.uint64))
     lake.signing_key()
+    about = {"policy": "p", "policy_version": 1, "dataset": "d", "dataset_version": 1}
+    lake.registry.evaluations.save("ope", {"value": 0.5}, **about, verdict="weak")
     with MetricsLog(lake.storage, "r" * 26) as metrics:
         for update in range(50):
             metrics.add(update, {"loss": 1 / (update + 1)}, 0.0)
@@ -310,6 +319,10 @@ def _read_journal(folder: Path) -> Any:
     return records
 
 
+def _read_evaluations(folder: Path) -> Any:
+    return rl.open(folder / "lake").registry.evaluations.list()
+
+
 def _read_work_list(folder: Path) -> Any:
     path = folder / "lake" / "_lake" / "purge" / "d" / "w.json"
     work = purge_module._read_work_list(str(path), path.read_bytes())
@@ -358,6 +371,7 @@ FLIPPED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "summaries": ("lake/d/_derived/episodes/*", _read_summary),
     "key index": ("lake/d/_keys/*", _read_keys),
     "tombstones": ("lake/d/_tombstones/*", _read_tombstones),
+    "saved evaluations": ("lake/_lake/evaluations/*", _read_evaluations),
     "work lists of purges": ("lake/_lake/purge/d/*", _read_work_list),
     "journals": ("lake/d/_decisions/_journal/*.jsonl", _read_journal),
     "packages outside a lake": ("package/*", lambda folder: folder),

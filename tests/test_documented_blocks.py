@@ -70,11 +70,15 @@ _BIN = Path(sys.executable).parent
 _FORK_SERVER = Path(__file__).with_name("fork_server.py")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"<!-- (not run|figures vary)(?:: ([^>]+))? -->\n\Z")
-_PORTS = re.compile(r"(?<=[: ])(3000|3001|9000|9105)\b")
+_PORTS = re.compile(
+    r"(?<=[: ])(?:3000|3001|9000|9105)\b"
+    r"|(?<=localhost:)(?:4000|8000)\b|(?<=--port )4000\b|(?<=engine\.py )8000\b"
+)
 _UNITS = r"(?:ms|us|s|min|minutes|h|B|kB|MB|GB|updates/s|steps/s|rows/s|episodes/s|files scanned)"
 _VARYING = re.compile(rf"\b\d[\d,.]* {_UNITS}(?![\w/])|127\.0\.0\.1:\d+")
 _TIME = re.compile(r"\b\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)")
-_FIGURE = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e[+-]?\d+)?")
+# A version between releases (0.2.0.dev0) is a figure too.
+_FIGURE = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:dev\d+[,.]?|e[+-]?\d+)?")
 _ID = re.compile(r"\b0[0-9a-z]{25}\b")
 _ID_OR_PREFIX = re.compile(r"\b0[0-9a-z]{7,25}\b")
 _TIMEOUT_S = 280
@@ -82,12 +86,16 @@ _REASONS = {
     "installs packages",
     "needs a cluster",
     "needs a container engine",
+    "needs a proxy",
     "needs an account",
     "needs root",
     "needs rsync",
     "needs Spark",
+    "needs the framework",
+    "needs TransferQueue",
     "needs a token",
     "needs Trino",
+    "serves until it is interrupted",
     "the checks of this repository",
 }
 # Ray has settings of its own that it has deprecated.
@@ -292,7 +300,7 @@ class Processes:
 
     def replace_ports(self, text: str) -> str:
         """Return the text with free ports in place of those that the pages name."""
-        return _PORTS.sub(lambda match: str(self._port(match[1])), text)
+        return _PORTS.sub(lambda match: str(self._port(match[0])), text)
 
     def run_shell(self, text: str) -> tuple[str, str, list[int]]:
         """Return stdout, stderr and the exit codes of what failed."""
@@ -303,7 +311,9 @@ class Processes:
         text = re.sub(
             r"replaylake serve (?!.*--port)", f"replaylake serve --port {self._port('3000')} ", text
         )
-        served = re.findall(r"(?:replaylake|bentoml) serve (?!.*--check)(.*)", text)
+        served = re.findall(
+            r"(?:(?:replaylake|bentoml) serve|replaylake gateway) (?!.*--check)(.*)", text
+        )
         self._num_commands += 1
         script, out, err, failed, done = (
             self._logs / f"{self._num_commands}.{name}"
@@ -550,10 +560,22 @@ def _record_runs(lake: Lake) -> None:
 def _prepare_formats(folder: Path) -> None:
     """Files of the formats that no public log of this repository has."""
     for name, target in {
+        ".art/models/train": "art",
+        "captured": "tinker",
+        "debug": "slime",
+        "dumped": "roll",
+        "dumps": "verl/legacy",
+        "jobs/build-7": "atif/trial",
         "lerobot/pusht": "lerobot/v3_0/arm",
+        "logs/rollouts/step_12/train/effective": "verifiers/run",
+        "output/completions": "trl/chat",
+        "traces": "otlp",
+        "checkpoints": "easyr1",
+        "exports/dumped_evals": "skyrl/dumped_evals",
+        "trial/rollout": "areal/rollout",
         "open_x/bridge/0.1.0": "rlds/arm",
     }.items():
-        (folder / name).parent.mkdir(parents=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(_ROOT / "tests" / "fixtures" / target)
     plain = (folder / "cartpole_training_data.json").read_bytes()
     (folder / "cartpole_training_data.json.bz2").write_bytes(bz2.compress(plain))
@@ -599,7 +621,7 @@ def _prepare_formats(folder: Path) -> None:
         "prev_logprobs": [[0.0, 0.0, -0.2, -0.3]],
         "idx": 0,
     }
-    (folder / "logs" / "exp_001").mkdir(parents=True)
+    (folder / "logs" / "exp_001").mkdir()
     (folder / "logs" / "exp_001" / "train_data_step1.jsonl").write_text(json.dumps(sample) + "\n")
     (folder / "exported").mkdir()
 
@@ -614,6 +636,7 @@ _PAGES: dict[str, Page] = {
     "docs/BANDITS.md": Page(data=("obd",)),
     "docs/CLI.md": Page(lambda folder: open_lake(folder / "lake", create=True), data=("obd",)),
     "docs/CLUSTER.md": Page(not_run=2, slow=False),
+    "docs/COLLECT.md": Page(not_run=1),
     "docs/DATA_MODEL.md": Page(slow=False),
     "docs/DELETION.md": Page(),
     "docs/DEPENDENCIES.md": Page(not_run=1, slow=False),
@@ -630,8 +653,11 @@ _PAGES: dict[str, Page] = {
             "obd",
         ),
     ),
+    "docs/EXPLORER.md": Page(not_run=2, slow=False),
+    "docs/GATEWAY.md": Page(not_run=1),
     "docs/HTTP.md": Page(),
     "docs/LABELS.md": Page(),
+    "docs/LANGUAGE.md": Page(),
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(),
     "docs/NIGHTLY.md": Page(),
@@ -639,11 +665,13 @@ _PAGES: dict[str, Page] = {
     "docs/OPE.md": Page(data=("obd",)),
     "docs/OPERATIONS.md": Page(not_run=2, slow=False),
     "docs/PACKAGE.md": Page(not_run=5),
+    "docs/RECORDING.md": Page(not_run=10),
     "docs/REPLAY.md": Page(slow=False),
     "docs/SERVING.md": Page(),
     "docs/SQL.md": Page(_prepare_sql, not_run=2, slow=False),
     "docs/STORAGE.md": Page(not_run=1),
     "docs/TRAINING.md": Page(),
+    "docs/TRANSFERQUEUE.md": Page(not_run=2, slow=False),
     "docs/TUNING.md": Page(),
     "docs/TUTORIAL.md": Page(not_run=1),
 }

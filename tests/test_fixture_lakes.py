@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
 import shutil
+import socket
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +21,7 @@ from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.copy.copy import copy
 from replaylake.datastore.maintenance.fsck.fsck import fsck
+from replaylake.serve.client import Client
 
 _FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -54,17 +57,19 @@ def test_it_holds_what_it_held(folder: Path, lake: rl.Lake, script: ModuleType) 
                 now = found["datasets"][name][version][view]
                 kept = [{key: row[key] for key in rows[0]} for row in now] if rows else now
                 assert kept == rows, (name, version, view)
-    assert found["feedback"] == expected["feedback"]
-    assert found["policies"] == expected["policies"]
+    for part in ("feedback", "policies", "quarantine", "sequences"):
+        assert found[part] == expected[part], part
 
 
 def test_it_is_small_and_has_a_part_of_everything(folder: Path, lake: rl.Lake) -> None:
-    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 200_000
-    assert lake.datasets() == ["robots", "served"]
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 400_000
+    assert lake.datasets() == ["agents", "events", "live", "robots", "served", "walk"]
     assert [str(tag.name) for tag in lake.tags.list("robots")] == ["first"]
     assert list(folder.rglob("*.checkpoint.parquet"))
     removed = [row for row in lake.dataset("robots").history() if "COMPACT" in row["operation"]]
     assert removed
+    for pattern in ("*.tombstones", "checkpoints/*", "_journal/*.jsonl", "priorities/*.npz"):
+        assert list(folder.rglob(pattern)), pattern
     kinds = {
         type(space).__name__
         for space in lake.dataset("robots").spec.observation_space.spaces.values()
@@ -75,12 +80,8 @@ def test_it_is_small_and_has_a_part_of_everything(folder: Path, lake: rl.Lake) -
 def test_nothing_of_it_is_wrong(lake: rl.Lake) -> None:
     report = fsck(lake, all_versions=True)
     assert report.is_clean
-    assert report.num_policies == 2
-    # Lakes of 0.1 have no hashes of manifests: that is noted, and --repair records them.
-    assert {finding.check for finding in report.findings} <= {"unverified"}
-    fsck(lake, repair=True)
-    assert fsck(lake).findings == ()
-    assert all(lake.registry.resolve(f"bc:{version}").manifest_sha256 for version in (1, 2))
+    assert report.num_policies == 3
+    assert report.findings == ()
 
 
 def test_its_tag_replay_and_policy(lake: rl.Lake) -> None:
@@ -93,6 +94,84 @@ def test_its_tag_replay_and_policy(lake: rl.Lake) -> None:
         np.array([[1.0, 0.0], [-1.0, 0.0]], np.float32), deterministic=True
     )
     assert act.actions.tolist() == [0, 1]
+    # Its logits are its state and minus that, from 0 on.
+    policy = rl.load_policy(lake.registry.resolve("counting").path)
+    act = policy.act(np.zeros((2, 2), np.float32), policy.initial_state(2))
+    np.testing.assert_array_equal(act.state, np.ones((2, 1)))
+    assert policy.act(np.zeros((2, 2), np.float32), act.state).actions.tolist() == [0, 0]
+
+
+def test_what_a_killed_server_had_answered_is_committed(lake: rl.Lake, script: ModuleType) -> None:
+    count = "SELECT count(*) FROM live.decisions"
+    assert lake.sql(count).to_pylist() == [{"count_star()": 0}]
+    join_feedback(lake, "live")
+    assert lake.sql(count).to_pylist() == [{"count_star()": script.NUM_JOURNALED}]
+
+
+def test_a_key_stays_unique_and_a_deleted_person_deleted(
+    folder: Path,
+    tmp_path: Path,
+    script: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A later log with a row that is stored, two rows of the deleted person, and a new row."""
+    log = tmp_path / "later.csv"
+    deleted = script.DELETED_USER
+    rows = ["e0,u0,0.0,a,True", f"e2,{deleted},0.25,a,False", f"e77,{deleted},1,b,True"]
+    header = "event_id,user_id,hour,shown,clicked,done"
+    log.write_text("".join(f"{row},true\n" for row in [*rows, "e78,u7,1,b,True"]))
+    log.write_text(f"{header}\n{log.read_text()}")
+    monkeypatch.setenv("REPLAYLAKE_LAKE", str(folder))
+    mapping = "--map episode_id=event_id --map observation=hour --map action=shown "
+    mapping += "--map reward=clicked --map terminated=done"
+    assert main(shlex.split(f"ingest {log} --dataset events {mapping} --json")) == 0
+    receipt = json.loads(capsys.readouterr().out)
+    counts = {"committed": 1, "already_present": 1, "deleted_before": 2, "read": 4, "rejected": 0}
+    assert receipt["steps"] == counts
+    assert receipt["keys"]["duplicates"] == 1
+
+
+def test_saved_priorities_are_restored(lake: rl.Lake) -> None:
+    view = lake.snapshot("walk").replay()
+    restored = view.prioritized(8, seed=0, restore="learner").sample()
+    np.testing.assert_array_equal(restored.indices, view.prioritized(8, seed=0).sample().indices)
+
+
+@pytest.mark.slow
+def test_it_is_served(lake: rl.Lake, script: ModuleType) -> None:
+    """Over HTTP, by a policy with a state; the journal of the killed server is committed too."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options = ("--log-to", "live", "--server", "uvicorn", "--port", port)
+    server = script._start_command(lake, "serve", "counting", *options)
+    try:
+        script._wait_for(lambda: script._is_ready(port))
+        with Client(f"http://127.0.0.1:{port}") as client:
+            first = client.act([0.0, 0.0], episode_id="visit-2", step=0)
+            second = client.act([0.0, 0.0], episode_id="visit-2", step=1, state=first.state)
+    finally:
+        server.terminate()
+        server.wait(30)
+    assert second.action == 0
+    count = lake.sql("SELECT count(*) AS n FROM live.decisions").to_pylist()
+    assert count == [{"n": script.NUM_JOURNALED + 2}]
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_resumed(
+    folder: Path, lake: rl.Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REPLAYLAKE_LAKE", str(folder))
+    # A checkout dates the file of now; the run counts as dead an hour after its last heartbeat.
+    (heartbeat,) = folder.rglob("heartbeat.json")
+    os.utime(heartbeat, (heartbeat.stat().st_mtime - 3600,) * 2)
+    (run,) = lake.sql("SELECT run_id, status FROM runs").to_pylist()
+    assert run["status"] == "running"
+    assert main(["train", "offline", "--resume", run["run_id"]]) == 0
+    (run,) = lake.sql("SELECT run_id, status FROM runs").to_pylist()
+    assert run["status"] == "done"
+    assert lake.registry.resolve("walker").version == 1
 
 
 def test_it_goes_on(lake: rl.Lake, tmp_path: Path, script: ModuleType) -> None:

@@ -23,12 +23,14 @@ _ARGUMENT = re.compile(r"--[a-z-]+")
 _WRITES_COMMANDS = ("serve/package/dockerfile.py",)
 
 
-def _texts(folder: str) -> Iterator[tuple[str, str]]:
+def _texts(modules: list[Path]) -> Iterator[tuple[str, str]]:
     """Yield (place, text) of each string that is no docstring, those of an f-string joined."""
-    for path in sorted((_ROOT / folder).rglob("*.py")):
-        if path.relative_to(_ROOT).as_posix() in _WRITES_COMMANDS:
+    for path in modules:
+        source = path.read_text()
+        # Parsing all modules takes seconds, and few have the dashes of a flag.
+        if path.relative_to(_ROOT).as_posix() in _WRITES_COMMANDS or "--" not in source:
             continue
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(source)
         docstrings = {
             node.body[0].value
             for node in ast.walk(tree)
@@ -53,8 +55,10 @@ def _texts(folder: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize("folder", ["datastore", "offline", "online", "serve"])
 def test_the_library_names_no_flag(folder: str) -> None:
-    texts = list(_texts(folder))
-    assert len(texts) > 500
+    modules = sorted((_ROOT / folder).rglob("*.py"))
+    texts = list(_texts(modules))
+    assert len(modules) > 40
+    assert texts
     messages = [(place, text) for place, text in texts if not _ARGUMENT.fullmatch(text)]
     assert [place for place, text in messages if _FLAG.search(_COMMAND.sub("", text))] == []
 

@@ -30,14 +30,6 @@ def url(bucket, monkeypatch):
     return url
 
 
-def replaylake(*arguments):
-    done = subprocess.run(
-        [_COMMAND, *arguments, "--json"], capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @contextmanager
 def served(*arguments):
     """Serve on a free port, in a process group of its own; yields it and a function to post."""
@@ -92,7 +84,8 @@ def has_open_files(pid):
     return len(tasks) > 1 or state != "Z"
 
 
-def test_the_loop_on_s3(url):
+def test_the_loop_on_s3(url, answer_of):
+    replaylake = answer_of
     receipt = replaylake("ingest", str(_LOG), "--dataset", "cartpole", "--env", "CartPole-v1")
     assert receipt["steps"]["committed"] == 4137
     (row,) = replaylake("sql", "select count(*) as n from cartpole.steps")["rows"]

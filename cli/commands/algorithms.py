@@ -50,9 +50,7 @@ def list_algorithms(
       replaylake algorithms iql
     """
     if name is not None and dataset is not None:
-        raise typer.BadParameter(
-            f"found it beside {name}, expected a name or --for. Leave one out.", param_hint="--for"
-        )
+        raise typer.BadParameter(f"cannot be used with a name ({name}).", param_hint="--for")
     report = CommandOutput(as_json)
     if name is not None:
         rows = _with_options(name)

@@ -74,7 +74,8 @@ def annotate(
         typer.Option(
             "--add",
             metavar="NAME[=COLUMN]",
-            help="Column to add to the dataset, from a column of the labels. Repeatable.",
+            help="Column to add to the dataset, from a column of the labels. Repeatable. A list "
+            "named action_* must have one value for each token of the step's action.",
         ),
     ] = None,
     to: Annotated[
@@ -103,6 +104,7 @@ def annotate(
     Example:
       replaylake annotate live conversions.csv --on decision_id --set reward=value
       replaylake annotate chats scores.jsonl --on episode_id --set reward=score --add score
+      replaylake annotate math entropies.parquet --on episode_id --on step --add action_entropies
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.labels.annotate import annotate as run

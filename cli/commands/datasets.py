@@ -74,11 +74,37 @@ def show(
             "plotted data.",
         ),
     ] = None,
+    episode: Annotated[
+        str | None,
+        typer.Option(
+            "--episode",
+            metavar="ID",
+            help="Print this episode turn by turn: a dialogue with its tools, branches and "
+            "rewards. ID is its id in the dataset or in its source.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        bool,
+        typer.Option(
+            "--tokens",
+            help="Show the tokens of generations, with a shade for each one's probability. "
+            "Requires --episode.",
+        ),
+    ] = False,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="FILE",
+            help="File tokenizer.json with the texts of tokens; without it, their ids are "
+            "shown. Requires --tokens.",
+        ),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show the contents of a dataset.
+    """Show the contents of a dataset, or one of its episodes.
 
     Prints the numbers of episodes and steps, returns, ends of episodes, spaces, and the columns
     with their ranges.
@@ -87,11 +113,23 @@ def show(
       replaylake show cartpole
       replaylake show cartpole@3 --json
       replaylake show cartpole --report report.html
+      replaylake show chats --episode task-7 --tokens
     """
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
+    for flag, given, needed in (
+        ("--tokens", tokens, "--episode" if episode is None else ""),
+        ("--tokenizer", tokenizer is not None, "" if tokens else "--tokens"),
+    ):
+        if given and needed:
+            raise typer.BadParameter(f"requires {needed}.", param_hint=flag)
+    if episode is not None and page is not None:
+        raise typer.BadParameter("cannot be used with --report.", param_hint="--episode")
     store = open_lake(lake)
+    if episode is not None:
+        _show_episode(store, name, episode, tokens, tokenizer, report)
+        return
     if page is None:
         with report.waiting(f"reading {name}"):
             body = store.snapshot(name).describe()
@@ -100,6 +138,26 @@ def show(
     profile = _write_page(store, name, page, report)
     body = {**profile.summary, "report": str(page), "profile": profile.to_json()}
     report.print_result(body, [*_dataset_lines(profile.summary), f"  report       {page}"])
+
+
+def _show_episode(
+    store: Lake,
+    name: str,
+    episode: str,
+    tokens: bool,
+    tokenizer: Path | None,
+    report: CommandOutput,
+) -> None:
+    from replaylake.cli.output.dialogue import dialogue_lines
+    from replaylake.datastore.interchange.export.dialogue import (
+        read_dialogue,
+        read_token_texts,
+    )
+
+    snapshot = store.snapshot(name)
+    texts = [] if tokenizer is None else read_token_texts(tokenizer, snapshot.spec.tokenizer)
+    dialogue = read_dialogue(snapshot, episode, with_tokens=tokens, texts=texts)
+    report.print_result(dialogue.to_json(), dialogue_lines(dialogue, tokens))
 
 
 def _write_page(store: Lake, name: str, page: Path, report: CommandOutput) -> Profile:

@@ -168,9 +168,7 @@ def _check_number(policies: Sequence[str], comparing: bool, video: Path | None) 
             f"found {len(policies)} policies, expected one, or --compare.", param_hint="POLICY"
         )
     if comparing and video is not None:
-        raise typer.BadParameter(
-            "found it beside --compare, expected one policy to draw.", param_hint="--video"
-        )
+        raise typer.BadParameter("cannot be used with --compare.", param_hint="--video")
 
 
 def _policies(texts: Sequence[str], env: str, env_args: Mapping[str, Any], lake: str) -> _Acting:

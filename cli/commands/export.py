@@ -62,6 +62,32 @@ def export(
             help="Condition over the columns of steps that selects steps.",
         ),
     ] = None,
+    where_pairs: Annotated[
+        str | None,
+        typer.Option(
+            "--where-pairs",
+            metavar="SQL",
+            help="Condition over the columns of preference_pairs, for formats of pairs; by "
+            "default pair = 1, the best sample of each prompt against the worst.",
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option(
+            "--label",
+            metavar="COLUMN",
+            help="Further column, or key of the metadata, that has the right answer, for formats "
+            "of prompts.",
+        ),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            "--threshold",
+            metavar="RETURN",
+            help="Return above which a sample is desirable (trl-kto, marti-kto); by default 0.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
@@ -70,18 +96,20 @@ def export(
     """Write a dataset, or a part of it, in another format.
 
     The file is written whole or not at all. Ingesting it gives equal rows, except for values that
-    the format cannot store; notes list these.
+    the format cannot store; notes list these. Formats for trainers of language models have
+    dialogues, prompts, preference pairs or token sequences as rows.
 
     Example:
       replaylake export cartpole --to parquet cartpole.parquet
       replaylake export cartpole@3 --to csv good.csv --where '"return" >= 150'
+      replaylake export math --to trl-dpo pairs.jsonl --where-pairs 'margin >= 0.5'
     """
+    from replaylake.datastore.interchange.export.export import check_format
     from replaylake.datastore.interchange.export.export import export as run
-    from replaylake.datastore.interchange.export.export import writable_format
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
-    writable_format(form)
+    check_format(form)
     with report.progress("wrote", "steps") as progress:
         receipt = run(
             open_lake(lake),
@@ -90,6 +118,9 @@ def export(
             format=form,
             where=where,
             where_steps=where_steps,
+            where_pairs=where_pairs,
+            label=label,
+            threshold=threshold,
             force=force,
             on_progress=progress,
         )
@@ -97,8 +128,9 @@ def export(
 
 
 def _lines(receipt: ExportReceipt) -> Iterator[str]:
+    rows = "" if receipt.num_rows is None else f"{count(receipt.num_rows, 'row')} from "
     yield (
-        f"{receipt.dataset}@{receipt.version} -> {receipt.path} ({receipt.format}): "
+        f"{receipt.dataset}@{receipt.version} -> {receipt.path} ({receipt.format}): {rows}"
         f"{count(receipt.num_episodes, 'episode')}, {count(receipt.num_steps, 'step')}, "
         f"{size(receipt.num_bytes)}"
     )

@@ -322,7 +322,9 @@ def ingest(
         typer.Option(
             "--follow",
             rich_help_panel=_STREAM,
-            help="Commit JSON lines as they arrive on standard input or in a growing file.",
+            help="Commit JSON lines as they arrive on standard input or in a growing file: steps, "
+            "decisions (--format bandit), dialogues (--format transcripts) or rollouts "
+            "(--format nemorl, verifiers or verl).",
         ),
     ] = False,
     flush_every: Annotated[
@@ -401,7 +403,10 @@ def ingest(
     started = time.perf_counter()
     from replaylake.datastore.interchange.ingest.ingest import NothingValidError
     from replaylake.datastore.interchange.ingest.ingest import ingest as run
+    from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded
 
+    if env is None:  # the environment's code may need pandas
+        keep_pandas_unloaded()
     report = CommandOutput(as_json)
     env_args = parse_env_args(env_arg, has_env=env is not None)
     flags = {
@@ -439,7 +444,7 @@ def ingest(
             ("--profile", profile),
         ):
             if is_given:
-                raise typer.BadParameter("found it with --from-quarantine.", param_hint=flag)
+                raise typer.BadParameter("cannot be used with --from-quarantine.", param_hint=flag)
         chosen = selection(reason, file, episode)
         spaces = None if env is None else _spaces(env, env_args)
         _repair(report, lake, dataset, chosen, fix, options, spaces, dry_run=check)
@@ -451,17 +456,17 @@ def ingest(
         ("--episode", bool(episode)),
     ):
         if is_given:
-            raise typer.BadParameter("found it without --from-quarantine.", param_hint=flag)
+            raise typer.BadParameter("requires --from-quarantine.", param_hint=flag)
     if not source:
         raise typer.BadParameter(
             "expected at least one file, or --from-quarantine.", param_hint="SOURCE"
         )
     if profile and (check or follow):
         other = "--check" if check else "--follow"
-        raise typer.BadParameter(f"found it with {other}.", param_hint="--profile")
+        raise typer.BadParameter(f"cannot be used with {other}.", param_hint="--profile")
     if check:
         if follow:
-            raise typer.BadParameter("found it with --follow.", param_hint="--check")
+            raise typer.BadParameter("cannot be used with --follow.", param_hint="--check")
         from replaylake.datastore.interchange.ingest.preview import preview
 
         spaces = None if env is None else _spaces(env, env_args)
@@ -488,7 +493,7 @@ def ingest(
         return
     for flag, value in (("--flush-every", flush_every), ("--stream", stream)):
         if value is not None:
-            raise typer.BadParameter("found it without --follow.", param_hint=flag)
+            raise typer.BadParameter("requires --follow.", param_hint=flag)
     observation_space, action_space = (None, None) if env is None else _spaces(env, env_args)
     handle = _lake(lake)
     measurement = _SpanMeasurement(started) if profile else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from replaylake.cli.options import (
     DebugOption,
     JsonOption,
     LakeOption,
+    user_name,
 )
 from replaylake.cli.output.command_output import (
     CommandOutput,
@@ -27,6 +28,8 @@ from replaylake.cli.output.command_output import (
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.holdout import Holdout
+    from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.policies.evaluations import Kind
     from replaylake.offline.evaluation.ope.evaluation_request import PolicyReport
 
 _EXIT_NO = 3
@@ -173,6 +176,7 @@ def ope(
     """Estimate a policy's value from logged episodes.
 
     Reports whether the log supports the estimate: supported, weak, or not supported (exit code 3).
+    The report is saved in the lake; `policies show` and the view `evaluations` in SQL list it.
     Use `evaluate` where there is an environment, `ope` to estimate the value from logged episodes
     alone, and `replay-decisions` to see where a policy decides differently from the log.
 
@@ -195,7 +199,7 @@ def ope(
     )
     from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 
-    report = CommandOutput(as_json)
+    report, store = CommandOutput(as_json), open_lake(lake)
     request = EvaluationRequest(
         dataset=dataset,
         policy=policy,
@@ -216,13 +220,15 @@ def ope(
     )
     with report.progress("reading the steps", "") as progress:
         callbacks = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
-        policy_report = evaluate_policy(open_lake(lake), request, callbacks)
+        policy_report = evaluate_policy(store, request, callbacks)
     if plot is not None:
         from replaylake.cli.output.forest import draw_estimates
 
         draw_estimates(plot, policy_report)
         report.print_message(f"drew {plot}")
-    report.print_result(policy_report.to_json(), _lines(policy_report))
+    body = policy_report.to_json()
+    saved = save_evaluation(report, store, "ope", body, of=body, verdict=body["verdict"])
+    report.print_result({**body, "evaluation_id": saved}, _lines(policy_report))
     if policy_report.verdict == "not supported":
         raise typer.Exit(_EXIT_NO)
 
@@ -282,6 +288,38 @@ def _list_normalized_returns(report: PolicyReport) -> Iterator[str]:
         texts = (f"{name} {_round_digits(value):,}" for name, value in values.items())
         yield f"normalized: {', '.join(texts)}"
         yield f"  {reference_text(report.score_reference.to_json())}"
+
+
+def save_evaluation(
+    output: CommandOutput,
+    lake: Lake,
+    kind: Kind,
+    body: Mapping[str, Any],
+    *,
+    of: Mapping[str, Any],
+    verdict: str,
+    by: str | None = None,
+) -> str | None:
+    """Save a report in the lake and return its id; where the lake cannot be written, say so.
+
+    of: the record's policy, policy_version, dataset and version (of the dataset).
+    """
+    from replaylake.datastore.errors import StorageError
+
+    try:
+        return lake.registry.evaluations.save(
+            kind,
+            body,
+            policy=of.get("policy"),
+            policy_version=of.get("policy_version"),
+            dataset=of["dataset"],
+            dataset_version=of.get("version"),
+            verdict=verdict,
+            by=by or user_name(),
+        )
+    except StorageError as error:
+        output.print_message(f"the report is not saved in the lake: {error}")
+        return None
 
 
 def reward_text(report: PolicyReport) -> str:

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replaylake.cli.commands.promote import ByOption, NoteOption, user_name
 from replaylake.cli.name_completion import complete_policies
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     NOTHING_CHANGED,
+    ByOption,
     DebugOption,
     JsonOption,
     LakeOption,
+    NoteOption,
     PolicyArgument,
+    user_name,
 )
 from replaylake.cli.output.command_output import CommandOutput, cell_text, table_lines, tree_lines
 
@@ -58,7 +60,8 @@ def show_policy(
 ) -> None:
     """Show the origin of a policy.
 
-    Prints its lineage, aliases and notes, and the version to which a name refers.
+    Prints its lineage, aliases, notes and saved evaluations, and the version to which a name
+    refers.
 
     Example:
       replaylake policies show clone
@@ -69,7 +72,15 @@ def show_policy(
     report = CommandOutput(as_json)
     registry = open_lake(lake).registry
     ref = registry.resolve(policy)
-    body = _describe(registry, ref)
+    evaluations = [
+        {key: value for key, value in one.to_json().items() if key != "report"}
+        for one in registry.evaluations.list(
+            ref.name,
+            ref.version,
+            on_unreadable=lambda error: report.print_message(f"left out: {error}"),
+        )
+    ]
+    body = {**_describe(registry, ref), "evaluations": evaluations}
     report.print_result(body, _policy_lines(str(ref), body))
 
 
@@ -337,6 +348,21 @@ def _policy_lines(ref: str, body: Mapping[str, Any]) -> Iterator[str]:
         yield f"  note     {_time(note['at_ms'])} {note['by'] or ''}: {note['text']}"
     yield "  lineage"
     yield from tree_lines(body["lineage"], "    ")
+    if body["evaluations"]:
+        yield "  evaluations"
+        rows = [
+            {
+                "evaluated_at": one["evaluated_at"][:19] + "Z",
+                "kind": one["kind"],
+                "dataset": f"{one['dataset']}@{one['dataset_version']}"
+                if one["dataset_version"] is not None
+                else one["dataset"],
+                "verdict": one["verdict"],
+                "evaluation_id": one["evaluation_id"],
+            }
+            for one in body["evaluations"]
+        ]
+        yield from (f"    {line}" for line in table_lines(rows, list(rows[0])))
 
 
 def _time(milliseconds: int) -> str:

@@ -93,7 +93,7 @@ def profile(
         for flag, is_given in (("--last", last), ("RUN", len(runs) > 1)):
             if is_given:
                 raise typer.BadParameter(
-                    "found it with the URL of a server, which is profiled alone and as a whole.",
+                    "cannot be used with the URL of a server.",
                     param_hint=flag,
                 )
         _profile_server(CommandOutput(as_json), runs[0], seconds or 0.0, token_file, bounds)
@@ -101,12 +101,12 @@ def profile(
     for flag, is_missing in (("--seconds", seconds is None), ("--token-file", token_file is None)):
         if not is_missing:
             raise typer.BadParameter(
-                "found it with a run, expected the URL of a server.", param_hint=flag
+                "requires the URL of a server instead of a run.", param_hint=flag
             )
     if len(runs) > 2:
         raise typer.BadParameter(f"found {len(runs)} runs, expected one, or two to compare")
     if bounds and len(runs) > 1:
-        raise typer.BadParameter("found it with two runs, expected one.", param_hint="--bounds")
+        raise typer.BadParameter("cannot be used with two runs.", param_hint="--bounds")
     report = CommandOutput(as_json)
     store = open_lake(lake)
     found = [_load(store, run, only_last=last) for run in runs]

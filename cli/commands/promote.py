@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from replaylake.cli.commands.ope import reward_text
+from replaylake.cli.commands.ope import reward_text, save_evaluation
 from replaylake.cli.name_completion import complete_policies
 from replaylake.cli.options import (
     DEFAULT_LAKE,
+    ByOption,
     DebugOption,
     JsonOption,
     LakeOption,
+    NoteOption,
+    user_name,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
 
@@ -28,19 +30,6 @@ if TYPE_CHECKING:
 _EXIT_NO: Final = 3
 _CHAMPION: Final = "champion"
 _GATE: Final = "Gate options"
-
-ByOption = Annotated[
-    str | None,
-    typer.Option(
-        "--by",
-        metavar="NAME",
-        help="Name of the person responsible, for the record; by default the user name on this "
-        "machine.",
-    ),
-]
-NoteOption = Annotated[
-    str | None, typer.Option("--note", metavar="TEXT", help="Reason, for the record.")
-]
 
 
 def promote(
@@ -223,7 +212,7 @@ def promote(
             {**body, "move": None, "gate": None}, [f"{ref.name}@{to} is {ref} already"]
         )
         return
-    result = None
+    result, saved = None, None
     if gate:
         from replaylake.datastore.lake.holdout import Holdout
         from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
@@ -245,6 +234,11 @@ def promote(
             fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
         )
         result = _evaluate_gate(report, store, ref, champion, request, alpha, margin)
+        found = {**result.to_json(), "alias": to}
+        of = {**found, "policy": ref.name, "policy_version": ref.version}
+        of["dataset"] = request.dataset.partition("@")[0]
+        verdict = "passed" if result.passed else "refused"
+        saved = save_evaluation(report, store, "gate", found, of=of, verdict=verdict, by=by)
     passed = result is None or result.passed
     move = None
     if passed or force:
@@ -268,6 +262,7 @@ def promote(
         "alias": to,
         "move": None if move is None else move.to_json(),
         "gate": None if result is None else result.to_json(),
+        "evaluation_id": saved,
     }
     report.print_result(body, _promotion_lines(ref, to, result, move))
     if move is None:
@@ -331,14 +326,6 @@ def rollback(
     report.print_result({"move": move.to_json()}, [_format_move(move)])
 
 
-def user_name() -> str | None:
-    """Return the name of who runs this; None where the system has none for them."""
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError, ImportError):  # a container's user without an entry
-        return None
-
-
 def _evaluate_gate(
     report: CommandOutput,
     lake: Lake,
@@ -369,19 +356,19 @@ def _check_gate_options(
     """Refuse options that mean nothing together. Raises: typer.BadParameter (exit 2)."""
     if gate and dataset is None:
         raise typer.BadParameter(
-            "found none, expected the episodes to compare on.", param_hint="--dataset"
+            "required with --gate: the episodes to compare the policies on.", param_hint="--dataset"
         )
     if gate:
         return
     if force:
         raise typer.BadParameter(
-            "found it without --gate, expected a gate to overrule.", param_hint="--force"
+            "requires --gate, whose refusal it overrides.", param_hint="--force"
         )
     for parameter in context.command.params:
         source = context.get_parameter_source(str(parameter.name))
         is_given = source is not None and source.name == "COMMANDLINE"
         if is_given and getattr(parameter, "rich_help_panel", None) == _GATE:
-            raise typer.BadParameter("found it without --gate.", param_hint=parameter.opts[0])
+            raise typer.BadParameter("requires --gate.", param_hint=parameter.opts[0])
 
 
 def _promotion_lines(

@@ -12,33 +12,38 @@ import typer
 
 from replaylake.cli.name_completion import complete_datasets, complete_policies
 from replaylake.cli.options import (
+    ACCESS_OPTIONS,
     DEFAULT_LAKE,
+    AllowedHostOption,
     DebugOption,
+    InsecureOption,
     JsonOption,
     LakeOption,
+    RolesFileOption,
     name_options,
     parse_duration,
 )
 from replaylake.cli.output.command_output import CommandOutput, result_stream
 
 if TYPE_CHECKING:
+    from replaylake.serve.collecting.collector import CollectorConfig
     from replaylake.serve.config import ServeConfig
 
-_ACCESS: Final = "Access options"
 _LIMITS: Final = "Limit options"
 
 
 def serve(
     policy: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="POLICY",
+            metavar="[POLICY]",
             autocompletion=complete_policies,
             show_default=False,
             help="Policy, as name:version, name@alias, or name (its champion if set, else its "
-            "newest version); or the path of a package or Bento, with a slash (./clone).",
+            "newest version); or the path of a package or Bento, with a slash (./clone). Not with "
+            "--collect.",
         ),
-    ],
+    ] = None,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
     ] = "127.0.0.1",
@@ -61,6 +66,26 @@ def serve(
             help="Dataset to log decisions and rewards to; created if it does not exist.",
         ),
     ] = None,
+    collect: Annotated[
+        str | None,
+        typer.Option(
+            "--collect",
+            metavar="DATASET",
+            autocompletion=complete_datasets,
+            show_default=False,
+            help="Dataset to collect episodes and feedback into, instead of serving a policy. If "
+            "it does not exist, a dataset of dialogues is created, as is the lake if absent.",
+        ),
+    ] = None,
+    trace_timeout: Annotated[
+        str,
+        typer.Option(
+            "--trace-timeout",
+            metavar="TIME",
+            help="With --collect: time without a new span after which a trace counts as complete "
+            "although its root span has not arrived.",
+        ),
+    ] = "5m",
     explore: Annotated[
         str | None,
         typer.Option(
@@ -128,7 +153,7 @@ def serve(
         Path | None,
         typer.Option(
             "--act-token-file",
-            rich_help_panel=_ACCESS,
+            rich_help_panel=ACCESS_OPTIONS,
             metavar="FILE",
             help="File with bearer tokens for acting, one per line.",
         ),
@@ -137,7 +162,7 @@ def serve(
         Path | None,
         typer.Option(
             "--feedback-token-file",
-            rich_help_panel=_ACCESS,
+            rich_help_panel=ACCESS_OPTIONS,
             metavar="FILE",
             help="File with bearer tokens for sending rewards and episodes, one per line.",
         ),
@@ -146,42 +171,19 @@ def serve(
         Path | None,
         typer.Option(
             "--admin-token-file",
-            rich_help_panel=_ACCESS,
+            rich_help_panel=ACCESS_OPTIONS,
             metavar="FILE",
             help="File with bearer tokens for all other endpoints, one per line.",
         ),
     ] = None,
-    roles_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--roles-file",
-            rich_help_panel=_ACCESS,
-            metavar="FILE",
-            help="TOML file with the role table: hashes of tokens, and their roles by dataset.",
-        ),
-    ] = None,
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            rich_help_panel=_ACCESS,
-            help="Allow other machines to connect without tokens.",
-        ),
-    ] = False,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host",
-            rich_help_panel=_ACCESS,
-            metavar="HOST",
-            help="Host name to answer to, besides loopback and the listening address. Repeatable.",
-        ),
-    ] = None,
+    roles_file: RolesFileOption = None,
+    insecure: InsecureOption = False,
+    allowed_host: AllowedHostOption = None,
     access_log: Annotated[
         str | None,
         typer.Option(
             "--access-log",
-            rich_help_panel=_ACCESS,
+            rich_help_panel=ACCESS_OPTIONS,
             metavar="FILE|-",
             help="File for one JSON line per request; - for standard output.",
         ),
@@ -242,11 +244,14 @@ def serve(
 
     Runs until interrupted. With --log-to, decisions and the rewards reported for them are logged.
     If the policy is named by an alias, the server switches version when the alias moves.
+    With --collect, the server has no policy, and collects episodes, spans and rewards that other
+    programs send.
 
     Example:
       replaylake serve clone --port 3000 --log-to live --explore epsilon=0.05
       replaylake serve clone@champion --canary clone@challenger=0.1
       curl localhost:3000/act -H 'content-type: application/json' -d '{"observation": [0, 0]}'
+      replaylake serve --collect agents
     """
     from replaylake.datastore.lake.policies.exploration import parse_exploration
     from replaylake.serve.config import SERVERS
@@ -257,6 +262,12 @@ def serve(
     from replaylake.serve.versions.router import parse_canaries
 
     report = CommandOutput(as_json)
+    if (policy is None) == (collect is None):
+        found = "both" if collect is not None else "neither"
+        raise typer.BadParameter(
+            f"found {found}, expected a policy to serve or a dataset to collect into",
+            param_hint="POLICY or --collect",
+        )
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise typer.BadParameter(
             f"found {sha256!r}, expected 64 hexadecimal digits", param_hint="--sha256"
@@ -288,6 +299,31 @@ def serve(
         queue=queue,
         connections=connections,
     )
+    if policy is None:
+        assert collect is not None, "one of the two is given"
+        of_policy = {
+            "--canary": canary,
+            "--check": check,
+            "--explore": explore,
+            "--join-every": join_every,
+            "--log-to": log_to,
+            "--sha256": sha256,
+        }
+        if wrong := [name for name, value in of_policy.items() if value]:
+            raise typer.BadParameter("found it with --collect, expected a policy", param_hint=wrong)
+        if workers > 1:
+            raise typer.BadParameter(
+                f"found {workers} with --collect, expected 1: a collector is one process",
+                param_hint="--workers",
+            )
+        from replaylake.serve.collecting.collector import CollectorConfig
+
+        idle_s = parse_duration(trace_timeout, "--trace-timeout")
+        settle_s = min(CollectorConfig.settle_s, idle_s)
+        collector = CollectorConfig(
+            lake, collect, host, port, settle_s=settle_s, idle_s=idle_s, safety=safety
+        )
+        raise typer.Exit(_collect(collector, report))
     served = _find_package(policy, lake, sha256)
     # A package from elsewhere needs a lake only for what it is logged to, or beside.
     is_in_lake = served.reference is not None
@@ -338,6 +374,23 @@ def serve(
         result_stream().flush()
 
     raise typer.Exit(run(config, answer))
+
+
+def _collect(config: CollectorConfig, report: CommandOutput) -> int:
+    """Collect into a dataset until interrupted; return the exit code. Raises: ReplayLakeError."""
+    from replaylake.serve.collecting.collector import run_collector
+
+    def answer(ready: CollectorConfig) -> None:
+        body = {
+            "dataset": ready.dataset,
+            "host": ready.host,
+            "port": ready.port,
+            "url": ready.url,
+        }
+        report.print_result(body, [])
+        result_stream().flush()
+
+    return run_collector(config, answer)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from replaylake.cli.options import (
 from replaylake.cli.output.command_output import (
     CommandOutput,
     count,
+    data_lines,
     fit_columns,
     result_stream,
     table_lines,
@@ -134,9 +135,9 @@ def sql(
     """Run one SELECT over the lake.
 
     Each dataset has the views NAME.steps, NAME.episodes, NAME.games, NAME.transitions,
-    NAME.sequences, NAME.groups, NAME.decisions, NAME.rewards, NAME.received and NAME.quarantine;
-    the lake has commits, datasets, metrics, policies, promotions, runs and shards. docs/SQL.md
-    describes their columns.
+    NAME.sequences, NAME.groups, NAME.preference_pairs, NAME.decisions, NAME.rewards,
+    NAME.received and NAME.quarantine; the lake has commits, datasets, evaluations,
+    metrics, policies, promotions, runs and shards, whose columns are described in docs/SQL.md.
 
     Example:
       replaylake sql "select count(*) as n, avg(num_steps) as steps from cartpole.episodes"
@@ -199,11 +200,11 @@ def _find_reader(access: Path | None, token_file: Path | None, untrusted: bool) 
 
     if access is None:
         if token_file is not None:
-            raise typer.BadParameter("found it without --access.", param_hint="--token-file")
+            raise typer.BadParameter("requires --access.", param_hint="--token-file")
         return None
     if not untrusted:
         # In this process SQL also reads files, and DuckDB's own catalog.
-        raise typer.BadParameter("found it without --untrusted.", param_hint="--access")
+        raise typer.BadParameter("requires --untrusted.", param_hint="--access")
     table = read_role_table(access)
     if token_file is None:
         token = os.environb.get(_TOKEN_VARIABLE.encode(), b"")
@@ -242,7 +243,7 @@ def _format(form: OutputFormat | None, as_json: bool, output: Path | None) -> st
     """Settle --format and --json. Raises: typer.BadParameter where they contradict each other."""
     if output is None and as_json and form not in (None, OutputFormat.json):
         raise typer.BadParameter(
-            f"found {form} with --json, which prints JSON: leave one out, or add --output FILE.",
+            f"{form} cannot be used with --json unless --output names a file.",
             param_hint="--format",
         )
     if form is None:
@@ -299,7 +300,7 @@ def _print_table(report: CommandOutput, rows: Any) -> None:
     if result_stream().isatty():
         width = shutil.get_terminal_size().columns
         columns = fit_columns(values, columns, width)
-    report.print_result({}, table_lines(values, columns))
+    report.print_result({}, data_lines(table_lines(values, columns)))
     omitted = [name for name in rows.column_names if name not in columns]
     if omitted:
         report.print_message(

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from contextvars import ContextVar
-from decimal import Decimal
 from typing import Any, Final, TextIO
 
 from replaylake.cli.options import name_options
 from replaylake.cli.output.progress import ProgressReport, WaitingReport
+from replaylake.serve.pages.texts import cell_text as cell_text
+from replaylake.serve.pages.texts import count as count
+from replaylake.serve.pages.texts import is_number
+from replaylake.serve.pages.texts import number_text as number_text
+from replaylake.serve.pages.texts import size as size
 
-_MAX_TEXT: Final = 100
-_MAX_VECTOR: Final = 44
 # What a terminal obeys instead of showing it: control characters (C0 but tab and newline, DEL, C1),
 # marks that turn the direction of text, and halves of surrogate pairs, which no stream encodes.
 _CONTROL_CHARS: Final = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+
+# A piece of a line: its text, and the parameters of a terminal's SGR sequence ("1", "48;5;217");
+# empty for plain text.
+Styled = tuple[str, str]
 
 _answers: ContextVar[TextIO | None] = ContextVar("answers", default=None)
 
@@ -47,13 +54,20 @@ class CommandOutput:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
 
-    def print_result(self, body: Mapping[str, Any], lines: Iterable[str]) -> None:
-        """Print the answer on stdout: `body` with --json, else the lines."""
+    def print_result(
+        self, body: Mapping[str, Any], lines: Iterable[str | Sequence[Styled]]
+    ) -> None:
+        """Print the answer on stdout: `body` with --json, else the lines.
+
+        A line that is a text is the library's, whose `parameters` are named as options; one of
+        pieces is printed as it is.
+        """
         if self.as_json:
             print_json(body)
         else:
             for line in lines:
-                print(escape_controls(name_options(line)), file=result_stream())
+                pieces = [(name_options(line), "")] if isinstance(line, str) else line
+                print("".join(_style(text, style) for text, style in pieces), file=result_stream())
 
     def print_message(self, text: str) -> None:
         """Print talk on stderr."""
@@ -66,6 +80,26 @@ class CommandOutput:
     def waiting(self, what: str) -> WaitingReport:
         """Return a context manager around work that cannot say how far it is."""
         return WaitingReport(what)
+
+
+def data_lines(lines: Iterable[str]) -> Iterator[Sequence[Styled]]:
+    """Yield lines that have text of the user's data, in which nothing may be replaced."""
+    return ([(line, "")] for line in lines)
+
+
+def has_styles() -> bool:
+    """Whether stdout is a terminal that may show colors (https://no-color.org)."""
+    return result_stream().isatty() and not os.environ.get("NO_COLOR")
+
+
+def _style(text: str, style: str) -> str:
+    escaped = escape_controls(text)
+    return f"\x1b[{style}m{escaped}\x1b[0m" if style and has_styles() else escaped
+
+
+def one_line(text: str) -> str:
+    """Return a text whose tabs and line breaks are named, so that it cannot look like a line."""
+    return text.replace("\t", "\\t").replace("\n", "\\n")
 
 
 def escape_controls(text: str) -> str:
@@ -85,8 +119,8 @@ def table_lines(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> li
     """Return a header and one line a row: numbers to the right, long values cut short."""
     cells = [[cell_text(row.get(column)) for column in columns] for row in rows]
     to_right = [
-        any(_is_number(row.get(column)) for row in rows)
-        and all(row.get(column) is None or _is_number(row.get(column)) for row in rows)
+        any(is_number(row.get(column)) for row in rows)
+        and all(row.get(column) is None or is_number(row.get(column)) for row in rows)
         for column in columns
     ]
     widths = [
@@ -114,21 +148,6 @@ def fit_columns(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], width
     return columns_shown
 
 
-def cell_text(value: Any) -> str:
-    """Return a value as a person reads it in a table."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list | tuple):
-        return _cut("[" + ", ".join(cell_text(item) for item in value[:64]) + "]", _MAX_VECTOR)
-    if isinstance(value, bytes):
-        return f"{len(value):,} bytes"
-    return _cut(" ".join(str(value).split()), _MAX_TEXT)
-
-
 def tree_lines(body: Mapping[str, Any], indent: str = "") -> list[str]:
     """Return nested objects and lists as an indented tree; what is None or empty is left out."""
     lines: list[str] = []
@@ -147,32 +166,11 @@ def tree_lines(body: Mapping[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-def number_text(value: float | None) -> str:
-    """Return a count with separators, or six significant digits: `4,137`, `9.34929`."""
-    if value is None:
-        return "unknown"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
-
-
 def interval_text(low: float | None, high: float | None) -> str:
     """Return the 95% interval as text; nothing where there is none."""
     if low is None or high is None:
         return ""
     return f", 95% interval {number_text(low)} to {number_text(high)}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return `1 shard` or `1,200 shards`."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def size(num_bytes: int) -> str:
-    """Return bytes in the unit a person would choose: `4.1 MB`."""
-    value, units = float(num_bytes), ["bytes", "kB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{num_bytes:,} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
 def duration(seconds: float) -> str:
@@ -181,15 +179,6 @@ def duration(seconds: float) -> str:
         if seconds and seconds % length == 0:
             return f"{seconds / length:,.0f}{unit}"
     return f"{seconds:g}s"
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def _is_number(value: Any) -> bool:
-    # DuckDB's sum of integers comes as a Decimal.
-    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

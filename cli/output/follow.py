@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from replaylake.datastore.lake.unique_keys import OnConflict
 
 _STDIN: Final = "-"
-_FORMATS: Final = ("auto", "jsonl")
 # Rejected lines that are said as they come; the receipt counts all.
 _MAX_REPORTED: Final = 20
 
@@ -47,6 +46,7 @@ def follow_lines(
     on_conflict: OnConflict,
 ) -> None:
     """Follow one source, and print the receipt. SIGINT and SIGTERM end it as its end would."""
+    from replaylake.datastore.interchange.ingest.stream.line_kinds import find_line_kind
     from replaylake.datastore.interchange.ingest.stream.stream import follow
 
     if len(sources) != 1:
@@ -54,23 +54,20 @@ def follow_lines(
             f"found {len(sources)} sources, expected one with --follow: - or a growing file.",
             param_hint="SOURCE",
         )
-    if format not in _FORMATS:
-        raise typer.BadParameter(
-            f"found {format!r}, expected jsonl with --follow.", param_hint="--format"
-        )
-    num_said = 0
+    find_line_kind(format, options)  # refused before the source is opened
+    num_reported = 0
 
-    def say(finding: Finding) -> None:
-        nonlocal num_said
-        num_said += 1
-        if num_said <= _MAX_REPORTED:
+    def report_rejected(finding: Finding) -> None:
+        nonlocal num_reported
+        num_reported += 1
+        if num_reported <= _MAX_REPORTED:
             report.print_message(f"rejected: {finding.check}: {finding.message}")
-        elif num_said == _MAX_REPORTED + 1:
+        elif num_reported == _MAX_REPORTED + 1:
             report.print_message("rejected: further lines; the receipt counts them")
 
     with report.progress("committed", "steps") as progress, _stop_on_signals() as stop:
 
-        def tell(now: StreamProgress) -> None:
+        def report_progress(now: StreamProgress) -> None:
             waiting = f"{now.num_waiting:,} waiting" if now.num_waiting else ""
             progress(now.num_committed, None, waiting)
 
@@ -79,13 +76,14 @@ def follow_lines(
                 lake,
                 lines,
                 dataset,
+                format=format,
                 stream=stream,
                 options=options,
                 spaces=spaces,
                 flush_every_s=flush_every_s,
                 stop=stop,
-                on_progress=tell,
-                on_rejected=say,
+                on_progress=report_progress,
+                on_rejected=report_rejected,
                 readmit=readmit,
                 unique=unique,
                 late=late,
@@ -117,8 +115,8 @@ def _stop_on_signals() -> Iterator[threading.Event]:
     try:
         yield stop
     finally:
-        for told_by, handler in before.items():
-            signal.signal(told_by, handler)
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
 
 
 def _summary(receipt: StreamReceipt) -> Iterator[str]:
@@ -130,8 +128,11 @@ def _summary(receipt: StreamReceipt) -> Iterator[str]:
             f"{receipt.dataset}@{receipt.version}: {count(lines.committed, 'step')} committed in "
             f"{count(receipt.num_commits, 'version')}"
         )
+    read = count(lines.read, "line")
+    if receipt.num_lines != lines.read:
+        read = f"{count(lines.read, 'step')} in {count(receipt.num_lines, 'line')}"
     yield (
-        f"  read {count(lines.read, 'line')} of stream {receipt.stream}: rejected "
+        f"  read {read} of stream {receipt.stream}: rejected "
         f"{lines.rejected:,}; already present {lines.already_present:,}"
         + (f"; deleted before {lines.deleted_before:,}" if lines.deleted_before else "")
     )

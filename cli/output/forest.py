@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
-import numpy as np
 from matplotlib.figure import Figure
 
 from replaylake.cli.output.plots import STYLE, shorten_name, simplify_axes
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _LOG = "#9aa3ad"
 _VALUE = "#0072B2"
-_BARS = 40
 
 
 def draw_estimates(path: Path, report: PolicyReport) -> None:
@@ -26,7 +25,8 @@ def draw_estimates(path: Path, report: PolicyReport) -> None:
     Raises: StorageError.
     """
     estimates = report.estimates.estimates
-    has_weights = report.weights is not None
+    weights = report.count_weights()
+    has_weights = weights is not None
     with mpl.rc_context({**STYLE, "font.size": 9}):
         figure = Figure(
             figsize=(9.4 if has_weights else 6.2, 1.4 + 0.34 * len(estimates)),
@@ -35,8 +35,8 @@ def draw_estimates(path: Path, report: PolicyReport) -> None:
         )
         grid = figure.subplots(1, 1 + has_weights, squeeze=False).ravel()
         _forest(grid[0], report)
-        if has_weights:
-            _weights(grid[1], np.asarray(report.weights))
+        if weights is not None:
+            _weights(grid[1], weights)
         name = report.policy["policy"] or report.policy["target_prob"]
         title = (
             f"{shorten_name(str(name), 40)} on {report.dataset}@{report.version}: {report.verdict}"
@@ -68,14 +68,12 @@ def _forest(axes: Any, report: PolicyReport) -> None:
     simplify_axes(axes)
 
 
-def _weights(axes: Any, weights: Any) -> None:
+def _weights(axes: Any, weights: Mapping[str, Any]) -> None:
     """Draw a histogram of weights above 0, in powers of ten: they span many."""
-    positive = weights[weights > 0]
-    if len(positive):
-        low, high = np.log10(positive.min()), np.log10(positive.max())
-        edges = np.logspace(low - 0.05, high + 0.05, _BARS + 1)
-        axes.hist(positive, bins=edges, color=_VALUE)
+    if weights["counts"]:
+        axes.stairs(weights["counts"], weights["edges"], color=_VALUE, fill=True)
         axes.set_xscale("log")
-    axes.set_xlabel(f"weights; {1 - len(positive) / len(weights):.1%} are 0")
+    num = sum(weights["counts"]) + weights["num_zero"]
+    axes.set_xlabel(f"weights; {weights['num_zero'] / num:.1%} are 0")
     axes.set_ylabel("episodes")
     simplify_axes(axes)

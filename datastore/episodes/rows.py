@@ -34,7 +34,7 @@ from replaylake.datastore.episodes.schema import (
 from replaylake.datastore.episodes.spaces import Array, Space, as_batch, concatenate
 from replaylake.datastore.episodes.tokens import ACTION_LOG_PROBS, clip_log_probs, has_tokens
 from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
-from replaylake.datastore.storage.arrow_values import is_list
+from replaylake.datastore.storage.arrow_values import hash_texts, is_list
 from replaylake.datastore.storage.table.delta_schema import plain_type
 from replaylake.datastore.storage.table.table_schema import conform
 
@@ -187,6 +187,10 @@ def _check_distinct(outline: _EpisodeFields) -> None:
         names = outline.episode_ids.array
         if outline.agent_ids is not None:
             names = pc.binary_join_element_wise(names, outline.agent_ids.array, "\0")
+        # Texts with distinct hashes are distinct, and sorting hashes takes a fifth of the time.
+        hashes = np.sort(hash_texts(names))
+        if not (hashes[1:] == hashes[:-1]).any():
+            return
         if pc.count_distinct(names).as_py() == len(names):
             return
     keys = zip(outline.episode_ids, agents, strict=True)

@@ -92,6 +92,11 @@ _ENV_SPEC_KEY: Final = "replaylake.env_spec"
 # Likewise, only where the tokenizer is known.
 _TOKENIZER_KEY: Final = "replaylake.tokenizer"
 
+# Further columns of steps that were made of spans: the trace, and the ids of the spans that a step
+# is within, its own first.
+TRACE_ID: Final = "trace_id"
+SPAN_IDS: Final = "span_ids"
+
 # Names that the SQL views add.
 _VIEW_COLUMNS: Final = ("next_observation",)
 # Delta has no unsigned integers and no float16: they are widened at the door.

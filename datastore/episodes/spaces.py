@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -63,6 +64,10 @@ class Discrete:
     n: int
     start: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", operator.index(self.n))
+        object.__setattr__(self, "start", operator.index(self.start))
+
 
 @dataclass(frozen=True)
 class MultiDiscrete:
@@ -79,6 +84,9 @@ class MultiBinary:
     """Vectors of n zeros and ones, int64."""
 
     n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", operator.index(self.n))
 
 
 @dataclass(frozen=True)
@@ -185,6 +193,13 @@ def num_bytes(values: Values) -> int:
     return int(np.asarray(values).nbytes)
 
 
+def empty_values(space: Space, num: int) -> Values:
+    """Return uninitialized arrays [num, ...] of a space's dtypes."""
+    if isinstance(space, Dict | Tuple):
+        return {key: empty_values(sub, num) for key, sub in children(space).items()}
+    return np.empty((num, *value_shape(space)), value_dtype(space))
+
+
 def take(values: Values, index: Any) -> Any:
     """Index the leading dim of every leaf: an int gives one value, a slice or array Values."""
     if isinstance(values, Mapping):
@@ -202,10 +217,15 @@ def as_batch(value: Any) -> Any:
 
 
 def concatenate(parts: list[Values]) -> Values:
-    """Join values along the leading dim."""
+    """Join values along the leading dim.
+
+    Raises: ValueError, KeyError if they are not all mappings with the same keys, or all arrays.
+    """
     first = parts[0]
     if isinstance(first, Mapping):
-        mappings: list[Any] = parts
+        mappings = [part for part in parts if isinstance(part, Mapping)]
+        if len(mappings) < len(parts):
+            raise ValueError(f"found both structs (fields {', '.join(first)}) and arrays")
         return {key: concatenate([part[key] for part in mappings]) for key in first}
     arrays: list[Any] = parts
     return np.concatenate(arrays)
@@ -362,16 +382,17 @@ def from_json(data: Mapping[str, Any], depth: int = 0) -> Space:
         raise SchemaMismatchError(
             f"space: found type {data.get('type')!r}, expected one of {sorted(_KINDS)}."
         )
-    if kind is Box:
-        fields["low"] = _bound_from_json(fields.get("low", "-inf"))
-        fields["high"] = _bound_from_json(fields.get("high", "inf"))
-    elif kind is Dict:
-        fields["spaces"] = {key: from_json(sub, depth + 1) for key, sub in fields["spaces"].items()}
-    elif kind is Tuple:
-        fields["spaces"] = tuple(from_json(sub, depth + 1) for sub in fields["spaces"])
     try:
+        if kind is Box:
+            fields["low"] = _bound_from_json(fields.get("low", "-inf"))
+            fields["high"] = _bound_from_json(fields.get("high", "inf"))
+        elif kind is Dict:
+            members = fields["spaces"].items()
+            fields["spaces"] = {key: from_json(sub, depth + 1) for key, sub in members}
+        elif kind is Tuple:
+            fields["spaces"] = tuple(from_json(sub, depth + 1) for sub in fields["spaces"])
         return kind(**fields)  # type: ignore[no-any-return]
-    except TypeError as error:
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise SchemaMismatchError(f"space {data!r}: {error}.") from error
 
 

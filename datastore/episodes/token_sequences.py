@@ -161,7 +161,7 @@ def join_steps(columns: Mapping[str, pa.Array]) -> TokenSequence:
     token_ids[sampled] = numbers(actions.flatten())
     token_ids[~sampled] = np.append(numbers(observations.flatten()), final)
     loss_mask = sampled.copy()
-    loss_mask[sampled] = _find_trained_tokens(columns, acted)
+    loss_mask[sampled] = find_trained_tokens(columns, acted)
     log_probs = versions = None
     if ACTION_LOG_PROBS in columns:
         log_probs = np.zeros(len(sampled), np.float32)
@@ -173,7 +173,7 @@ def join_steps(columns: Mapping[str, pa.Array]) -> TokenSequence:
     return TokenSequence(token_ids, loss_mask, log_probs, versions)
 
 
-def _find_trained_tokens(columns: Mapping[str, pa.Array], acted: Array) -> Array:
+def find_trained_tokens(columns: Mapping[str, pa.Array], acted: Array) -> Array:
     """Return which tokens of the actions the loss is over."""
     trained = np.ones(int(acted.sum()), np.bool_)
     if ACTION_LOSS_MASK in columns:

@@ -7,7 +7,7 @@ in any other, columns of these names are further columns like all others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -58,6 +58,18 @@ TOKEN_IDS: Final = (OBSERVATION_TOKENS, ACTION_TOKENS, FINAL_OBSERVATION_TOKENS)
 _LOG_PROBS: Final = (ACTION_LOG_PROBS, PROXIMAL_LOG_PROBS, REFERENCE_LOG_PROBS)
 # One value for each token of the action.
 _PER_ACTION_TOKEN: Final = (*_LOG_PROBS, ACTION_LOSS_MASK)
+# Lists of numbers or flags whose names begin with this prefix also have one value for each token
+# of the action, such as `action_advantages` and `action_entropies`.
+_PER_TOKEN_PREFIX: Final = "action_"
+# Columns in which the log describes the tokens that were read and sampled; labels cannot set them.
+TOKEN_FACTS: Final = (
+    *TOKEN_IDS,
+    ACTION_LOG_PROBS,
+    ACTION_VERSIONS,
+    PARENT_AGENT_ID,
+    PARENT_STEP,
+    IS_CONTINUATION,
+)
 
 # A softmax in bfloat16 or float16 gives a sure token a little more than 1.
 TOKEN_LOG_PROB_TOLERANCE: Final = 1e-4
@@ -79,6 +91,79 @@ def token_type(name: str, kind: pa.DataType) -> pa.DataType | None:
     """
     own = TOKEN_TYPES.get(name)
     return own if own is not None and _is_of_kind(kind, own) else None
+
+
+def is_per_token(name: str, kind: pa.DataType) -> bool:
+    """Whether a column of a dataset with tokens has one value for each token of a step's action.
+
+    Besides the log-probs and the loss mask, these are lists of numbers or flags of any other name
+    that begins with `action_`.
+    """
+    if name in TOKEN_TYPES:
+        return name in _PER_ACTION_TOKEN
+    is_list_of_flags = is_list(kind) and pa.types.is_boolean(kind.value_type)
+    return name.startswith(_PER_TOKEN_PREFIX) and (is_list_of_flags or _is_number_list(kind))
+
+
+def cast_decimals(name: str, array: pa.Array) -> pa.Array:
+    """Return a per-token column of decimals (SQL's type of `[0.5]`) as doubles, others as is."""
+    kind = array.type
+    if (
+        name.startswith(_PER_TOKEN_PREFIX)
+        and is_list(kind)
+        and pa.types.is_decimal(kind.value_type)
+    ):
+        return array.cast(pa.list_(pa.field("element", pa.float64())))
+    return array
+
+
+def cast_to_token_type(name: str, array: pa.Array) -> pa.Array:
+    """Return a column whose name is in `TOKEN_TYPES` in the type of its name.
+
+    Decimals count as floats. Flags may be the numbers 0 and 1, alone or in lists.
+
+    Raises: SchemaMismatchError for values of another kind, for numbers that are not flags, and for
+    values that the type does not hold.
+    """
+    own = TOKEN_TYPES[name]
+    try:
+        if is_list(array.type) and pa.types.is_decimal(array.type.value_type):
+            array = array.cast(_list_of(pa.float64()))
+        if token_type(name, array.type) is not None:
+            return array.cast(own)
+        if pa.types.is_boolean(own) and _is_number(array.type):
+            return _to_flags(array)
+        if own.equals(TOKEN_TYPES[ACTION_LOSS_MASK]) and _is_number_list(array.type):
+            return _with_values(array, _to_flags(array.flatten()), own)
+    except pa.ArrowException as error:
+        raise SchemaMismatchError(f"{error}, expected values that {own} holds") from error
+    raise SchemaMismatchError(f"found {array.type}, expected {own}")
+
+
+def _to_flags(array: pa.Array) -> pa.Array:
+    flags = pa.array([0, 1, None]).cast(array.type)
+    others = array.filter(pc.invert(pc.is_in(array, flags)))
+    if len(others):
+        raise SchemaMismatchError(f"found {others[0]}, expected true and false, or 1 and 0")
+    return pc.equal(array, pa.scalar(1).cast(array.type))
+
+
+def _with_values(array: pa.Array, values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return lists of a type that have the lengths of those in an array, with other values."""
+    lengths = numbers(pc.fill_null(pc.list_value_length(array), 0))
+    offsets = pa.array(
+        np.append(0, np.cumsum(lengths)).astype(np.int32),
+        mask=np.append(~numbers(array.is_valid()), False),
+    )
+    return pa.ListArray.from_arrays(offsets, values, type=kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
+
+
+def _is_number_list(kind: pa.DataType) -> bool:
+    return is_list(kind) and _is_number(kind.value_type)
 
 
 def _is_of_kind(kind: pa.DataType, own: pa.DataType) -> bool:
@@ -138,16 +223,16 @@ def validate_tokens(
 ) -> TokenColumns:
     """Return the token columns of some steps as they are stored, or refuse them.
 
-    arrays: the steps' further columns as Arrow arrays of length T; those that are no token columns
-    are left out of the result. Where a step has action_log_probs and no behavior log-prob, it gets
-    their sum.
+    arrays: the steps' further columns as Arrow arrays of length T; the result has only token
+    columns. Other per-token columns are checked, and are not in the result. Where a step has
+    action_log_probs and no behavior log-prob, it gets their sum.
 
-    Checked: types; that ids are not negative and, if `tokenizer` says how many there are, of its
-    vocabulary; one log-prob and one flag of the loss mask for each token of the action; log-probs
-    that are finite and not above 0; that the runs of action_versions begin at 0 and ascend within
-    the action; and that a stated behavior log-prob is the sum of action_log_probs, within 1e-6 of
-    the sum of their magnitudes plus 1e-4. Whether a parent is there is for
-    `parents.find_orphans`.
+    Checked: types; that ids are not negative and, if `tokenizer` states its size, inside its
+    vocabulary; one log-prob, one flag of the loss mask and one finite value of each other per-token
+    column for each token of the action; log-probs that are finite and not above 0; that the runs of
+    action_versions begin at 0 and ascend within the action; and that a stated behavior log-prob is
+    the sum of action_log_probs, within 1e-6 of the sum of their magnitudes plus 1e-4. Whether
+    parents exist is checked by `parents.find_orphans`.
 
     Raises: EpisodeInvalidError with the column, the step's place among these, what was found and
     what was expected; SchemaMismatchError for a column of another type.
@@ -158,18 +243,24 @@ def validate_tokens(
             f"{ACTION_TOKENS}: found no column {OBSERVATION_TOKENS}, expected it: the ids that "
             "came before each generation and after the one before it."
         )
-    lists = {name: _read_lists(own[name]) for name in own if pa.types.is_list(own[name].type)}
+    per_token = {
+        name: array
+        for name, array in arrays.items()
+        if name not in TOKEN_TYPES and is_per_token(name, array.type)
+    }
+    lists = {
+        name: _read_lists(array)
+        for name, array in {**own, **per_token}.items()
+        if is_list(array.type)
+    }
     action = lists[ACTION_TOKENS]
     _check_presence(lists)
     for name in TOKEN_IDS:
         if name in lists:
             _check_ids(name, lists[name], tokenizer)
-    for name in _PER_ACTION_TOKEN:
+    for name in (*_PER_ACTION_TOKEN, *per_token):
         if name in lists:
-            _check_lengths(name, lists[name], action)
-    for name in _LOG_PROBS:
-        if name in lists:
-            _check_log_probs(name, lists[name])
+            _check_per_token(name, lists[name], action, _name_step)
     if ACTION_VERSIONS in lists:
         _check_versions(lists[ACTION_VERSIONS], action)
     if PARENT_AGENT_ID in own or PARENT_STEP in own:
@@ -179,12 +270,40 @@ def validate_tokens(
     return TokenColumns(own, _fill_behavior_log_probs(behavior_log_probs, log_probs))
 
 
+NameRow = Callable[[int], str]
+
+
+def check_per_token(
+    name: str, values: pa.Array, action_tokens: pa.Array, name_row: NameRow
+) -> None:
+    """Refuse lists that do not have one value for each token of the action of their step.
+
+    values: lists, in a type for which `is_per_token` holds; NULL where there is nothing to check.
+    action_tokens: those of the same steps. name_row: describes the step in a row, for messages.
+
+    Raises: EpisodeInvalidError with what was found and what was expected.
+    """
+    lists, action = _read_lists(values), _read_lists(action_tokens)
+    _check_presence({name: lists, ACTION_TOKENS: action}, name_row)
+    _check_per_token(name, lists, action, name_row)
+
+
+def _name_step(row: int) -> str:
+    return f"at step {row}"
+
+
 def to_arrow_columns(extras: Mapping[str, Any]) -> dict[str, pa.Array]:
-    """Return the token columns among some further columns as Arrow arrays.
+    """Return the token columns and per-token columns among some further columns as Arrow arrays.
 
     Raises: EpisodeInvalidError for values that are of several types.
     """
-    return {name: _to_arrow(name, extras[name]) for name in TOKEN_TYPES if name in extras}
+    arrays = {name: _to_arrow(name, extras[name]) for name in TOKEN_TYPES if name in extras}
+    for name in extras:
+        if name.startswith(_PER_TOKEN_PREFIX) and name not in TOKEN_TYPES:
+            array = _to_arrow(name, extras[name])
+            if is_per_token(name, array.type):
+                arrays[name] = array
+    return arrays
 
 
 def _to_arrow(name: str, column: Any) -> pa.Array:
@@ -198,7 +317,7 @@ def _to_arrow(name: str, column: Any) -> pa.Array:
         return pa.array(list(column) if is_matrix else column)
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
         raise EpisodeInvalidError(
-            f"{name}: {error}, expected {TOKEN_TYPES[name]} in each step."
+            f"{name}: {error}, expected {TOKEN_TYPES.get(name, 'one type')} in each step."
         ) from error
 
 
@@ -206,7 +325,10 @@ def count_positive_log_probs(extras: Mapping[str, Any]) -> int:
     """Return how many action_log_probs of some steps are above 0, and are stored as 0."""
     if not has_tokens(extras) or ACTION_LOG_PROBS not in extras:
         return 0
-    values = _to_arrow(ACTION_LOG_PROBS, extras[ACTION_LOG_PROBS]).flatten()
+    array = _to_arrow(ACTION_LOG_PROBS, extras[ACTION_LOG_PROBS])
+    if pa.types.is_null(array.type):  # a Python list of None
+        return 0
+    values = array.flatten()
     return int(pc.sum(pc.greater(values, 0)).as_py() or 0)
 
 
@@ -215,13 +337,7 @@ def clip_log_probs(array: pa.Array) -> pa.Array:
     values = array.flatten()
     if not pc.any(pc.greater(values, 0)).as_py():
         return array
-    lengths = numbers(pc.fill_null(pc.list_value_length(array), 0))
-    offsets = pa.array(
-        np.append(0, np.cumsum(lengths)).astype(np.int32),
-        mask=np.append(~numbers(array.is_valid()), False),
-    )
-    clipped = pa.array(np.minimum(numbers(values), np.float32(0)))
-    return pa.ListArray.from_arrays(offsets, clipped, type=array.type)
+    return _with_values(array, pa.array(np.minimum(numbers(values), np.float32(0))), array.type)
 
 
 def _to_token_type(name: str, array: pa.Array) -> pa.Array:
@@ -243,22 +359,24 @@ def _read_lists(array: pa.Array) -> _Lists:
     return _Lists(known, lengths, array.flatten())
 
 
-def _check_presence(lists: Mapping[str, _Lists]) -> None:
+def _check_presence(lists: Mapping[str, _Lists], name_row: NameRow = _name_step) -> None:
     """Refuse a step with a part of what belongs together, and lists with nulls in them."""
-    action, observation = lists[ACTION_TOKENS], lists[OBSERVATION_TOKENS]
+    action = lists[ACTION_TOKENS]
     for name, one in lists.items():
         if one.values.null_count:
             row = int(one.rows[np.argmin(numbers(one.values.is_valid()))])
             raise EpisodeInvalidError(
-                f"{name} at step {row}: found NULL within it, expected a value for each token."
+                f"{name} {name_row(row)}: found NULL within it, expected a value for each token."
             )
         lone = np.flatnonzero(one.known & ~action.known)
         if len(lone):
             raise EpisodeInvalidError(
-                f"{ACTION_TOKENS} at step {lone[0]}: found NULL beside {name}, expected the ids "
-                "that were generated, or NULL in both."
+                f"{ACTION_TOKENS} {name_row(int(lone[0]))}: found NULL beside {name}, expected the "
+                "ids that were generated, or NULL in both."
             )
-    lone = np.flatnonzero(action.known & ~observation.known)
+    if OBSERVATION_TOKENS not in lists:
+        return
+    lone = np.flatnonzero(action.known & ~lists[OBSERVATION_TOKENS].known)
     if len(lone):
         raise EpisodeInvalidError(
             f"{OBSERVATION_TOKENS} at step {lone[0]}: found NULL beside {ACTION_TOKENS}, expected "
@@ -283,28 +401,34 @@ def _check_ids(name: str, lists: _Lists, tokenizer: Tokenizer | None) -> None:
         )
 
 
-def _check_lengths(name: str, lists: _Lists, action: _Lists) -> None:
-    wrong = np.flatnonzero(lists.known & (lists.lengths != action.lengths))
-    if len(wrong):
-        row = wrong[0]
+def _check_per_token(name: str, lists: _Lists, action: _Lists, name_row: NameRow) -> None:
+    """Refuse lists whose length is not the action's, and values that are out of range."""
+    uneven = np.flatnonzero(lists.known & (lists.lengths != action.lengths))
+    if len(uneven):
+        row = int(uneven[0])
         raise EpisodeInvalidError(
-            f"{name} at step {row}: found {lists.lengths[row]} values, expected "
+            f"{name} {name_row(row)}: found {lists.lengths[row]} values, expected "
             f"{action.lengths[row]}, one for each of its {ACTION_TOKENS}."
         )
-
-
-def _check_log_probs(name: str, lists: _Lists) -> None:
-    log_probs = numbers(lists.values)
-    # Of other policies than the one that sampled, a token may have probability 0.
-    wrong = ~(log_probs <= TOKEN_LOG_PROB_TOLERANCE)
-    if name == ACTION_LOG_PROBS:
-        wrong |= np.isneginf(log_probs)
+    if name == ACTION_LOSS_MASK:
+        return
+    values = numbers(lists.values)
+    if name not in _LOG_PROBS:
+        wrong, expected = ~np.isfinite(values), "a finite number."
+    else:
+        # Under policies other than the one that sampled, a token may have probability 0.
+        wrong = ~(values <= TOKEN_LOG_PROB_TOLERANCE)
+        if name == ACTION_LOG_PROBS:
+            wrong |= np.isneginf(values)
+        expected = (
+            "at most 0, the natural logarithm of the probability of a token that was sampled. "
+            "Leave the whole list out (NULL) where it is not known."
+        )
     if wrong.any():
         at = int(np.argmax(wrong))
         raise EpisodeInvalidError(
-            f"{name} at step {lists.rows[at]}: found {log_probs[at]:g} for token "
-            f"{lists.places[at]}, expected at most 0, the natural logarithm of the probability of "
-            "a token that was sampled. Leave the whole list out (NULL) where it is not known."
+            f"{name} {name_row(int(lists.rows[at]))}: found {values[at]:g} for token "
+            f"{lists.places[at]}, expected {expected}"
         )
 
 

@@ -14,9 +14,11 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from replaylake.datastore.errors import ReplayLakeError, StorageError
 from replaylake.datastore.feedback.row_encoder import Encode
@@ -62,10 +64,11 @@ class Journal:
         """Start a journal named `worker`, which must be new: a random id, never reused."""
         self.config = config or JournalConfig()
         self.producer = producer_name(worker)
-        self._table, self._encode, self._worker = table, encode, worker
-        self._folder = journal_folder(table)
-        make_folder(self._folder)
-        self._lock_path, self._lock_fd = take_lock(self._folder, worker, wait=True)
+        self.worker = worker
+        self.folder = journal_folder(table)
+        self._table, self._encode = table, encode
+        make_folder(self.folder)
+        self._lock_path, self._lock_fd = take_lock(self.folder, worker, wait=True)
         self._write_lock = threading.Lock()  # the current segment, and whether it may be written
         self._sync_lock = threading.Lock()  # no descriptor is closed while it is being synced
         self._commit_lock = threading.Lock()
@@ -73,7 +76,7 @@ class Journal:
         self._failure: str | None = None
         self._write_failure: str | None = None
         self._commit_failure: str | None = None
-        self._num_commit_failures = 0
+        self._num_commit_failures = self._num_set_aside = 0
         self._closed = False
         self._current = self._open_segment(0)
         self._written, self._full = threading.Event(), threading.Event()
@@ -87,6 +90,7 @@ class Journal:
         ]
         for thread in self._threads:
             thread.start()
+        _journals.add(self)
 
     @property
     def num_pending(self) -> int:
@@ -113,6 +117,11 @@ class Journal:
         """Attempts to commit in the background that failed."""
         return self._num_commit_failures
 
+    @property
+    def num_set_aside(self) -> int:
+        """Records of this journal that could not be rows: they are in its files `*.damaged`."""
+        return self._num_set_aside
+
     def append(self, records: Iterable[bytes]) -> None:
         """Write records, each one JSON object without newlines, with one write(2), all or none.
 
@@ -123,7 +132,7 @@ class Journal:
         data = b"".join(frame_records(records))
         with self._write_lock:
             if self._closed or self._failure:
-                raise StorageError(f"{self._folder}: {self._failure or 'the journal is closed'}.")
+                raise StorageError(f"{self.folder}: {self._failure or 'the journal is closed'}.")
             segment = self._current
             self._check_linked(segment)
             self._write(segment, data)
@@ -175,6 +184,16 @@ class Journal:
             raise commit_failed_error(self._current.path, error) from error
         finally:
             os.close(self._current.fd)
+            os.close(self._lock_fd)
+
+    def abandon(self) -> None:
+        """Let go of the parent's journal in a forked child process, which must not write to it.
+
+        The lock is of the open file, which parent and child share: while a child holds it, nobody
+        recovers the journal of a parent that was killed.
+        """
+        if not self._closed:
+            self._closed = True
             os.close(self._lock_fd)
 
     def _check_linked(self, segment: Segment) -> None:
@@ -271,19 +290,31 @@ class Journal:
     def _commit_pending(self) -> None:
         while self._pending:
             try:
-                commit_segment(self._table, self._encode, self.producer, self._pending[0])
+                done = commit_segment(self._table, self._encode, self.producer, self._pending[0])
             except BaseException:
                 # It may take long: what waits is on disk, and need not be in memory too.
                 for segment in self._pending:
                     segment.records = None
                 raise
+            self._num_set_aside += done.num_damaged
             self._pending.popleft()
 
     def _open_segment(self, sequence: int) -> Segment:
-        path = self._folder / f"{self._worker}-{sequence}{SUFFIX}"
+        path = self.folder / f"{self.worker}-{sequence}{SUFFIX}"
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_RDWR, 0o644)
-            fsync_folder(self._folder)
+            fsync_folder(self.folder)
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror or error}.") from error
         return Segment(sequence, path, fd, records=[])
+
+
+_journals: Final[weakref.WeakSet[Journal]] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for journal in list(_journals):
+        journal.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

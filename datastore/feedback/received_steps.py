@@ -29,6 +29,7 @@ from replaylake.datastore.episodes.schema import (
     ACTION_MASK,
     AGENT_ID,
     BEHAVIOR_LOG_PROB,
+    ENV_STEP,
     EPISODE_ID,
     FINAL_OBSERVATION,
     OBSERVATION,
@@ -36,6 +37,7 @@ from replaylake.datastore.episodes.schema import (
     POLICY_VERSION,
     REWARD,
     SOURCE_EPISODE_ID,
+    STANDARD_COLUMNS,
     STEP,
     TERMINATED,
     TIMESTAMP,
@@ -339,6 +341,8 @@ class _DecodedSteps:
         self._rewards = rows.column(REWARD).to_numpy()
         self._log_probs = rows.column(BEHAVIOR_LOG_PROB).to_numpy().astype(np.float32)
         self._policies = np.asarray(rows.column(POLICY).to_pylist(), dtype=object)
+        own = {*STANDARD_COLUMNS, RECEIVED_AT, CONTENT_HASH}
+        self._extras = [name for name in rows.column_names if name not in own]
         known = [rows.column(name).is_valid().to_numpy() for name in (POLICY_VERSION, TIMESTAMP)]
         self._changes = np.logical_or.reduce([one[1:] != one[:-1] for one in known])
 
@@ -372,6 +376,12 @@ class _DecodedSteps:
             policy_versions=_to_integers(rows.column(POLICY_VERSION)),
             action_masks=self._masks(rows),
             timestamps=_to_integers(rows.column(TIMESTAMP).cast(pa.int64())),
+            env_steps=_to_integers(rows.column(ENV_STEP)),
+            extras={
+                name: column.combine_chunks()
+                for name in self._extras
+                if (column := rows.column(name)).null_count < len(column)
+            },
         )
 
     def _final(self, last: pa.Table) -> Any:

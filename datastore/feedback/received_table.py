@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -108,37 +108,54 @@ class ReceivedPiece:
         return json.dumps(fields).encode()
 
 
-def make_received_spec(spec: DatasetSpec) -> DatasetSpec:
-    """Return what rows of `<dataset>/_received` have, for a dataset's own spec."""
-    return replace(spec, extras=_EXTRAS)
+def make_received_spec(spec: DatasetSpec, columns: Collection[str] = ()) -> DatasetSpec:
+    """Return what rows of `<dataset>/_received` have, for a dataset's own spec.
+
+    columns: those of the dataset's further columns that steps may come with.
+    """
+    own = {name: kind for name, kind in spec.extras.items() if name in columns}
+    return replace(spec, extras={**own, **_EXTRAS})
 
 
-def ensure_received_table(dataset: Dataset) -> None:
-    """Create the table where it is absent; the dataset has to exist."""
+def ensure_received_table(dataset: Dataset, columns: Collection[str] = ()) -> None:
+    """Create the table where it is absent, else add what it lacks; the dataset has to exist.
+
+    columns: as `make_received_spec`.
+    """
+    spec = make_received_spec(dataset.spec, columns)
     if not dataset.received.exists():
-        spec = make_received_spec(dataset.spec)
         with suppress(AlreadyExistsError):  # another worker did, this moment
             dataset.received.create(arrow_schema(spec), spec.configuration())
+    if spec.extras.keys() - _EXTRAS.keys():
+        dataset.received.extend(pa.schema(list(spec.extras.items())))
 
 
 def make_received_piece(episode: Episode, spec: DatasetSpec, received_at: int) -> ReceivedPiece:
     """Check a piece of an episode and lay it out as rows, received at a time (us since 1970).
 
-    The piece has the client's own episode id. Raises: EpisodeInvalidError, SchemaMismatchError.
-    Cost: about 10 us a step.
+    The piece has the client's own episode id; its `extras` are lists of plain values, of columns
+    that the dataset has. Raises: EpisodeInvalidError, SchemaMismatchError. Cost: about 10 us a
+    step.
     """
-    spec = make_received_spec(spec)
+    spec = make_received_spec(spec, episode.extras)
+    extras = {
+        name: _to_column(values, spec.extras[name], name) for name, values in episode.extras.items()
+    }
     own = replace(
         episode,
         episode_id=f"{PREFIX}{episode.episode_id}",
         source_episode_id=episode.episode_id,
-        extras={RECEIVED_AT: pa.array([received_at] * len(episode), TIMESTAMP_TYPE)},
+        extras={**extras, RECEIVED_AT: pa.array([received_at] * len(episode), TIMESTAMP_TYPE)},
     )
     ready = validate(
-        own, spec.observation_space, spec.action_space, rewards_optional=spec.rewards_optional
+        own,
+        spec.observation_space,
+        spec.action_space,
+        rewards_optional=spec.rewards_optional,
+        tokenizer=spec.tokenizer,
     )
     rows = encode([ready], spec)
-    hashes = pa.array(_content_hashes(rows), pa.int64())
+    hashes = pa.array(_content_hashes(rows, sorted(extras)), pa.int64())
     return ReceivedPiece(rows.append_column(pa.field(CONTENT_HASH, hashes.type), hashes))
 
 
@@ -171,11 +188,18 @@ def recover_received(dataset: Dataset) -> Recovered:
     return recover(dataset.received, encode)
 
 
-def _content_hashes(rows: pa.Table) -> list[int]:
+def _to_column(values: Sequence[Any], kind: pa.DataType, name: str) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+        raise EpisodeInvalidError(f"{name}: {error}, expected {kind} or null.") from error
+
+
+def _content_hashes(rows: pa.Table, extras: Sequence[str]) -> list[int]:
     """Return 64 bits of each step's content: BLAKE2b (RFC 7693) of its values as they are stored.
 
     The observation after a step counts where the step ends the episode: elsewhere it depends on
-    where the episode was cut.
+    where the episode was cut. Of the further columns those count that have a value.
     """
     columns = [
         # As a date it would take longer, and not reach as far.
@@ -190,9 +214,15 @@ def _content_hashes(rows: pa.Table) -> list[int]:
             rows.column(TERMINATED).to_pylist(), rows.column(TRUNCATED).to_pylist(), strict=True
         )
     ]
+    further = [rows.column(name).to_pylist() for name in extras]
     hashes = []
-    for values, final, is_end in zip(zip(*columns, strict=True), finals, ends, strict=True):
-        text = repr((values, final if is_end else None)).encode()
+    for number, (values, final, is_end) in enumerate(
+        zip(zip(*columns, strict=True), finals, ends, strict=True)
+    ):
+        said = [(n, c[number]) for n, c in zip(extras, further, strict=True)]
+        named = [(name, value) for name, value in said if value is not None]
+        content: tuple[Any, ...] = (values, final if is_end else None)
+        text = repr((*content, named) if named else content).encode()
         digest = blake2b(text, digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "big", signed=True))
     return hashes

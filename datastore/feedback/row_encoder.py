@@ -22,7 +22,7 @@ class RowEncoder:
     """An Encode whose rows can be had from the records' text as well, where that is plain."""
 
     def __init__(self, encode: Encode, schema: pa.Schema) -> None:
-        self._encode, self._schema = encode, schema
+        self._encode, self.schema = encode, schema
         self._is_plain = can_parse(schema)
 
     def __call__(self, records: Sequence[dict[str, Any]]) -> pa.Table:
@@ -31,11 +31,11 @@ class RowEncoder:
 
     def try_parse(self, records: Sequence[bytes]) -> pa.Table | None:
         """Return the same rows, or None where it takes the other way to tell."""
-        return parse_records(records, self._schema) if self._is_plain else None
+        return parse_records(records, self.schema) if self._is_plain else None
 
 
 def can_parse(schema: pa.Schema) -> bool:
-    """Whether the columns are flat: texts, numbers, flags, times and vectors of numbers."""
+    """Whether the columns are texts, numbers, flags, times, or lists of those or their structs."""
     return all(_wire_type(field.type) is not None for field in schema)
 
 
@@ -48,6 +48,8 @@ def parse_records(records: Sequence[bytes], schema: pa.Schema) -> pa.Table | Non
     if not records:
         return schema.empty_table()
     body = b"\n".join(records)
+    if body.lstrip().startswith(b"null"):
+        return None  # pyarrow 26.0.1 would end the process (segmentation fault)
     wire = pa.schema([pa.field(field.name, _wire_type(field.type)) for field in schema])
     try:
         table = pj.read_json(
@@ -73,9 +75,13 @@ def parse_records(records: Sequence[bytes], schema: pa.Schema) -> pa.Table | Non
 
 def _wire_type(kind: pa.DataType) -> pa.DataType | None:
     """Return what Arrow is to read from JSON for a column; None where that is not one thing."""
-    if pa.types.is_fixed_size_list(kind):
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind):
         element = _wire_type(kind.value_type)
+        if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type):
+            element = _struct_wire_type(kind.value_type)
         return None if element is None or pa.types.is_list(element) else pa.list_(element)
+    if pa.types.is_dictionary(kind):
+        return pa.string() if pa.types.is_string(kind.value_type) else None
     if pa.types.is_string(kind) or pa.types.is_boolean(kind):
         return kind
     if pa.types.is_timestamp(kind) or pa.types.is_integer(kind):
@@ -83,8 +89,16 @@ def _wire_type(kind: pa.DataType) -> pa.DataType | None:
     return pa.float64() if pa.types.is_floating(kind) else None
 
 
+def _struct_wire_type(kind: pa.DataType) -> pa.DataType | None:
+    wires = [(field.name, _wire_type(field.type)) for field in kind]
+    is_flat = all(wire is not None and not pa.types.is_list(wire) for _, wire in wires)
+    return pa.struct(wires) if is_flat else None
+
+
 def _column(field: pa.Field, column: pa.ChunkedArray) -> pa.Array:
     array = column.combine_chunks()
+    if pa.types.is_dictionary(field.type):
+        return array.dictionary_encode().cast(field.type)
     if not pa.types.is_fixed_size_list(field.type):
         return array.cast(field.type)
     present = array.drop_null()

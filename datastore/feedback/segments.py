@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID
+from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID, STEP
 from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError, StorageError
 from replaylake.datastore.feedback.row_encoder import Encode, RowEncoder
+from replaylake.datastore.lake.commit import DropCounts, commit_counts
 from replaylake.datastore.lake.tombstones import open_tombstones
 from replaylake.datastore.storage.table.table import Table
 
@@ -149,7 +151,9 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
     if tables:
         rows = _without_deleted(table, pa.concat_tables(tables))
         if rows.num_rows:
-            table.append(rows, producer=producer, sequence=segment.sequence)
+            is_of_steps = "/" not in table.root and {EPISODE_ID, STEP} <= {*rows.column_names}
+            info = _count_steps(rows) if is_of_steps else None
+            table.append(rows, producer=producer, sequence=segment.sequence, info=info)
     try:
         if faults:
             path = segment.path.rename(segment.path.with_suffix(DAMAGED))
@@ -159,6 +163,12 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
     except OSError as error:
         raise commit_failed_error(segment.path, error) from error
     return Recovered(1, sum(part.num_rows for part in tables), num_torn, len(faults))
+
+
+def _count_steps(rows: pa.Table) -> dict[str, int]:
+    """Return the counts of a commit of steps: an episode is counted where it begins."""
+    begun = pc.filter(rows.column(EPISODE_ID), pc.equal(rows.column(STEP), 0))
+    return commit_counts(len(pc.unique(begun)), rows.num_rows, DropCounts())
 
 
 def _without_deleted(table: Table, rows: pa.Table) -> pa.Table:
@@ -182,6 +192,11 @@ def _without_deleted(table: Table, rows: pa.Table) -> pa.Table:
 def has_live_worker(table: Table) -> bool:
     """Whether a journal is open: a live worker always has a segment, if only an empty one."""
     return any(True for _ in _segments(journal_folder(table)))
+
+
+def has_segments(table: Table, worker: str) -> bool:
+    """Whether records of a worker wait for their commit, or are being committed by another."""
+    return any(name == worker for name, _, _ in _segments(journal_folder(table)))
 
 
 def first_pending(table: Table, field: str) -> list[int]:

@@ -1,11 +1,13 @@
 """The lake as SQL sees it: the files behind each view of a dataset, and the lake-wide relations.
 
-The relations are `commits`, `datasets`, `metrics`, `policies`, `promotions`, `runs` and `shards`.
+The relations are `commits`, `datasets`, `evaluations`, `metrics`, `policies`, `promotions`, `runs`
+and `shards`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Final
@@ -23,6 +25,7 @@ from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.storage.table.delta_schema import with_field_ids
 from replaylake.datastore.storage.table.table import Table, TableSnapshot
 
+_logger = logging.getLogger(__name__)
 _TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 _COMMITS: Final = pa.schema(
     [
@@ -85,6 +88,21 @@ _PROMOTIONS: Final = pa.schema(
         ("forced", pa.bool_()),
         ("note", pa.string()),
         ("gate", pa.string()),
+    ]
+)
+_EVALUATIONS: Final = pa.schema(
+    [
+        ("evaluation_id", pa.string()),
+        ("kind", pa.string()),
+        ("policy", pa.string()),
+        ("policy_version", pa.int64()),
+        ("dataset", pa.string()),
+        ("dataset_version", pa.int64()),
+        ("verdict", pa.string()),
+        ("evaluated_at", _TIMESTAMP),
+        ("evaluated_by", pa.string()),
+        ("replaylake_version", pa.string()),
+        ("report", pa.string()),
     ]
 )
 _RUNS: Final = pa.schema(
@@ -177,6 +195,8 @@ class LakeCatalog:
             return policies(self._registry)
         if name == "promotions":
             return promotions(self._registry)
+        if name == "evaluations":
+            return evaluations(self._registry)
         if name == "runs":
             return runs(self._registry)
         if name == "metrics":
@@ -302,6 +322,25 @@ def promotions(registry: Registry) -> pa.Table:
         for move in registry.alias_history()
     ]
     return pa.Table.from_pylist(rows, schema=_PROMOTIONS)
+
+
+def evaluations(registry: Registry) -> pa.Table:
+    """Return one row per saved evaluation, as they came; one that cannot be read is logged.
+
+    Cost: reads every report.
+    """
+    rows = [
+        {
+            **{key: getattr(one, key) for key in _EVALUATIONS.names if key != "report"},
+            "report": json.dumps(one.report),
+        }
+        for one in registry.evaluations.list(on_unreadable=_log_unreadable)
+    ]
+    return pa.Table.from_pylist(rows, schema=_EVALUATIONS)
+
+
+def _log_unreadable(error: Exception) -> None:
+    _logger.warning("view evaluations: left out: %s", error)
 
 
 def runs(registry: Registry) -> pa.Table:

@@ -121,6 +121,7 @@ class Dataset:
         self._rewards = Table(storage, f"{name}/_rewards")
         self._received = Table(storage, f"{name}/_received")
         self._rejected = Table(storage, f"{name}/_rejected")
+        self._spans = Table(storage, f"{name}/_spans")
         self.tombstones = open_tombstones(storage, name)  # whose rows were deleted
         self._index: KeyIndex | None = None
 
@@ -166,9 +167,14 @@ class Dataset:
         """The table of log rows that `ingest` rejected; the view `quarantine` in SQL."""
         return self._rejected
 
+    @property
+    def spans(self) -> Table:
+        """The append-only table of spans of OpenTelemetry that clients sent to a server."""
+        return self._spans
+
     def tables(self) -> list[Table]:
         """Return the existing tables of this dataset, its steps first."""
-        others = (self._decisions, self._rewards, self._received, self._rejected)
+        others = (self._decisions, self._rewards, self._received, self._rejected, self._spans)
         return [self.table, *(table for table in others if table.exists())]
 
     @property
@@ -875,9 +881,13 @@ class Dataset:
             without_producers=without_producers,
         )
 
-    def history(self) -> list[dict[str, Any]]:
-        """Return each version's commit: version, timestamp (ms), operation, producer, counts."""
-        return self.table.history()
+    def history(self, since: int = 0) -> list[dict[str, Any]]:
+        """Return the commit of each version from `since` on, oldest first.
+
+        A commit has its version, timestamp (ms), operation, producer and counts. Cost: one file a
+        version.
+        """
+        return self.table.history(since)
 
     def commit_info(self, version: int) -> dict[str, Any]:
         """Return the commit of one version, in the form of `history`. Raises: NotFoundError."""

@@ -127,8 +127,8 @@ class EpisodeWriter:
         # held by a thread that is not there.
         if os.getpid() != self._process:
             raise ConfigInvalidError(
-                f"writer {self.producer}: found it in process {os.getpid()}, a fork of the process "
-                f"{self._process} that made it, expected it there alone. Make a writer in each."
+                f"writer {self.producer}: used in process {os.getpid()}, a fork of process "
+                f"{self._process} that created it. Create a writer in each process."
             )
         return self._lock
 
@@ -171,8 +171,8 @@ class EpisodeWriter:
             key = (episode_id or f"{self.producer}/{new_ulid()}", agent_id)
             if key in self._open:
                 raise EpisodeInvalidError(
-                    f"episode {key[0]}: found it open in this writer, expected it once for each "
-                    "agent. Go on with the one that `begin` returned."
+                    f"episode {key[0]}: is already open in this writer for this agent. Continue "
+                    "with the episode that `begin` returned."
                 )
             episode = OpenEpisode(self, (spec.observation_space, spec.action_space), *key)
             self._open[key] = episode

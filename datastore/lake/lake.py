@@ -20,7 +20,12 @@ from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.tags import Tags, tag_snapshot
 from replaylake.datastore.names import LAKE_ROOT, check_dataset_name, parse_snapshot
 from replaylake.datastore.query import query
-from replaylake.datastore.query.untrusted import QueryLimits, UntrustedResult, run_untrusted
+from replaylake.datastore.query.untrusted import (
+    Cancellation,
+    QueryLimits,
+    UntrustedResult,
+    run_untrusted,
+)
 from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.storage.log.commit_log import CommitLog
 from replaylake.datastore.storage.log.purges import Purges
@@ -130,8 +135,8 @@ class Lake:
         """Run one SELECT over the views of datasets and of the lake, and return its rows.
 
         A dataset has `<dataset>.steps`, `.episodes`, `.games`, `.transitions`, `.quarantine`,
-        `.decisions`, `.rewards` and `.received`; the lake has `commits`, `datasets`, `metrics`,
-        `policies`, `promotions`, `runs` and `shards`.
+        `.decisions`, `.rewards` and `.received`; the lake has `commits`, `datasets`,
+        `evaluations`, `metrics`, `policies`, `promotions`, `runs` and `shards`.
 
         Args:
             text: the SELECT statement.
@@ -152,6 +157,7 @@ class Lake:
         at: Mapping[str, str | int] | None = None,
         limits: QueryLimits | None = None,
         reader: Grant | None = None,
+        cancellation: Cancellation | None = None,
     ) -> UntrustedResult:
         """Run one SELECT from an untrusted author in a separate process, within limits.
 
@@ -164,10 +170,17 @@ class Lake:
             limits: of time, memory and rows.
             reader: whose query it is, as `RoleTable.find_reader` finds it by a token: for it there
                 are only the datasets and columns that the role table grants. Without one, all.
+            cancellation: its `cancel`, from another thread, ends the query.
 
-        Raises: as sql; QueryError with the limit that was exceeded.
+        Raises: as sql; QueryError with the limit that was exceeded, or as it was cancelled.
         """
-        return run_untrusted(text, self.catalog(at, reader), parameters, limits=limits)
+        return run_untrusted(
+            text,
+            self.catalog(at, reader),
+            parameters,
+            limits=limits,
+            cancellation=cancellation,
+        )
 
     def catalog(
         self, at: Mapping[str, str | int] | None = None, reader: Grant | None = None

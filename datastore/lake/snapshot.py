@@ -15,6 +15,8 @@ from replaylake.datastore.errors import ExtraMissingError
 from replaylake.datastore.query import query
 from replaylake.datastore.replay.arrays import read_arrays
 from replaylake.datastore.replay.packing.packing import OnProgress
+from replaylake.datastore.replay.tokens.sequence_opener import open_token_sequences
+from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.replay.view import ReplayView
 from replaylake.datastore.replay.view_opener import open_view
 from replaylake.datastore.replay.view_query import ViewQuery, column_names
@@ -101,6 +103,34 @@ class Snapshot:
             on_progress=on_progress,
         )
 
+    def token_sequences(
+        self,
+        where: str | None = None,
+        *,
+        columns: Sequence[str] = (),
+        cache: bool = True,
+        on_progress: OnProgress | None = None,
+    ) -> TokenSequences:
+        """Decode the rows of the view `sequences` for sampling, or map them from the cache.
+
+        Args:
+            where: SQL condition over the columns of `episodes`: of each agent, all or none of the
+                sequences that end with it are selected.
+            columns: further columns of `sequences` with a value for each token, for example
+                proximal_log_probs. Numbers are decoded to float32.
+            cache: whether to use the cache of decoded views (docs/REPLAY.md). With False, it is
+                neither read nor written, and the sequences are decoded into temporary files.
+            on_progress: called with (shards decoded, shards); not for cached sequences.
+
+        Raises: NotFoundError for a dataset without token columns, an absent column, or a version
+        whose shards were removed; QueryRefusedError, QueryError, ShardCorruptError,
+        EmptyReplayError, ConfigInvalidError, StorageError. Cost: docs/REPLAY.md.
+        """
+        check_shards_present(self.table)
+        return open_token_sequences(
+            self.dataset, self.table, where, columns, cache=cache, on_progress=on_progress
+        )
+
     def arrays(self, columns: Sequence[str] | None = None) -> dict[str, Values]:
         """Decode columns of all steps into numpy arrays.
 
@@ -120,7 +150,8 @@ class Snapshot:
     def sql(self, text: str, parameters: dict[str, object] | None = None) -> pa.Table:
         """Run one SELECT over this version's `steps`, `episodes`, `games` and `transitions`.
 
-        Also over its `sequences`, if it has token columns, and its `groups`, if it has group_id.
+        Also over its `sequences`, if it has token columns, and its `groups` and `preference_pairs`,
+        if it has group_id.
 
         Raises: QueryRefusedError, QueryError; NotFoundError for a version whose shards were
         removed.

@@ -39,9 +39,11 @@ from replaylake.datastore.maintenance.removal import (
     find_returned,
     find_subjects,
     plan_removal,
+    recover_spans,
     remove_decisions,
     remove_received,
     remove_rejected,
+    remove_spans,
     select_ids,
     select_rejected,
     select_waiting,
@@ -143,6 +145,7 @@ def delete(
         recover_feedback(handle)
     if not dry_run:
         recover_received(handle)
+        recover_spans(handle)
     chosen = _choose(handle, snapshot, condition)
     episodes, num_undecided = chosen.episodes, len(chosen.undecided)
     policies = find_trained_policies(lake, dataset, episodes)
@@ -258,7 +261,7 @@ def remove_episodes(
 ) -> RemovalCounts:
     """Take episodes out of the newest version, and before them what else is theirs.
 
-    That is their decisions, rewards, rows in quarantine and received ones.
+    That is their decisions, rewards, rows in quarantine, received steps and received spans.
     """
     nums = [0, 0, 0, 0, 0]
 
@@ -267,6 +270,7 @@ def remove_episodes(
         counts = remove_decisions(handle, decisions, operation)
         nums[0], nums[1] = nums[0] + counts[0], nums[1] + counts[1]
         nums[4] += remove_received(handle, episodes, operation)
+        remove_spans(handle, snapshot, episodes, operation)
         planned = plan_removal(snapshot, EPISODE_ID, episodes, {"episodes_removed": len(episodes)})
         nums[2] = planned.num_rows
         nums[3] += remove_rejected(handle, episodes, operation)

@@ -20,9 +20,12 @@ from replaylake.datastore.episodes.schema import (
     SOURCE_EPISODE_ID,
     STEP,
     TIMESTAMP,
+    TRACE_ID,
 )
 from replaylake.datastore.feedback.decisions import DECISION_ID, REQUEST_ID
+from replaylake.datastore.feedback.segments import journal_folder, recover
 from replaylake.datastore.feedback.set_aside import REWARD_CHECK, STEP_CHECK
+from replaylake.datastore.interchange.ingest.received_spans import encode_spans
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.tombstones import Tombstones, identify, list_texts, merge_subjects
 from replaylake.datastore.maintenance.episode_condition import EpisodeCondition
@@ -483,6 +486,31 @@ def remove_received(dataset: Dataset, keys: pa.Array, operation: str) -> int:
     Done before the steps leave the dataset: `feedback join` would bring them back otherwise.
     """
     return remove_rows(dataset.received, EPISODE_ID, keys, operation)
+
+
+def recover_spans(dataset: Dataset) -> None:
+    """Commit the spans that killed servers had received and not yet committed."""
+    if dataset.spans.exists() and journal_folder(dataset.spans).is_dir():
+        recover(dataset.spans, encode_spans)
+
+
+def remove_spans(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array, operation: str) -> int:
+    """Remove the received spans of episodes, before their steps; return how many.
+
+    All spans of the traces that the steps were made of: their sessions would come back otherwise.
+    """
+    if not len(episodes) or not dataset.spans.exists() or TRACE_ID not in steps.schema.names:
+        return 0
+    if not steps.files:
+        return 0
+    tables = {"keys": pa.table({"key": episodes})}
+    with fetch_files(steps, steps.files) as paths, scan_connection(tables) as connection:
+        rows = query_arrow(
+            connection,
+            f"SELECT DISTINCT {TRACE_ID} AS key FROM {from_clause(steps, paths)} "
+            f"WHERE {TRACE_ID} IS NOT NULL AND {EPISODE_ID} IN (SELECT key FROM keys)",
+        )
+    return remove_rows(dataset.spans, TRACE_ID, rows.column("key").combine_chunks(), operation)
 
 
 def find_written_received(dataset: Dataset, steps: TableSnapshot, episodes: pa.Array) -> pa.Array:

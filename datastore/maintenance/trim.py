@@ -36,6 +36,7 @@ from replaylake.datastore.maintenance.removal import (
     remove_decisions,
     remove_received,
     remove_rejected,
+    remove_spans,
     select_rejected_before,
     set_aside_of,
 )
@@ -187,6 +188,8 @@ class _Trim:
         self.num_decisions += counts[0]
         self.num_rewards += counts[1]
         self.num_received += self._remove_received(ids)
+        if not self._is_dry:
+            remove_spans(self._dataset, snapshot, episodes, _OPERATION)
         self.num_rejected += self._remove_rejected(ids)
         info = {"episodes_removed": len(episodes)}
         planned = plan_removal(snapshot, EPISODE_ID, episodes, info)

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from replaylake.datastore.errors import QueryError
 from replaylake.datastore.query.connections import session
+from replaylake.datastore.query.list_functions import define_list_functions
 from replaylake.datastore.query.statements import (
     check_select,
     execute_interruptibly,
@@ -35,6 +36,7 @@ def run_query(
     """
     with session() as connection, _add_excerpt(connection, query, parameters):
         check_select(connection, query)
+        define_list_functions(connection, query)
         # Only the views that the query names; making all of them is slow in a wide lake.
         views = plan_views(find_tables(connection, query), catalog)
         try:
@@ -53,6 +55,7 @@ def run_snapshot_query(
     """
     with session() as connection, _add_excerpt(connection, query, parameters):
         check_select(connection, query)
+        define_list_functions(connection, query)
         names = {view for schema, view in find_tables(connection, query) if not schema}
         views = Views()
         try:
@@ -73,6 +76,7 @@ def run_table_query(
     """
     with session() as connection:
         check_select(connection, query)
+        define_list_functions(connection, query)
         Views(relations=dict(tables)).create(connection)
         return execute_interruptibly(connection, query, parameters)
 

@@ -27,6 +27,7 @@ import pyarrow as pa
 
 from replaylake.datastore.errors import QueryError, QueryRefusedError, ReplayLakeError
 from replaylake.datastore.query.connections import connect
+from replaylake.datastore.query.list_functions import define_list_functions
 from replaylake.datastore.query.statements import (
     check_select,
     execute,
@@ -124,6 +125,7 @@ def _answer(source: BinaryIO, sink: BinaryIO) -> None:
             connection.register(name, table)
         for statement in granted["statements"]:
             execute(connection, statement)
+        define_list_functions(connection, query)
         _check_granted(names, granted["names"])
         lock_down(connection, granted["paths"])
         rows, truncated = _rows(connection, query, parameters, limits)

@@ -9,7 +9,7 @@ deep as forks are nested, and not as dialogues are long.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import pyarrow as pa
@@ -114,7 +114,7 @@ WITH RECURSIVE linked AS (
            {action_loss_mask} AS action_loss_mask, {action_log_probs} AS action_log_probs,
            {action_versions} AS action_versions,
            {final_observation_tokens} AS final_observation_tokens,
-           {group_id} AS group_id
+           {group_id} AS group_id{per_token_columns}
     FROM {steps}
 ), turns AS (
     SELECT c.episode_id, leaf_agent_id, leaf_step, depth, g.agent_id, g.step, reward, group_id,
@@ -141,7 +141,7 @@ WITH RECURSIVE linked AS (
            CASE WHEN action_versions IS NOT NULL THEN action_versions
                 WHEN policy_version IS NOT NULL AND num_acted > 0
                 THEN [{{'start': 0::INTEGER, 'version': policy_version}}]
-                ELSE [] END AS turn_versions
+                ELSE [] END AS turn_versions{per_token_turns}
     FROM counted AS c
     JOIN generations AS g
       ON g.episode_id = c.episode_id AND g.agent_id = c.agent_id
@@ -160,8 +160,13 @@ WITH RECURSIVE linked AS (
            list(turn_versions ORDER BY depth DESC, step) AS turn_versions,
            CASE WHEN count(reward) = count(*) THEN sum(reward ORDER BY depth DESC, step)
            END AS "return",
-           any_value(group_id) AS group_id
+           any_value(group_id) AS group_id{per_token_lists}
     FROM turns
+    GROUP BY ALL
+), episode_returns AS (
+    SELECT episode_id, CASE WHEN count(reward) = count(*)
+           THEN sum(reward ORDER BY agent_id, step) END AS episode_return
+    FROM {steps}
     GROUP BY ALL
 ), measured AS (
     SELECT *,
@@ -172,6 +177,7 @@ WITH RECURSIVE linked AS (
                turn_starts, lambda start, i: CAST(start + nums_observed[i] AS INTEGER)
            ) AS action_starts
     FROM gathered
+    JOIN episode_returns USING (episode_id)
 )
 SELECT episode_id, agent_id, root_agent_id, first_step, last_step, num_turns,
        CAST(list_sum(lengths) AS BIGINT) AS num_tokens,
@@ -181,9 +187,17 @@ SELECT episode_id, agent_id, root_agent_id, first_step, last_step, num_turns,
                'start': CAST(run.start + action_starts[i] AS INTEGER), 'version': run.version
            }}
        ))) AS versions,
-       "return", group_id
+       "return", episode_return, group_id{per_token_names}
 FROM measured
 """
+_TYPES: Final = {pa.float32(): "FLOAT", pa.bool_(): "BOOLEAN"}
+_PER_TOKEN_TURN: Final = """,
+           list_concat(
+               list_resize([]::{kind}[], num_observed),
+               CASE WHEN {name} IS NULL THEN list_resize([]::{kind}[], num_acted)
+                    ELSE CAST({name} AS {kind}[]) END,
+               list_resize([]::{kind}[], coalesce(len(final_tokens), 0))
+           ) AS {turn}"""
 
 # The columns of steps that each column depends on, also by which rows are in the view. Of those
 # that a dataset may lack, it has to have none.
@@ -214,8 +228,29 @@ SEQUENCE_SOURCES: Final = {
     "action_starts": _IDS,
     "versions": _IDS | {tokens.ACTION_VERSIONS, schema.POLICY_VERSION},
     "return": _TREE | {schema.REWARD},
+    "episode_return": _TREE | {schema.REWARD},
     GROUP_ID: _TREE | {GROUP_ID},
 }
+
+
+def find_per_token_sources(columns: pa.Schema) -> dict[str, frozenset[str]]:
+    """Return the columns of steps that each of `list_per_token` depends on."""
+    return {name: _IDS | {name} for name in list_per_token(columns)}
+
+
+def list_per_token(columns: pa.Schema) -> dict[str, str]:
+    """Return the columns of `sequences` that depend on the dataset, and DuckDB's type of a value.
+
+    These are the columns of steps that have one value for each token of the action, besides those
+    that `sequences` has in every dataset.
+    """
+    own = {*SEQUENCE_SOURCES, tokens.ACTION_LOG_PROBS, tokens.ACTION_LOSS_MASK}
+    per_token = {}
+    for field in columns:
+        # SQL does not distinguish upper case.
+        if field.name.lower() not in own and tokens.is_per_token(field.name, field.type):
+            per_token[field.name] = _TYPES.get(field.type.value_type, "DOUBLE")
+    return per_token
 
 
 def sequences_sql(steps: str, columns: pa.Schema, readable: Collection[str]) -> str:
@@ -229,4 +264,22 @@ def sequences_sql(steps: str, columns: pa.Schema, readable: Collection[str]) -> 
             "columns: generations of a language model as ids."
         )
     optional = {name: name if name in columns.names else null for name, null in _OPTIONAL.items()}
-    return _SEQUENCES.format(steps=steps, **optional)
+    return _SEQUENCES.format(steps=steps, **optional, **_format_per_token(list_per_token(columns)))
+
+
+def _format_per_token(per_token: Mapping[str, str]) -> dict[str, str]:
+    """Return the SQL of per-token columns for each of their placeholders in `_SEQUENCES`."""
+    names = {'"' + name.replace('"', '""') + '"': kind for name, kind in per_token.items()}
+    turns = {name: f"per_token_{number}" for number, name in enumerate(names)}
+    return {
+        "per_token_columns": "".join(f", {name}" for name in names),
+        "per_token_turns": "".join(
+            _PER_TOKEN_TURN.format(name=name, kind=kind, turn=turns[name])
+            for name, kind in names.items()
+        ),
+        "per_token_lists": "".join(
+            f",\n           flatten(list({turn} ORDER BY depth DESC, step)) AS {name}"
+            for name, turn in turns.items()
+        ),
+        "per_token_names": "".join(f", {name}" for name in names),
+    }

@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, BinaryIO, Final
@@ -79,28 +80,63 @@ class UntrustedResult:
     truncated: str | None
 
 
+class Cancellation:
+    """Ends one query from another thread, also one that begins only later."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._stop: Callable[[], None] | None = None
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """End the query; without effect once it has ended."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._stop is not None:
+                self._stop()
+
+    @contextmanager
+    def watching(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` if the query is cancelled within the block, or was before it."""
+        with self._lock:
+            self._stop = stop
+            if self._is_cancelled:
+                stop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stop = None
+
+
 def run_untrusted(
     query: str,
     catalog: Catalog,
     parameters: Mapping[str, object] | None = None,
     *,
     limits: QueryLimits | None = None,
+    cancellation: Cancellation | None = None,
 ) -> UntrustedResult:
     """Run one SELECT that somebody else wrote.
 
     A result over `max_rows` or `max_bytes` is cut there, and says so. Absent in it: where policies
-    lie (`policies.path`), the records of runs (`runs.record`).
+    lie (`policies.path`), the records of runs (`runs.record`). cancellation: ends the query from
+    another thread.
 
     Raises: QueryRefusedError for what is not one SELECT over the lake's views, QueryError with
-    DuckDB's own words or with the limit that was reached, NotFoundError for a dataset that does not
-    exist.
+    DuckDB's own words, with the limit that was reached or as it was cancelled, NotFoundError for a
+    dataset that does not exist.
     """
     limits = limits or QueryLimits()
     if len(query.encode(errors="replace")) > _MAX_QUERY_BYTES:
         raise QueryRefusedError(
             f"query: found {len(query):,} characters, expected at most {_MAX_QUERY_BYTES:,} bytes."
         )
-    with _Sandbox(limits) as sandbox:
+    with _Sandbox(limits) as sandbox, (cancellation or Cancellation()).watching(sandbox.cancel):
         sandbox.send(json.dumps({"query": query, "limits": asdict(limits)}).encode())
         names = [(str(dataset), str(view)) for dataset, view in sandbox.receive()["names"]]
         views = plan_views(names, _PublicCatalog(catalog, sandbox))
@@ -168,6 +204,7 @@ class _Sandbox:
         self._limits = limits
         self._process = _start()
         self._out_of_time = threading.Event()
+        self._is_cancelled = False
         self._clock = threading.Timer(limits.wall_s, self._stop)
         self._clock.daemon = True
         self._clock.start()
@@ -226,6 +263,11 @@ class _Sandbox:
             raise QueryError(f"query: its result is no Arrow stream ({error}).") from error
         return table
 
+    def cancel(self) -> None:
+        """End the process, as its query is no longer wanted."""
+        self._is_cancelled = True
+        self._process.kill()
+
     def _stop(self) -> None:
         self._out_of_time.set()
         self._process.kill()
@@ -235,6 +277,8 @@ class _Sandbox:
         self._process.kill()
         code = self._process.wait()
         limits = self._limits
+        if self._is_cancelled:
+            return QueryError("query: it was cancelled. Run it again if it is wanted.")
         if self._out_of_time.is_set():
             reason = f"it was still running after {limits.wall_s:g} s"
         elif code == -signal.SIGXCPU:

@@ -25,13 +25,22 @@ from replaylake.datastore.storage.table.table import TableSnapshot
 LAKE_VIEWS: Final = (
     "commits",
     "datasets",
+    "evaluations",
     "metrics",
     "policies",
     "promotions",
     "runs",
     "shards",
 )
-STEP_VIEWS: Final = ("steps", "episodes", "games", "transitions", "sequences", "groups")
+STEP_VIEWS: Final = (
+    "steps",
+    "episodes",
+    "games",
+    "transitions",
+    "sequences",
+    "groups",
+    "preference_pairs",
+)
 # Each of a table of its own.
 _PLAIN_VIEWS: Final = ("decisions", "rewards", "received", "quarantine")
 DATASET_VIEWS: Final = (*STEP_VIEWS, *_PLAIN_VIEWS)
@@ -44,6 +53,7 @@ COLUMN_SOURCES: Final[Mapping[str, Mapping[str, Set[str]]]] = {
     "transitions": episode_views.TRANSITION_SOURCES,
     "sequences": sequence_views.SEQUENCE_SOURCES,
     "groups": group_views.GROUP_SOURCES,
+    "preference_pairs": group_views.PAIR_SOURCES,
 }
 
 
@@ -109,7 +119,7 @@ class Views:
         readable = [name for name in steps.schema.names if columns is None or name in columns]
         check_shards_present(steps)
         selects = {}
-        if not {"steps", "transitions", "sequences", "groups"}.isdisjoint(names):
+        if not {*STEP_VIEWS}.difference(("episodes", "games")).isdisjoint(names):
             source = self._scan(steps)
             selects = {
                 "steps": f"SELECT * FROM {source}",
@@ -119,6 +129,10 @@ class Views:
                 selects["sequences"] = sequence_views.sequences_sql(source, steps.schema, readable)
             if "groups" in names:
                 selects["groups"] = group_views.groups_sql(source, readable)
+            if "preference_pairs" in names:
+                selects["preference_pairs"] = group_views.preference_pairs_sql(
+                    source, steps.schema, readable
+                )
         if "episodes" in names or "games" in names:
             groups = self._groups(prefix, steps)
             selects["episodes"] = episode_views.episodes_sql(groups)
@@ -231,6 +245,8 @@ def _find_visible(view: str, schema: pa.Schema, columns: Set[str]) -> list[str]:
     if view in _UNDIVIDED_VIEWS:
         return []
     sources = COLUMN_SOURCES.get(view, {})
+    if view == "sequences":
+        sources = {**sources, **sequence_views.find_per_token_sources(schema)}
     has_own = view not in COLUMN_SOURCES or view == "transitions"
     # What a dataset lacks hides nothing.
     hidden = frozenset(schema.names) - columns

@@ -17,13 +17,9 @@ from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.schema import DatasetSpec, to_numpy
 from replaylake.datastore.episodes.spaces import (
     Array,
-    Dict,
     Space,
-    Tuple,
     Values,
-    children,
-    value_dtype,
-    value_shape,
+    empty_values,
 )
 from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.storage.table.shard import decode_row_group, verify_row_groups
@@ -82,7 +78,9 @@ def read_arrays(
     num = snapshot.num_rows
     arrays: dict[str, Values] = {
         field.name: (
-            _empty(spaces[field.name], num) if field.name in spaces else _empty_column(field, num)
+            empty_values(spaces[field.name], num)
+            if field.name in spaces
+            else _empty_column(field, num)
         )
         for field in fields
     }
@@ -195,12 +193,6 @@ def complete_columns(rows: pa.Table, fields: pa.Schema) -> pa.Table:
         for field in fields
     ]
     return conform(rows, pa.schema(names))
-
-
-def _empty(space: Space, num: int) -> Values:
-    if isinstance(space, Dict | Tuple):
-        return {key: _empty(sub, num) for key, sub in children(space).items()}
-    return np.empty((num, *value_shape(space)), value_dtype(space))
 
 
 def _empty_column(field: pa.Field, num: int) -> Array:

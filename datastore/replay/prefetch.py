@@ -22,6 +22,7 @@ from replaylake.datastore.replay.batch_source import (
     check_batch_source,
 )
 from replaylake.datastore.replay.saved_state import KIND, read_state
+from replaylake.datastore.replay.tokens.token_batch import TokenBatch
 
 _NAME: Final = "prefetch"
 
@@ -150,9 +151,7 @@ class PrefetchSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position. Raises: ConfigInvalidError, changing nothing."""
         with read_state(_NAME, state):
-            ahead = [
-                _TaskResult(self._draw, Batch(**_copy_value(fields))) for fields in state["ahead"]
-            ]
+            ahead = [_TaskResult(self._draw, _restore_batch(fields)) for fields in state["ahead"]]
             self._call_in_thread(lambda: self._sampler.load_state_dict(state["sampler"]))
         self._ready.clear()
         self._resume()
@@ -196,9 +195,7 @@ class PrefetchSampler:
 
     def _check_open(self) -> None:
         if not self._end.alive:
-            raise ConfigInvalidError(
-                "prefetch: found it closed, expected an open one. Make another one of the sampler."
-            )
+            raise ConfigInvalidError("prefetch: is closed. Create another one from the sampler.")
 
 
 def _work(tasks: queue.SimpleQueue[_Task | None], answers: queue.SimpleQueue[_TaskResult]) -> None:
@@ -218,6 +215,11 @@ def _work(tasks: queue.SimpleQueue[_Task | None], answers: queue.SimpleQueue[_Ta
         else:
             if task.is_answered:
                 answers.put(_TaskResult(task, value))
+
+
+def _restore_batch(fields: Mapping[str, Any]) -> Batch[Any] | TokenBatch[Any]:
+    own = _copy_value(fields)
+    return TokenBatch(**own) if "token_ids" in own else Batch(**own)
 
 
 def _copy_value(value: Any) -> Any:

@@ -175,6 +175,6 @@ class SampleSource(ABC):
 def _check_item(item: Item) -> None:
     if isinstance(item, type) or not isinstance(item, Item):
         raise ConfigInvalidError(
-            f"replay: found item {item!r}, expected what a row is to be: Transitions(0.99), "
-            "Sequences(80), Episodes() or Hindsight(...). Leave it out for transitions."
+            f"replay: found item {item!r}, expected the kind of a sample: Transitions(0.99), "
+            "Sequences(80), Episodes() or Hindsight(...). Omit it for transitions."
         )

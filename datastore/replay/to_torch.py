@@ -6,7 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from replaylake.datastore.replay.batch_source import (
 )
 from replaylake.datastore.replay.protocols import Output
 from replaylake.datastore.replay.sampler import Sampler, make_batches, split_field
+from replaylake.datastore.replay.tokens.token_batch import TokenBatch
 
 # They name rows, and nothing is computed from them: always numpy.
 _NUMPY_FIELDS: Final = frozenset({"keys", "indices"})
@@ -32,7 +33,19 @@ _NAME: Final = "torch sampler"
 _Copy = tuple[torch.Tensor, torch.Tensor]
 
 
-def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[torch.Tensor]:
+@overload
+def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[torch.Tensor]: ...
+
+
+@overload
+def to_torch(
+    batch: TokenBatch[Array], device: torch.device | str = "cpu"
+) -> TokenBatch[torch.Tensor]: ...
+
+
+def to_torch(
+    batch: Batch[Array] | TokenBatch[Array], device: torch.device | str = "cpu"
+) -> Batch[torch.Tensor] | TokenBatch[torch.Tensor]:
     """Return the batch with tensors of the same shapes and dtypes, on `device`.
 
     On the CPU, the tensors share the arrays' memory. To another device, each contiguous block of
@@ -41,8 +54,12 @@ def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[t
     tensors.
     """
     target = _parse_device(device)
+    if isinstance(batch, TokenBatch) and isinstance(batch.token_ids, np.ndarray):
+        return _convert_tokens(batch, target)
     if not isinstance(batch, Batch) or not isinstance(batch.rewards, np.ndarray):
-        found = type(batch.rewards if isinstance(batch, Batch) else batch).__name__
+        inner = batch.rewards if isinstance(batch, Batch) else batch
+        inner = inner.token_ids if isinstance(inner, TokenBatch) else inner
+        found = type(inner).__name__
         raise ConfigInvalidError(
             f"to_torch: found {found}, expected a Batch of numpy arrays. Pass what a view's "
             "sampler returns; batches of a TorchSampler are tensors already."
@@ -50,6 +67,21 @@ def to_torch(batch: Batch[Array], device: torch.device | str = "cpu") -> Batch[t
     if target.type == "cpu":
         return _map_arrays(batch, _tensor)
     return convert_sharing(batch, lambda memory: memory.to(target, non_blocking=True))
+
+
+def _convert_tokens(
+    batch: TokenBatch[Array],
+    device: torch.device,
+    stage: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> TokenBatch[torch.Tensor]:
+    def convert(array: Array) -> torch.Tensor:
+        return stage(_tensor(array)).to(device, non_blocking=True)
+
+    fields = {
+        name: value if name in _NUMPY_FIELDS else _map_field(value, convert)
+        for name, value in vars(batch).items()
+    }
+    return TokenBatch(**fields)
 
 
 def _parse_device(device: torch.device | str) -> torch.device:
@@ -133,7 +165,8 @@ class TorchSampler:
     def sample(self) -> Batch[torch.Tensor]:
         """Draw one batch. Raises: the errors of the sampler."""
         if self._blocks is None:
-            return self._move_batch(self.sampler.sample())
+            batch: Batch[torch.Tensor] = self._move_batch(self.sampler.sample())
+            return batch
         if not self._ready:
             self._ready.extend(self._block(self._blocks)[self._blocks.num_taken :])
         self._blocks.mark_consumed()
@@ -189,7 +222,9 @@ class TorchSampler:
         self._slots.append(slot)
         return slot.batches
 
-    def _move_batch(self, batch: Batch[Array]) -> Batch[torch.Tensor]:
+    def _move_batch(self, batch: Batch[Array] | TokenBatch[Array]) -> Any:
+        if isinstance(batch, TokenBatch):
+            return _convert_tokens(batch, self.device, self._stage)
         if self._shares_memory:
             return _map_arrays(batch, _tensor)
         return convert_sharing(batch, lambda part: self._move(part, None))

@@ -90,8 +90,8 @@ class CachedPart:
         words = None if folder is None else open_cached(folder, self.layout)
         if words is None:
             raise NotFoundError(
-                f"replay view {folder}: found it gone from the cache since it was sent here, "
-                "expected it. Open the snapshot's replay again."
+                f"replay view {folder}: was removed from the cache after it was sent here. "
+                "Open the snapshot's replay again."
             )
         packed, about = words
         return ReplayView(

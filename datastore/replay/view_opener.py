@@ -28,6 +28,7 @@ from replaylake.datastore.replay.cache.cached_view import (
     collect_arrays,
     make_metadata,
     map_packed,
+    open_cached,
 )
 from replaylake.datastore.replay.cache.draft import Draft
 from replaylake.datastore.replay.cache.view_cache import ViewCache
@@ -214,7 +215,10 @@ def _write_to_cache(
         if about is None:
             about = make_metadata(packed, arrays, has_masked_actions=has_masked_actions(packed))
         draft.complete(arrays, about, shards, stop)
-        return views.publish(draft, key, packed.records.layout, shards)
+        layout = packed.records.layout
+        return views.publish(
+            draft, key, shards, lambda folder: open_cached(folder, layout) is not None
+        )
     except BaseException:
         draft.discard()
         raise

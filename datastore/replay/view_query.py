@@ -26,6 +26,7 @@ _SQL_ERRORS: Final = ("Parser Error", "Binder Error", "Catalog Error", "Conversi
 _TABLES: Final = {
     "where": "episodes",
     "where_steps": "steps",
+    "where_pairs": "preference_pairs",
     "reward": "steps",
     "weight": "steps` and `episodes",
     "target-prob": "steps",
@@ -104,17 +105,21 @@ def view_key(snapshot: TableSnapshot, layout: RecordLayout, query: ViewQuery) ->
 
 
 @contextmanager
-def explain_sql_errors(argument: str, expression: str) -> Iterator[None]:
-    """Say of which argument an error of its SQL is. Raises: QueryError, QueryRefusedError."""
+def explain_sql_errors(argument: str, expression: str, table: str = "") -> Iterator[None]:
+    """Say of which argument an error of its SQL is; `table` is what it names, where not usual.
+
+    Raises: QueryError, QueryRefusedError.
+    """
     try:
         yield
     except QueryError as error:
         if not str(error).startswith(_SQL_ERRORS):
             # Such as a shard that cannot be read.
             raise QueryError(f"{argument} {expression!r}: {error}") from error
+        table = table or _TABLES[argument]
         raise QueryError(
             f"{argument} {expression!r}: found {error}, expected SQL over the columns of "
-            f"`{_TABLES[argument]}`. docs/SQL.md names them, and `replaylake show DATASET`."
+            f"`{table}`. docs/SQL.md names them, and `replaylake show DATASET`."
         ) from error
     except QueryRefusedError as error:
         raise QueryRefusedError(f"{argument}: {error}") from error

@@ -1,12 +1,14 @@
 """Arrow values: numbers between Arrow and numpy by their memory.
 
 pyarrow's own `to_numpy`, `array` and `scalar` import pandas, where it is installed, when the first
-of them is called: 0.3 s, more than decoding 1M steps takes (2 cores, 2026-11).
+of them is called: 0.4 s, more than decoding 1M steps takes (2 cores, 2026-11).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from importlib.abc import MetaPathFinder
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +18,33 @@ from numpy.typing import NDArray
 from replaylake.datastore.errors import SchemaMismatchError
 
 Array = NDArray[Any]
+
+# Number of texts that fit the processor's cache.
+_HASHED_AT_ONCE: Final = 1 << 15
+
+
+def keep_pandas_unloaded() -> None:
+    """Make pyarrow treat pandas as absent, unless it is loaded already: pyarrow looks only once.
+
+    Only for processes of our own: from then on, pyarrow treats a pandas object as a plain sequence,
+    until something calls `to_pandas`, which looks for pandas again.
+    """
+    if "pandas" in sys.modules:
+        return
+    finder = _PandasRefuser()
+    sys.meta_path.insert(0, finder)
+    try:
+        pa.array([True]).to_numpy(zero_copy_only=False)
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _PandasRefuser(MetaPathFinder):
+    """A finder that reports pandas as not installed."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def numbers(column: pa.Array | pa.ChunkedArray) -> Array:
@@ -67,6 +96,49 @@ def scalar(value: float, dtype: Any) -> pa.Scalar:
     kind = pa.from_numpy_dtype(dtype)
     memory = np.array([value], dtype)
     return pa.Array.from_buffers(kind, 1, [None, pa.py_buffer(memory)])[0]
+
+
+def hash_texts(texts: pa.Array) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of each text, uint64 [N]; a null has the hash of an empty text.
+
+    The hash is not keyed, so distinct texts may collide: callers that need certainty compare the
+    texts of equal hashes. Cost: 1M ids of 20 bytes in 0.05 s (2 cores, 2026-11).
+    """
+    if not pa.types.is_large_string(texts.type):
+        texts = texts.cast(pa.large_string())
+    _, offsets, data = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    # The eight bytes that begin at each byte, padded with zeros at the end.
+    codes = np.append(np.frombuffer(data or b"", np.uint8), np.zeros(8, np.uint8))
+    words = np.ndarray((len(codes) - 7,), "<u8", codes, strides=(1,))
+    starts, lengths = ends[:-1], np.diff(ends)
+    hashes = np.empty(len(texts), np.uint64)
+    # Texts of one length are hashed together, word by word; ids have few lengths.
+    for length in np.flatnonzero(np.bincount(lengths, minlength=1)).tolist():
+        rows = np.flatnonzero(lengths == length)
+        for first in range(0, len(rows), _HASHED_AT_ONCE):
+            some = rows[first : first + _HASHED_AT_ONCE]
+            hashes[some] = _mix_words(words, starts[some], length)
+    return hashes
+
+
+def _mix_words(
+    words: NDArray[np.uint64], starts: NDArray[np.int64], length: int
+) -> NDArray[np.uint64]:
+    """Return the hashes of texts of one length, which begin at `starts`."""
+    seed = length * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    hashes = np.full(len(starts), seed, np.uint64)
+    for at in range(0, length, 8):
+        word = words[starts + at]
+        if at + 8 > length:
+            word &= np.uint64((1 << 8 * (length - at)) - 1)
+        # Increment and finalizer of SplitMix64: Steele, Lea & Flood 2014, "Fast Splittable
+        # Pseudorandom Number Generators", section 4.
+        hashes ^= word
+        hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        hashes ^= hashes >> np.uint64(31)
+    return hashes
 
 
 def row_numbers(rows: NDArray[np.int64]) -> pa.Int64Array:

@@ -113,6 +113,10 @@ class FusedAdam:
             for p in params
         ]
 
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of all groups for the following steps."""
+        self._groups = [(params, learning_rate) for params, _ in self._groups]
+
     @torch.no_grad()
     def step(self) -> None:
         """Step each parameter that has a gradient."""

@@ -10,16 +10,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from replaylake.datastore import errors
-from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, TrainingError
+from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.running.local_ray import START_TIMEOUT_S, check_room, open_ray
+from replaylake.offline.running.mailbox import LearnerFailure, LearnerLostError, Mailbox
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.process_group import ProcessGroup
 
@@ -31,10 +30,6 @@ _POLL_S: Final = 0.1
 # What the leader gets to write down why it ended, before the death of another ends it.
 _LEADER_S: Final = 10.0
 _NEEDS: Final = "learners 2 or more: found no ray, expected it to start their processes"
-
-
-class LearnerLostError(TrainingError):
-    """An exchange with another learner, whose process is gone or failed."""
 
 
 class DistributedProcessGroup:
@@ -62,88 +57,6 @@ class DistributedProcessGroup:
         values = values.to(self._device)
         self.all_reduce(values)
         return float(values)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An error as it crosses processes: by name, as not every one can be pickled."""
-
-    kind: str
-    message: str
-    details: Mapping[str, Any] | None
-    parameter: str | None
-    is_lost: bool
-    interrupted: tuple[str, int | None] | None = None
-
-    @staticmethod
-    def of(error: BaseException) -> _Failure:
-        names = [one.__name__ for one in type(error).__mro__]
-        kind = next((name for name in names if hasattr(errors, name)), type(error).__name__)
-        ended = (error.run_id, error.update) if isinstance(error, RunInterrupted) else None
-        details, parameter = getattr(error, "details", None), getattr(error, "parameter", None)
-        is_lost = isinstance(error, LearnerLostError)
-        return _Failure(kind, str(error), details, parameter, is_lost, ended)
-
-    def error(self, rank: int, size: int) -> BaseException:
-        if self.interrupted is not None:
-            return RunInterrupted(*self.interrupted)
-        kind = getattr(errors, self.kind, None)
-        if kind is None:
-            return TrainingError(
-                f"learner {rank} of {size}: found {self.kind}: {self.message}, expected updates. "
-                "Train with one learner for the traceback."
-            )
-        error: ReplayLakeError = kind(self.message, parameter=self.parameter)
-        if self.details is not None:
-            vars(error)["details"] = self.details
-        return error
-
-
-@dataclass
-class Mailbox:
-    """A Ray actor: what the learners tell whoever waits for them, and what that asks of them."""
-
-    _events: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    _failures: dict[int, _Failure] = field(default_factory=dict)
-    _is_stopping: bool = False
-    _has_leader_ended: bool = False
-    _has_started: bool = False
-
-    def record_start(self) -> None:
-        """Take that a learner's process runs."""
-        self._has_started = True
-
-    def has_started(self) -> bool:
-        """Whether there is a learner that can be asked to end."""
-        return self._has_started
-
-    def post_event(self, name: str, arguments: tuple[Any, ...]) -> bool:
-        """Take a call of the callback of this name; return whether the run is to end."""
-        self._events.append((name, arguments))
-        return self._is_stopping
-
-    def record_end(self, rank: int, failure: _Failure | None) -> None:
-        """Take how a learner ended."""
-        self._has_leader_ended |= rank == 0
-        if failure is not None:
-            self._failures[rank] = failure
-
-    def has_leader_ended(self) -> bool:
-        """Whether there is nothing more to come from it."""
-        return self._has_leader_ended
-
-    def request_stop(self) -> None:
-        """Have the leader save and end."""
-        self._is_stopping = True
-
-    def take_events(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """Return what was told since the last time."""
-        events, self._events = self._events, []
-        return events
-
-    def failures(self) -> dict[int, _Failure]:
-        """Return what learners failed of, by number."""
-        return self._failures
 
 
 def run_distributed(
@@ -243,7 +156,7 @@ class _FitThread(threading.Thread):
         except BaseException as error:
             self._error = error
 
-    def check(self, failures: Mapping[int, _Failure]) -> None:
+    def check(self, failures: Mapping[int, LearnerFailure]) -> None:
         """Raise what ended the learners, if anything did: what one failed of before its echo."""
         losses = sorted((failure.is_lost, rank) for rank, failure in failures.items())
         if losses and not losses[0][0]:
@@ -277,9 +190,9 @@ def _learner(options: Mapping[str, Any]) -> None:
         options["work"](group, callbacks, *options["arguments"])
     except RunInterrupted as error:
         # No failure of this process, which Ray Train would take it for.
-        ray.get(mailbox.record_end.remote(group.rank, _Failure.of(error)))
+        ray.get(mailbox.record_end.remote(group.rank, LearnerFailure.of(error)))
     except BaseException as error:
-        ray.get(mailbox.record_end.remote(group.rank, _Failure.of(error)))
+        ray.get(mailbox.record_end.remote(group.rank, LearnerFailure.of(error)))
         _wait_for_leader(ray, mailbox, group)
         raise
     else:

@@ -158,25 +158,33 @@ def check_room(ray: Any, num: int, cpus: float, gpus: float, what: str) -> None:
 
 
 def _start(ray: Any, num_cpus: int, num_gpus: int, failure: type[ReplayLakeError]) -> _RayThread:
-    """Start a Ray of this process's own. Raises: `failure`."""
-    thread = _RayThread(
-        ray,
-        address="local",
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-    )
-    try:
-        thread.wait_until_connected(None)
-    except (RuntimeError, OSError, ValueError) as error:
-        raise failure(
-            f"Ray: found {error}, expected it to start on this machine. Check which process "
-            "uses its ports, and whether its temporary folder is full."
-        ) from error
-    return thread
+    """Start a Ray of this process's own; again if the machine was too busy. Raises: `failure`."""
+    until = time.monotonic() + START_TIMEOUT_S
+    while True:
+        thread = _RayThread(
+            ray,
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+        try:
+            thread.wait_until_connected(None)
+        except Exception as error:
+            # Ray gives its node 30 s, and raises an Exception of no class of its own after them.
+            is_late = type(error) is Exception
+            if is_late and time.monotonic() < until:
+                continue
+            if not is_late and not isinstance(error, (RuntimeError, OSError, ValueError)):
+                raise
+            raise failure(
+                f"Ray: found {error}, expected it to start on this machine. Check which process "
+                "uses its ports, and whether its temporary folder is full."
+            ) from error
+        return thread
 
 
 def _connect(

@@ -1,11 +1,13 @@
-"""POST /episodes: whole episodes, or pieces of them, that were acted elsewhere."""
+"""POST /episodes: whole episodes, or pieces of them, that were acted elsewhere.
+
+In a dataset of texts an episode may be a dialogue, in any shape of the format `transcripts`.
+"""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import numpy as np
 from starlette.concurrency import run_in_threadpool
@@ -18,9 +20,29 @@ from replaylake.datastore.episodes.episode import (
 )
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError
+from replaylake.datastore.episodes.tokens import (
+    ACTION_LOG_PROBS,
+    ACTION_TOKENS,
+    IS_CONTINUATION,
+    IS_TRAINABLE,
+    OBSERVATION_TOKENS,
+    PARENT_AGENT_ID,
+    PARENT_STEP,
+)
+from replaylake.datastore.errors import (
+    EpisodeInvalidError,
+    SchemaMismatchError,
+    SourceInvalidError,
+)
 from replaylake.datastore.feedback.received_table import ReceivedPiece, make_received_piece
 from replaylake.datastore.feedback.reports import MAX_REWARD
+from replaylake.datastore.interchange.formats.generations.rows import EXTRAS, Row
+from replaylake.datastore.interchange.formats.transcripts.dialogues import (
+    is_transcript,
+    parse_dialogues,
+)
+from replaylake.datastore.interchange.formats.transcripts.transcripts import iter_rows
+from replaylake.datastore.lake.dataset import Dataset
 from replaylake.serve.api.bodies import check_fields, check_name, read_fields
 from replaylake.serve.api.values import (
     encode_observations,
@@ -28,18 +50,11 @@ from replaylake.serve.api.values import (
     read_values,
     shorten,
 )
-from replaylake.serve.messages import (
-    RETRY_AFTER_S,
-    RETRY_LATER,
-    Request,
-    RequestRefusedError,
-    Response,
-    json_response,
-)
+from replaylake.serve.messages import Request, RequestRefusedError, Response, json_response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.recording.received_log import ContradictionError, ReceivedLog
-from replaylake.serve.serving_state import ServingState
+from replaylake.serve.safety.limits import Limits
 
 EPISODE_FIELDS: Final = (
     "episode_id",
@@ -57,28 +72,56 @@ EPISODE_FIELDS: Final = (
     "timestamps",
     "action_masks",
 )
+# Lists with a value for each step, of a dataset that has these columns.
+TOKEN_FIELDS: Final[tuple[str, ...]] = (
+    OBSERVATION_TOKENS,
+    ACTION_TOKENS,
+    ACTION_LOG_PROBS,
+    PARENT_AGENT_ID,
+    PARENT_STEP,
+    IS_CONTINUATION,
+    IS_TRAINABLE,
+)
 _REQUIRED: Final = ("episode_id", "observations", "actions", "rewards")
 # The years 1 and 9999: what others than Arrow hold.
 _TIMESTAMPS: Final = (-62_135_596_800_000_000, 253_402_300_799_999_999)
 
 
-class EpisodesEndpoint:
-    """Writes the steps down; `feedback join` moves them into the dataset, each once."""
+class EpisodeReceiver(Protocol):
+    """What takes episodes in."""
 
-    def __init__(self, serving: Callable[[], ServingState], metrics: Metrics, clock: Clock) -> None:
-        self._serving, self._metrics = serving, metrics
+    limits: Limits
+
+    @property
+    def spaces_hint(self) -> str:
+        """A sentence on where a client finds the spaces of the dataset."""
+
+    def find_dataset(self) -> Dataset:
+        """Return the dataset that takes them. Raises: RequestRefusedError if there is none."""
+
+    def open_received(self) -> ReceivedLog:
+        """Return the journal of received steps, opened with the first of them.
+
+        Raises: RequestRefusedError as `find_dataset`, or if the server stops.
+        """
+
+
+class EpisodesEndpoint:
+    """Writes the steps down; they are moved into the dataset later, each once."""
+
+    def __init__(
+        self, receiver: Callable[[], EpisodeReceiver], metrics: Metrics, clock: Clock
+    ) -> None:
+        self._receiver, self._metrics = receiver, metrics
         self._clock = clock
-        self._opening = threading.Lock()
 
     async def __call__(self, request: Request) -> Response:
         """Answer one request. Raises: RequestRefusedError, StorageError."""
         # Thousands of steps take long, and one tells nothing of how many there are.
-        return await run_in_threadpool(self._answer, self._serving(), request)
+        return await run_in_threadpool(self._answer, self._receiver(), request)
 
-    def _answer(self, serving: ServingState, request: Request) -> Response:
-        if serving.log is None:
-            message = "this server logs no decisions; start it with `log_to`, a dataset to log to"
-            raise RequestRefusedError(404, "path", message)
+    def _answer(self, receiver: EpisodeReceiver, request: Request) -> Response:
+        spec = receiver.find_dataset().spec
         fields = read_fields(request)
         check_fields(fields, ("episodes",))
         items = fields.get("episodes")
@@ -86,9 +129,10 @@ class EpisodesEndpoint:
             raise invalid_value_error(
                 "episodes", items, "a list of at least one episode or piece of one"
             )
-        spec = serving.log.dataset.spec
-        pieces = _Reader(spec, serving.limits.steps).pieces(items, self._clock.now())
-        log = self._log(serving)
+        pieces = _Reader(spec, receiver.limits.steps, receiver.spaces_hint).pieces(
+            items, self._clock.now()
+        )
+        log = receiver.open_received()
         try:
             log.write(pieces)
         except ContradictionError as error:
@@ -98,23 +142,16 @@ class EpisodesEndpoint:
         num_steps = sum(piece.num_steps for piece in pieces)
         return json_response({"episodes": len(pieces), "steps": num_steps}, 202)
 
-    def _log(self, serving: ServingState) -> ReceivedLog:
-        """Return the worker's journal of received steps, opened with the first of them."""
-        with self._opening:
-            if serving.received is None:
-                if serving.log is None:
-                    message = f"stopping; retry in {RETRY_AFTER_S} s"
-                    raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
-                worker, config = serving.signer.worker, serving.log.decisions.config
-                serving.received = ReceivedLog(serving.log.dataset, worker, config)
-            return serving.received
-
 
 class _Reader:
     """Reads the episodes of one request into rows of a dataset."""
 
-    def __init__(self, spec: DatasetSpec, max_steps: int) -> None:
+    def __init__(self, spec: DatasetSpec, max_steps: int, spaces_hint: str) -> None:
         self._spec, self._num_left, self._max_steps = spec, max_steps, max_steps
+        self._spaces_hint = spaces_hint
+        self._tokens = [name for name in TOKEN_FIELDS if name in spec.extras]
+        self._fields = (*EPISODE_FIELDS, *self._tokens)
+        self._takes_dialogues = EXTRAS.keys() <= spec.extras.keys()
 
     def pieces(self, items: list[Any], received_at: int) -> list[ReceivedPiece]:
         """Return what each is as rows.
@@ -127,20 +164,90 @@ class _Reader:
             if type(fields) is not dict:
                 raise invalid_value_error(place, fields, "an object")
             try:
-                episode = self._episode(fields, place)
+                episodes = self._episodes(fields, place)
             except RequestRefusedError as error:
                 if not error.field.startswith(place):
                     error.field = shorten(f"{place}.{error.field}")
                 raise
             try:
-                pieces_read.append(make_received_piece(episode, self._spec, received_at))
+                pieces_read += [
+                    make_received_piece(one, self._spec, received_at) for one in episodes
+                ]
             except (EpisodeInvalidError, SchemaMismatchError) as error:
-                message = f"{shorten(str(error))} GET /policy has the spaces."
+                message = f"{shorten(str(error))} {self._spaces_hint}"
                 raise RequestRefusedError(422, place, message) from None
         return pieces_read
 
+    def _episodes(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
+        is_dialogue = "observations" not in fields and is_transcript(fields)
+        if is_dialogue and self._takes_dialogues:
+            return self._dialogues(fields, place)
+        if is_dialogue:
+            message = "a dialogue, but the dataset's steps are not those of dialogues"
+            raise RequestRefusedError(422, place, message)
+        return [self._episode(fields, place)]
+
+    def _dialogues(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
+        """Return the agents of a dialogue, or of one for each completion of a prompt."""
+        if fields.get("episode_id") is None:
+            message = "required field is missing; by it, a dialogue that is sent again is known"
+            raise RequestRefusedError(422, "episode_id", message)
+        check_name(fields["episode_id"], "episode_id")
+        try:
+            tokens = {name: fields[name] for name in self._tokens if name in fields}
+            record = {name: value for name, value in fields.items() if name not in tokens}
+            dialogues = [[*iter_rows(one, str(one.episode_id))] for one in parse_dialogues(record)]
+        except (SourceInvalidError, RecursionError, ValueError) as error:
+            raise RequestRefusedError(422, place, shorten(str(error))) from None
+        self._count(sum(map(len, dialogues)), "messages")
+        agents: dict[tuple[str, str], list[tuple[int, Row]]] = {}
+        for rows in dialogues:
+            if not rows:
+                message = "no message of an assistant, and so no step; send one with an answer"
+                raise RequestRefusedError(422, "messages", message)
+            for number, row in enumerate(rows):
+                agents.setdefault((row["episode_id"], row["agent_id"]), []).append((number, row))
+        if tokens and len(dialogues) > 1:
+            message = "tokens of several completions; send each as an episode of its own"
+            raise RequestRefusedError(422, next(iter(tokens)), message)
+        columns = self._token_columns(tokens, len(dialogues[0])) if dialogues else {}
+        return [self._agent(numbered, columns, place) for numbered in agents.values()]
+
+    def _agent(
+        self, numbered: Sequence[tuple[int, Row]], tokens: Mapping[str, list[Any]], place: str
+    ) -> Episode:
+        """Return the turns of one agent of a dialogue; they have numbers in the dialogue."""
+        rows = [row for _, row in numbered]
+        columns = {name: [row.get(name) for row in rows] for name in EXTRAS}
+        columns |= {name: [values[i] for i, _ in numbered] for name, values in tokens.items()}
+        spec, first, last = self._spec, rows[0], rows[-1]
+        texts = {name: [row[name] for row in rows] for name in ("prompt_text", "completion_text")}
+        policy = first["policy"]
+        return Episode(
+            episode_id=first["episode_id"],
+            observations=read_values(spec.observation_space, texts["prompt_text"], place, True),
+            actions=read_values(spec.action_space, texts["completion_text"], place, True),
+            rewards=_read_rewards(
+                [row["reward"] for row in rows], len(rows), spec.rewards_optional
+            ),
+            terminated=last["terminated"],
+            truncated=last["truncated"],
+            final_observation=last.get("final_text"),
+            agent_id=first["agent_id"],
+            env_steps=np.array([row["env_step"] for row in rows], np.int32),
+            policies=None if policy is None else np.array([policy] * len(rows), dtype=object),
+            extras=_known_columns(columns),
+        )
+
+    def _token_columns(self, fields: Mapping[str, Any], num: int) -> dict[str, list[Any]]:
+        given = {name: fields[name] for name in self._tokens if name in fields}
+        for name, raw in given.items():
+            if type(raw) is not list or len(raw) != num:
+                raise invalid_value_error(name, raw, f"a list of {num}, one for each step")
+        return _known_columns(given)
+
     def _episode(self, fields: Mapping[str, Any], place: str) -> Episode:
-        check_fields(fields, EPISODE_FIELDS)
+        check_fields(fields, self._fields)
         for name in _REQUIRED:
             if fields.get(name) is None:
                 raise RequestRefusedError(422, name, "required field is missing")
@@ -172,17 +279,21 @@ class _Reader:
             policy_versions=_versions(fields, num),
             action_masks=self._masks(fields, num),
             timestamps=_timestamps(fields, num),
+            extras=self._token_columns(fields, num),
         )
 
     def _num_steps(self, fields: Mapping[str, Any]) -> int:
         rewards = fields["rewards"]
         if not _is_list(rewards) or not len(rewards):
             raise invalid_value_error("rewards", rewards, "a list of one reward or more")
-        self._num_left -= len(rewards)
+        self._count(len(rewards), "rewards")
+        return len(rewards)
+
+    def _count(self, num: int, name: str) -> None:
+        self._num_left -= num
         if self._num_left < 0:
             message = f"request has more than {self._max_steps} steps; send several requests"
-            raise RequestRefusedError(413, "rewards", message)
-        return len(rewards)
+            raise RequestRefusedError(413, name, message)
 
     def _column(self, fields: Mapping[str, Any], name: str, num: int, place: str) -> Any:
         raw = fields[name]
@@ -231,6 +342,15 @@ class _Reader:
 
 def _is_list(raw: Any) -> bool:
     return type(raw) is list or (isinstance(raw, np.ndarray) and raw.ndim > 0)
+
+
+def _known_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the columns that have a value."""
+    return {
+        name: values
+        for name, values in columns.items()
+        if any(value is not None for value in values)
+    }
 
 
 def _first(values: Any) -> Any:

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -32,16 +33,18 @@ from replaylake.serve.messages import (
 from replaylake.serve.monitoring.link_times import CHECK, SEND, is_measured
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
+from replaylake.serve.safety.access_log import AccessLog
+from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Limits
-from replaylake.serve.safety.tokens import role_of
-from replaylake.serve.serving_state import ServingState
+from replaylake.serve.safety.tokens import Tokens, role_of
 
 _logger = logging.getLogger(__name__)
 Scope = Mapping[str, Any]
 _CLIENT_DISCONNECTED: Final = 499  # nobody reads it; it is for the count
 _BEFORE_START: Final = Limits()
 _CLOSE_HEADER: Final = (b"connection", b"close")
-_IDENTITY: Final = b"identity"  # a body that is not compressed
+IDENTITY: Final = b"identity"  # a body that is not compressed
+GZIP: Final = b"gzip"
 _MAX_ID_BYTES: Final = 128
 # Probes use any address that a machine has; they reveal and change nothing.
 _OF_ANY_HOST: Final = ("/livez", "/readyz")
@@ -66,21 +69,58 @@ _CYCLE_ATTRIBUTES: Final = frozenset(
 )
 
 
+class Protection(Protocol):
+    """What a worker permits: limits, tokens and host names, and where its access log is."""
+
+    limits: Limits
+    tokens: Tokens
+    hosts: AllowedHosts
+    access_log: AccessLog | None
+
+    @property
+    def worker(self) -> str:
+        """The name of the worker, which no other has."""
+
+
 class HandlerState:
     """The state that all handlers of one worker share: what is served, and what requests take."""
 
-    def __init__(self, serving: Callable[[], ServingState | None], metrics: Metrics) -> None:
+    def __init__(self, serving: Callable[[], Protection | None], metrics: Metrics) -> None:
         self.serving, self.metrics = serving, metrics
         self.waits = Deadlines()
         self.num_active = 0  # requests that an endpoint works on
         self.buffered_bytes = 0  # of bodies that come in pieces
 
 
+@dataclass(frozen=True)
+class RouteForm:
+    """How a route differs from others.
+
+    encodings: of its bodies, which the endpoint decodes. encode_error: makes the response of an
+    error, for the content type of the request.
+    """
+
+    encodings: frozenset[bytes] = frozenset((IDENTITY,))
+    encode_error: Callable[[RequestRefusedError, str], Response] = lambda error, _: error_response(
+        error
+    )
+
+
+_PLAIN: Final = RouteForm()
+
+
 class RequestHandler:
     """An ASGI app around one endpoint."""
 
-    def __init__(self, route: str, endpoint: Endpoint, handler_state: HandlerState) -> None:
+    def __init__(
+        self,
+        route: str,
+        endpoint: Endpoint,
+        handler_state: HandlerState,
+        form: RouteForm = _PLAIN,
+    ) -> None:
         self._route, self._endpoint, self._state = route, endpoint, handler_state
+        self._form = form
         self._role = role_of(route)
         self._is_of_any_host = route in _OF_ANY_HOST
         self._complaints = RateLimitedLog(_logger, route)
@@ -135,7 +175,7 @@ class RequestHandler:
         await send({"type": "http.response.body", "body": body})
 
     async def _answer(
-        self, state: _RequestState, receive: Any, serving: ServingState | None
+        self, state: _RequestState, receive: Any, serving: Protection | None
     ) -> Response:
         try:
             return await self._answer_or_refuse(state, receive, serving)
@@ -145,12 +185,11 @@ class RequestHandler:
             # Any unexpected error is logged here, and the client learns no internals. That includes
             # an error that cannot be encoded: outside of the app BentoML answers nothing.
             self._complaints.error("unexpected error", error)
-            return error_response(
-                RequestRefusedError(500, "server", "internal error; see the server's log")
-            )
+            refusal = RequestRefusedError(500, "server", "internal error; see the server's log")
+            return self._form.encode_error(refusal, state.content_type)
 
     async def _answer_or_refuse(
-        self, state: _RequestState, receive: Any, serving: ServingState | None
+        self, state: _RequestState, receive: Any, serving: Protection | None
     ) -> Response:
         handler_state = self._state
         try:
@@ -173,17 +212,18 @@ class RequestHandler:
                 raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
             handler_state.num_active += 1
             try:
-                return await self._endpoint(state.request(self._route, body))
+                request = state.request(self._route, body, self._form.encodings)
+                return await self._endpoint(request)
             finally:
                 handler_state.num_active -= 1
         except RequestRefusedError as error:
             if (error.status, error.field) in _OF_OTHER_SITES:
                 handler_state.metrics.count_refused_header(error.field)
-            return error_response(error)
+            return self._form.encode_error(error, state.content_type)
         except asyncio.CancelledError:
             if not state.wait.is_overdue or state.wait.task.cancelling() > 1:
                 raise
-            return error_response(_timeout_error(state))
+            return self._form.encode_error(_timeout_error(state), state.content_type)
         except StorageError as error:
             self._complaints.error(f"decision log: {error}")
             handler_state.metrics.count_log_failure()
@@ -191,7 +231,8 @@ class RequestHandler:
                 "the log cannot be written, its disk is full or out of reach; "
                 f"retry in {RETRY_AFTER_S} s"
             )
-            return error_response(RequestRefusedError(503, "log", message, headers=RETRY_LATER))
+            refusal = RequestRefusedError(503, "log", message, headers=RETRY_LATER)
+            return self._form.encode_error(refusal, state.content_type)
 
     def _log(
         self,
@@ -199,12 +240,12 @@ class RequestHandler:
         answer: Response | None,
         status: int,
         seconds: float,
-        serving: ServingState,
+        serving: Protection,
     ) -> tuple[tuple[bytes, bytes], ...]:
         """Write the access log, if there is one; return the header that names its line."""
         if serving.access_log is None:
             return ()
-        request_id = state.request_id or f"{serving.signer.worker}-{next(_numbers)}"
+        request_id = state.request_id or f"{serving.worker}-{next(_numbers)}"
         serving.access_log.write(
             route=self._route,
             method=state.scope["method"],
@@ -257,7 +298,7 @@ class _RequestState:
         self.deadline = start + limits.deadline_s
         self.buffered_bytes = self.num_bytes = self.declared_bytes = 0
         self.is_read = False
-        self.content_type, self.accept, self.content_encoding = "", JSON, _IDENTITY
+        self.content_type, self.accept, self.content_encoding = "", JSON, IDENTITY
         self.authorization = self.request_id = self.host = self.origin = None
         for name, value in scope["headers"]:
             if name == b"content-type":
@@ -279,15 +320,18 @@ class _RequestState:
                 text = value.decode("latin-1")
                 self.request_id = text if text.isascii() and text.isprintable() else None
 
-    def request(self, route: str, body: bytes) -> Request:
-        """Return the whole request. Raises: RequestRefusedError for a body that is compressed."""
-        if self.content_encoding != _IDENTITY:
+    def request(self, route: str, body: bytes, encodings: frozenset[bytes]) -> Request:
+        """Return the whole request. Raises: RequestRefusedError for a body in another encoding."""
+        if self.content_encoding not in encodings:
+            known = b", ".join(sorted(encodings))
             raise RequestRefusedError(
                 415,
                 "content-encoding",
                 found=self.content_encoding.decode("latin-1")[:_MAX_ID_BYTES],
-                expected="none: send the body as it is",
-                headers=((b"accept-encoding", _IDENTITY),),
+                expected="none: send the body as it is"
+                if GZIP not in encodings
+                else known.decode(),
+                headers=((b"accept-encoding", known),),
             )
         scope = self.scope
         return Request(
@@ -300,6 +344,7 @@ class _RequestState:
             self.accept,
             self.num_behind,
             self.is_measured,
+            self.content_encoding,
         )
 
 

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from replaylake.datastore.episodes.encoding import CATEGORY
 from replaylake.datastore.episodes.spaces import Array, Values
+from replaylake.datastore.feedback.journal import Journal
 from replaylake.serve.monitoring.drift import training_moments
 from replaylake.serve.monitoring.link_times import SERVER_LINKS, WALL, WIDTH, LinkTimes
 from replaylake.serve.monitoring.metric_families import (
@@ -75,6 +76,7 @@ from replaylake.serve.monitoring.recent_statistics import (
     merge_sums,
 )
 from replaylake.serve.monitoring.shared_counters import CounterBlock, SharedCounters
+from replaylake.serve.safety.limits import Limits
 from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.alias_follower import FollowedAlias
 from replaylake.serve.versions.router import ServedPolicy
@@ -91,6 +93,16 @@ _ALERTED_ROUTES: Final = ("/act", "/feedback", "/episodes")
 _MIN_DECISIONS: Final = 0.01
 # The key of the block with the times of a worker's links.
 _LINKS: Final = "replaylake_link"
+
+
+class Worker(Protocol):
+    """What a worker has, whether or not it serves a policy."""
+
+    limits: Limits
+
+    @property
+    def journals(self) -> Mapping[str, Journal]:
+        """What is being written to, by the table into which it is committed."""
 
 
 class Metrics:
@@ -110,6 +122,7 @@ class Metrics:
         self._recents: dict[tuple[str, int], RecentStatistics] = {}
         self._labels: set[tuple[str, ...]] = set()
         self._serving: ServingState | None = None
+        self._worker: Worker | None = None
         self._num_active: Callable[[], int] = lambda: 0
         self._refused: Mapping[int, int] = {}
         self._received: Callable[[], tuple[float, int, int]] = lambda: (0.0, 0, 0)
@@ -218,11 +231,8 @@ class Metrics:
         status; looked at again and again. received: seconds, packets and bytes that the
         connections took so far.
         """
-        self._serving, self._num_active = serving, num_active
-        self._refused = {} if refused is None else refused
-        self._received = received
-        begin = self._open_counters().block((_LINKS, ()), WIDTH)
-        self.links.start(self._values, begin)
+        self.watch_worker(serving, num_active, refused, received)
+        self._serving = serving
         serving.router.on_change = self._show_served
         if serving.follower is not None:
             serving.follower.on_look = self._show_following
@@ -232,19 +242,34 @@ class Metrics:
             serving.feedback_join.on_round = self.set_joined
             serving.feedback_join.on_failure = self.count_join_failure
             self._begin(JOIN_FAILURES)
-        # rate() and increase() need two values: of a count that begins at one they miss that one.
-        for route in _ALERTED_ROUTES:
-            self._begin(REQUESTS, (route, "500"))
         if serving.log is not None:
             self._begin(LOG_FAILURES)
             self._begin(LOG_LOST)
-        for header in ("host", "origin", "content-type"):
-            self._begin(REFUSED_HEADERS, (header,))
         encoding = serving.router.one.policy.spec.encoding
         for field in () if encoding is None else encoding.fields:
             if field.kind == CATEGORY:
                 self._begin(UNKNOWN_CATEGORIES, (field.name,))
         self._show_served()
+        self.refresh()
+
+    def watch_worker(
+        self,
+        worker: Worker,
+        num_active: Callable[[], int] = lambda: 0,
+        refused: Mapping[int, int] | None = None,
+        received: Callable[[], tuple[float, int, int]] = lambda: (0.0, 0, 0),
+    ) -> None:
+        """Report what any worker has, one without a policy too; arguments as those of `watch`."""
+        self._worker, self._num_active = worker, num_active
+        self._refused = {} if refused is None else refused
+        self._received = received
+        begin = self._open_counters().block((_LINKS, ()), WIDTH)
+        self.links.start(self._values, begin)
+        # rate() and increase() need two values: of a count that begins at one they miss that one.
+        for route in _ALERTED_ROUTES:
+            self._begin(REQUESTS, (route, "500"))
+        for header in ("host", "origin", "content-type"):
+            self._begin(REFUSED_HEADERS, (header,))
         self.refresh()
 
     async def keep_fresh(self) -> None:
@@ -262,12 +287,12 @@ class Metrics:
         self.links.refresh(self._received())
         for status, num in list(self._refused.items()):
             self._set(REFUSED_CONNECTIONS, (str(status),), num)
-        serving = self._serving
-        if serving is None:
+        worker = self._worker
+        if worker is None:
             return
         self._set(QUEUE, (), self._num_active())
-        self._set(QUEUE_LIMIT, (), serving.limits.queue)
-        for table, journal in serving.journals.items():
+        self._set(QUEUE_LIMIT, (), worker.limits.queue)
+        for table, journal in worker.journals.items():
             self.set_pending(table, journal.num_pending)
             self.set_failed_commits(table, journal.num_commit_failures)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from replaylake.serve.processes.server import resolve_host
+from replaylake.serve.http.listener import resolve_host
 from replaylake.serve.safety.limits import Safety, check_exposure
 
 

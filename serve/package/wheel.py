@@ -24,6 +24,8 @@ from replaylake.datastore.errors import ServeError
 from replaylake.datastore.version import VERSION
 
 NAME: Final = "replaylake"
+# As pyproject.toml has it.
+PACKAGE_DATA: Final = ("py.typed", "serve/explorer/static/*", "serve/pages/page.css")
 _INFO: Final = f"{NAME}-{VERSION}.dist-info"
 # What the installer wrote beside the metadata is about that installation alone.
 _NOT_METADATA: Final = {"RECORD", "WHEEL", "INSTALLER", "REQUESTED", "direct_url.json"}
@@ -102,7 +104,7 @@ def _modules() -> Iterator[tuple[str, bytes]]:
     Of what lies beside them, only what pyproject.toml calls package data goes along.
     """
     root = code_folder()
-    paths = [root / "py.typed", *root.glob("*.py")]
+    paths = [*root.glob("*.py"), *(path for one in PACKAGE_DATA for path in root.glob(one))]
     for stage in root.iterdir():  # in a checkout a link, which `**` would not follow
         paths.extend(stage.glob("**/*.py"))
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):

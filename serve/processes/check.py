@@ -17,9 +17,10 @@ from replaylake.datastore.lake.policies.exploration import parse_exploration
 from replaylake.datastore.lake.policies.package import check_package, load_policy
 from replaylake.datastore.storage.locations import check_shareable
 from replaylake.serve.config import ServeConfig
+from replaylake.serve.http.listener import open_listener, resolve_host
 from replaylake.serve.loading import check_exploration, load_registered
 from replaylake.serve.monitoring.drift import training_moments
-from replaylake.serve.processes.server import check_installed, open_listener, resolve_host
+from replaylake.serve.processes.server import check_installed
 from replaylake.serve.safety.limits import check_exposure
 from replaylake.serve.safety.tokens import ROLES
 from replaylake.serve.versions.alias_follower import parse_alias

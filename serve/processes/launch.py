@@ -19,8 +19,6 @@ from typing import Final
 # What a worker compares its parent with, so that one whose supervisor is gone knows at once.
 SUPERVISOR: Final = "REPLAYLAKE_SERVE_SUPERVISOR"
 STOP_TIMEOUT_S: Final = 5
-# Connections that wait to be accepted, in the kernel.
-BACKLOG: Final = 2048
 _ORPHAN_CHECK_S: Final = 0.5
 _GIVE_UP_S: Final = STOP_TIMEOUT_S + 3.0
 

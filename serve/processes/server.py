@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import http.client
-import ipaddress
 import os
 import shutil
 import signal
@@ -25,8 +23,9 @@ from typing import Final
 from replaylake.datastore.errors import ExtraMissingError, ServeError
 from replaylake.datastore.storage.remote.shard_cache import is_copy
 from replaylake.serve.config import ServeConfig
+from replaylake.serve.http.listener import BACKLOG, open_listener, resolve_host
 from replaylake.serve.loading import check_servable
-from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
+from replaylake.serve.processes.launch import STOP_TIMEOUT_S
 from replaylake.serve.processes.supervisor import Supervisor, signal_wakeup
 from replaylake.serve.safety.limits import check_exposure
 
@@ -36,8 +35,6 @@ _LAUNCH: Final = (sys.executable, "-m", "replaylake.serve.processes.launch")
 _SERVICE: Final = "replaylake.serve.service:PolicyService"
 _START_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.02
-# The workers of a server that was killed hold its port for 0.1 s more, on a busy machine longer.
-_PORT_WAIT_S: Final = 2.0
 _PREFIX: Final = "replaylake-server-"
 
 
@@ -198,48 +195,6 @@ class _ReadinessWatch(threading.Thread):
             return False
         finally:
             connection.close()
-
-
-def resolve_host(host: str) -> str:
-    """Return the address of a host name. Raises: ServeError."""
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        pass
-    try:
-        return socket.gethostbyname(host)
-    except OSError as error:
-        raise ServeError(
-            f"serve: `host`: found no address of {host!r} ({error}), expected a name or address "
-            "of this machine. To accept connections from this machine only, use 127.0.0.1.",
-            parameter="host",
-        ) from error
-
-
-def open_listener(address: str, port: int) -> socket.socket:
-    """Return a listening socket, on any free port if that is 0. Raises: ServeError."""
-    deadline = time.monotonic() + _PORT_WAIT_S
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    while True:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-            # Only now does a port that another server listens on say so, if both came at once.
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            is_in_use = error.errno == errno.EADDRINUSE
-            if is_in_use and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                continue
-            reason = "in use" if is_in_use else error.strerror
-            raise ServeError(
-                f"serve: port {port} on {address}: {reason}, expected a free port. Stop the "
-                "process that listens on it, or choose another `port`.",
-                parameter="port",
-            ) from error
-        return listener
 
 
 @dataclass(frozen=True)

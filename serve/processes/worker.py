@@ -13,8 +13,9 @@ import uvicorn
 from replaylake.serve.app import create_app
 from replaylake.serve.config import ServeConfig
 from replaylake.serve.http.connections import limit_connections
+from replaylake.serve.http.listener import BACKLOG
 from replaylake.serve.loading import load_serving
-from replaylake.serve.processes.launch import BACKLOG, STOP_TIMEOUT_S
+from replaylake.serve.processes.launch import STOP_TIMEOUT_S
 from replaylake.serve.safety.access_log import AccessLog
 from replaylake.serve.serving_state import ServingState
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
@@ -34,7 +34,8 @@ class ReceivedLog:
     def __init__(self, dataset: Dataset, worker: str, config: JournalConfig | None = None) -> None:
         """Create the table if it is absent, commit what killed servers left, open a journal."""
         ensure_received_table(dataset)
-        recover_received(dataset)
+        self.num_damaged = recover_received(dataset).num_damaged
+        self._columns = frozenset(dataset.received.snapshot().schema.names)
         self.dataset = dataset
         self.journal = Journal(dataset.received, encode_received, worker=worker, config=config)
         self._recent: OrderedDict[tuple[str, str], _EpisodeSteps] = OrderedDict()
@@ -62,6 +63,7 @@ class ReceivedLog:
                 if fresh[key].add(piece, number):
                     new.append(piece)
             if new:
+                self._add_columns({name for piece in new for name in piece.rows.column_names})
                 self.journal.append([piece.record for piece in new])
             # Only now: what could not be written is not held.
             self._remember(fresh)
@@ -69,6 +71,13 @@ class ReceivedLog:
     def close(self) -> None:
         """Commit everything. Raises: ReplayLakeError; the next start then commits what is left."""
         self.journal.close()
+
+    def _add_columns(self, columns: Set[str]) -> None:
+        """Give the table the columns that steps came with for the first time."""
+        if columns <= self._columns:
+            return
+        ensure_received_table(self.dataset, columns)
+        self._columns |= columns
 
     def _remember(self, fresh: dict[tuple[str, str], _EpisodeSteps]) -> None:
         for key, steps in fresh.items():

@@ -34,6 +34,7 @@ _TABLE_ROLES_OF_ROUTE: Final[Mapping[str, tuple[str, ...]]] = {
     "/act": (WRITER,),
     "/episodes": (WRITER,),
     "/feedback": (LABELER,),
+    "/v1/traces": (WRITER,),
 }
 _OTHER_TABLE_ROLES: Final = (READER, OPERATOR)
 # Probes carry no token, and a refusal of a path tells nothing. What is not listed is the admin's.
@@ -41,6 +42,7 @@ _ROLE_OF_ROUTE: Final[Mapping[str, str | None]] = {
     "/act": "act",
     "/feedback": "feedback",
     "/episodes": "feedback",
+    "/v1/traces": "feedback",
     "/livez": None,
     "/readyz": None,
     "other": None,

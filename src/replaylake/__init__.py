@@ -20,8 +20,12 @@ __all__ = [
     "EpisodeWriter",
     "Episodes",
     "EvaluationConfig",
+    "FunctionScorer",
     "Hindsight",
+    "JudgeConfig",
+    "JudgeScorer",
     "Lake",
+    "LanguageRecorder",
     "MultiBinary",
     "MultiDiscrete",
     "OnlineConfig",
@@ -30,6 +34,7 @@ __all__ = [
     "ReplayLakeError",
     "ReplayView",
     "Retention",
+    "RewardModel",
     "RolloutConfig",
     "Sequences",
     "Snapshot",
@@ -43,6 +48,7 @@ __all__ = [
     "__version__",
     "annotate",
     "compact",
+    "compare_scores",
     "concatenate",
     "copy",
     "delete",
@@ -61,10 +67,12 @@ __all__ = [
     "read_role_table",
     "readmit",
     "record",
+    "record_language",
     "resume",
     "resume_online",
     "resume_sweep",
     "rollout",
+    "score",
     "set_retention",
     "to_ray",
     "to_torch",
@@ -108,6 +116,10 @@ if TYPE_CHECKING:
     from replaylake.datastore.maintenance.maintain import maintain
     from replaylake.datastore.maintenance.purge.purge import purge
     from replaylake.datastore.maintenance.retention import Retention, set_retention
+    from replaylake.datastore.maintenance.scoring.compare import compare_scores
+    from replaylake.datastore.maintenance.scoring.function_scorer import FunctionScorer
+    from replaylake.datastore.maintenance.scoring.judge import JudgeConfig, JudgeScorer
+    from replaylake.datastore.maintenance.scoring.score import score
     from replaylake.datastore.maintenance.trim import trim
     from replaylake.datastore.maintenance.vacuum import vacuum
     from replaylake.datastore.query.untrusted import QueryLimits
@@ -123,12 +135,14 @@ if TYPE_CHECKING:
     from replaylake.offline.callbacks import Callbacks
     from replaylake.offline.environments.recording_wrapper import record
     from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
+    from replaylake.offline.evaluation.reward_model import RewardModel
     from replaylake.offline.running.train import resume, train
     from replaylake.offline.running.training.config import TrainConfig
     from replaylake.offline.running.tune import resume_sweep, tune
     from replaylake.offline.running.tuning.config import TuneConfig
     from replaylake.online.collecting.worker import RolloutConfig
     from replaylake.online.ray_data import to_ray
+    from replaylake.online.recorders.language_recorder import LanguageRecorder, record_language
     from replaylake.online.rollout import rollout
     from replaylake.online.train import resume_online, train_online
     from replaylake.online.training.config import OnlineConfig
@@ -145,8 +159,12 @@ _LOCATIONS = {
     "EpisodeWriter": ("datastore.lake.episode_writer", "EpisodeWriter"),
     "Episodes": ("datastore.replay.items.episodes", "Episodes"),
     "EvaluationConfig": ("offline.evaluation.evaluate", "EvaluationConfig"),
+    "FunctionScorer": ("datastore.maintenance.scoring.function_scorer", "FunctionScorer"),
     "Hindsight": ("datastore.replay.items.hindsight", "Hindsight"),
+    "JudgeConfig": ("datastore.maintenance.scoring.judge", "JudgeConfig"),
+    "JudgeScorer": ("datastore.maintenance.scoring.judge", "JudgeScorer"),
     "Lake": ("datastore.lake.lake", "Lake"),
+    "LanguageRecorder": ("online.recorders.language_recorder", "LanguageRecorder"),
     "MultiBinary": ("datastore.episodes.spaces", "MultiBinary"),
     "MultiDiscrete": ("datastore.episodes.spaces", "MultiDiscrete"),
     "OnlineConfig": ("online.training.config", "OnlineConfig"),
@@ -155,6 +173,7 @@ _LOCATIONS = {
     "ReplayLakeError": ("datastore.errors", "ReplayLakeError"),
     "ReplayView": ("datastore.replay.view", "ReplayView"),
     "Retention": ("datastore.maintenance.retention", "Retention"),
+    "RewardModel": ("offline.evaluation.reward_model", "RewardModel"),
     "RolloutConfig": ("online.collecting.worker", "RolloutConfig"),
     "Sequences": ("datastore.replay.items.sequences", "Sequences"),
     "Snapshot": ("datastore.lake.snapshot", "Snapshot"),
@@ -167,6 +186,7 @@ _LOCATIONS = {
     "Tuple": ("datastore.episodes.spaces", "Tuple"),
     "annotate": ("datastore.maintenance.labels.annotate", "annotate"),
     "compact": ("datastore.maintenance.compact", "compact"),
+    "compare_scores": ("datastore.maintenance.scoring.compare", "compare_scores"),
     "concatenate": ("datastore.replay.view", "concatenate"),
     "copy": ("datastore.maintenance.copy.copy", "copy"),
     "delete": ("datastore.maintenance.delete", "delete"),
@@ -185,10 +205,12 @@ _LOCATIONS = {
     "purge": ("datastore.maintenance.purge.purge", "purge"),
     "read_role_table": ("datastore.lake.roles", "read_role_table"),
     "record": ("offline.environments.recording_wrapper", "record"),
+    "record_language": ("online.recorders.language_recorder", "record_language"),
     "resume": ("offline.running.train", "resume"),
     "resume_online": ("online.train", "resume_online"),
     "resume_sweep": ("offline.running.tune", "resume_sweep"),
     "rollout": ("online.rollout", "rollout"),
+    "score": ("datastore.maintenance.scoring.score", "score"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),
     "to_torch": ("datastore.replay.to_torch", "to_torch"),

@@ -33,7 +33,7 @@ def test_another_form_is_wrong_usage(texts):
 
 def test_arguments_of_no_environment_are_wrong_usage():
     assert parse_env_args([], has_env=False) == {}
-    with pytest.raises(typer.BadParameter, match="without --env"):
+    with pytest.raises(typer.BadParameter, match="requires --env"):
         parse_env_args(["a=1"], has_env=False)
 
 

@@ -227,7 +227,7 @@ def _kill(path: Path, num_kills: int, seed: int) -> Tally:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_nothing_is_lost_or_doubled(tmp_path: Path) -> None:
-    assert not _kill(tmp_path, 15, seed=0).faults.total()
+    assert not _kill(tmp_path, 10, seed=0).faults.total()
 
 
 @pytest.mark.chaos

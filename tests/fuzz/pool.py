@@ -60,7 +60,9 @@ class Report:
             f"{self.num_refused} refused, peak {self.peak_bytes >> 20} MiB, "
             f"{len(self.faults)} faults"
         ]
-        lines += [f"  {len(ids)}x {ids[0]}: {fault}" for fault, ids in self.faults.items()]
+        lines += [
+            f"  {len(ids)}x {' '.join(ids[:4])}: {fault}" for fault, ids in self.faults.items()
+        ]
         return "\n".join(lines)
 
 

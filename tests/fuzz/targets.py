@@ -16,52 +16,27 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from mutations import flip_bytes, mutate_file, mutate_json, mutate_tree, pack
+from readings import archive_files, change_options, find_names, small_blocks, spell_source
+from seeds import Files, make_format_seeds, make_lake, read_files
 
 from replaylake.cli.main import main
-from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
+from replaylake.datastore.feedback.row_encoder import RowEncoder
 from replaylake.datastore.feedback.segments import frame_records, journal_folder, recover
-from replaylake.datastore.interchange.export.export import export
 from replaylake.datastore.interchange.formats.catalog import FORMATS
-from replaylake.datastore.interchange.formats.format import WritableFormat
+from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
-from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.interchange.ingest.preview import preview
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.storage.storage import LocalStorage
 from replaylake.datastore.storage.table.table import Table
-
-_FIXTURES: Final = Path(__file__).parent.parent / "fixtures"
-_LARGEST_SEED: Final = 2 << 20
-Files = dict[str, bytes]
-
-
-def make_lake(root: Path) -> Lake:
-    """Return a lake with a dataset `d` of four short episodes."""
-    lake = open_lake(root, create=True)
-    episodes = []
-    for number in range(4):
-        steps = np.arange(3 + number)
-        episodes.append(
-            Episode(
-                episode_id=f"e{number}",
-                observations=np.stack([steps, -steps], axis=1).astype(np.float32),
-                actions=steps % 2,
-                rewards=steps + 0.5,
-                terminated=number % 2 == 0,
-                truncated=number % 2 == 1,
-                final_observation=np.zeros(2, np.float32),
-                extras={"note": pa.array([f"n{i}" for i in steps])},
-            )
-        )
-    lake.dataset("d").append(episodes)
-    return lake
 
 
 class _FileTarget:
@@ -79,7 +54,12 @@ class _FileTarget:
         return sorted(self._files)
 
     def mutated(self, seed: str, number: int) -> Files:
-        """Return the files of a case; the same for the same seed files and number."""
+        """Return the files of a case; the same for the same seed files and number.
+
+        Number 0 is the seed itself, which has to be read.
+        """
+        if number == 0:
+            return dict(self._files[seed])
         rng = Random(f"{self.name}:{seed}:{number}")
         files = dict(self._files[seed])
         name = rng.choice(sorted(files))
@@ -89,98 +69,63 @@ class _FileTarget:
     def _change(self, name: str, data: bytes, rng: Random) -> bytes:
         try:
             return mutate_file(name, data, rng)
-        except (
-            ArithmeticError,
-            LookupError,
-            OSError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-            pa.ArrowException,
-        ):
-            return flip_bytes(data, rng)  # not every change is one that can be written
+        except Exception:
+            return flip_bytes(data, rng)  # not every change can be written
 
     def _finish(self, files: Files, rng: Random) -> Files:
         return files
 
     def run(self, seed: str, number: int, folder: Path) -> None:
-        files = self.mutated(seed, number)
-        for name, data in files.items():
-            path = folder / "case" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+        write_files(self.mutated(seed, number), folder / "case")
         try:
-            self._read(seed, folder / "case", folder)
+            self._read(seed, number, folder / "case", folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _read(self, seed: str, case: Path, folder: Path) -> None:
+    def _read(self, seed: str, number: int, case: Path, folder: Path) -> None:
         raise NotImplementedError
 
 
 class FormatTarget(_FileTarget):
-    """Every format that `ingest` reads: exports, npz, and the fixtures of the others."""
+    """Every format that `ingest` reads, with changed options, sources and sizes of blocks."""
 
     name = "formats"
 
     def _make(self, folder: Path) -> dict[str, Files]:
-        lake = make_lake(folder / "lake")
-        files: dict[str, Files] = {}
-        for known in FORMATS:
-            if isinstance(known, WritableFormat):
-                path = folder / f"{known.name}{known.suffix}"
-                with contextlib.suppress(ReplayLakeError):
-                    export(lake, "d", path, format=known.name)
-                    files[known.name] = _read_files(path)
-        arrays = {
-            "obs": np.zeros((6, 2), np.float32),
-            "actions": np.arange(6) % 2,
-            "rewards": np.ones(6),
-            "episode_starts": np.asarray([1, 0, 0, 1, 0, 0], bool),
-        }
-        np.savez(folder / "steps.npz", **arrays)
-        files["npz"] = _read_files(folder / "steps.npz")
-        for parent in ("lerobot/v2_1", "lerobot/v3_0", "rlds/arm", "rlds/grid"):
-            files[parent.replace("/", "_")] = _read_files(_FIXTURES / parent)
-        for path in sorted((_FIXTURES / "rllib_episodes").glob("*.parquet")):
-            files[f"rllib_{path.stem}"] = _read_files(path)
-        for name in ("multi_agent", "multi_agent_packed"):
-            lines = (_FIXTURES / "rllib_episodes" / f"{name}.json").read_bytes()
-            files[f"rllib_{name}"] = {"log.jsonl": lines}
-        # Long enough that a dictionary of one text decodes to gigabytes.
-        steps = np.arange(3000)
-        long = pa.table(
-            {
-                "episode_id": (steps // 3).astype(str),
-                "step": steps % 3,
-                "observation": steps * 0.5,
-                "action": steps % 2,
-                "reward": np.ones(3000),
-                "terminated": steps % 3 == 2,
-                "note": ["n"] * 3000,
-            }
-        )
-        pq.write_table(long, folder / "long.parquet")
-        files["long_parquet"] = _read_files(folder / "long.parquet")
-        with pa.ipc.new_file(folder / "long.arrow", long.schema) as writer:
-            writer.write_table(long)
-        files["long_arrow"] = _read_files(folder / "long.arrow")
-        files["reagent"] = {"log.jsonl": _reagent()}
-        files["tau"] = {"log.json": json.dumps(_TAU).encode()}
-        return {
-            seed: kept
-            for seed, kept in files.items()
-            if kept and sum(map(len, kept.values())) < _LARGEST_SEED
-        }
+        self._seeds = make_format_seeds(folder)
+        return {name: seed.files for name, seed in self._seeds.items()}
 
     def _finish(self, files: Files, rng: Random) -> Files:
+        if rng.random() < 0.08:
+            return {"files.zip": archive_files(files, rng)}
         if len(files) == 1:
             return {name: pack(data, rng) for name, data in files.items()}
         return files
 
-    def _read(self, seed: str, case: Path, folder: Path) -> None:
+    def _read(self, seed: str, number: int, case: Path, folder: Path) -> None:
+        known, rng = self._seeds[seed], Random(f"reading:{seed}:{number}")
+        options, format = known.options or ReadOptions(), known.format
+        sources: list[str] = [str(case)]
         lake = open_lake(folder / "lake", create=True)
-        ingest(lake, [case], "x")
+        with contextlib.ExitStack() as stack:
+            if number:
+                if rng.random() < 0.15:
+                    # A dataset that exists has spaces, further columns and vocabularies already.
+                    write_files(known.files, folder / "seed")
+                    ingest(lake, [folder / "seed"], "x", options=options, format=format)
+                if rng.random() < 0.2:
+                    options = change_options(options, find_names(known.files), rng)
+                # Long ones are there for what they decode to, in few blocks.
+                is_long = seed.startswith("long")
+                if rng.random() < 0.04 and not is_long:
+                    format = rng.choice(FORMATS).name
+                if rng.random() < 0.35 and not is_long:
+                    num_bytes = sum(map(len, known.files.values()))
+                    stack.enter_context(small_blocks(num_bytes, rng))
+                sources = spell_source(case, rng)
+                if rng.random() < 0.1:
+                    preview(lake, sources, "y", options=options, format=format)
+            ingest(lake, sources, "x", options=options, format=format)
 
 
 class PackageTarget(_FileTarget):
@@ -197,7 +142,7 @@ class PackageTarget(_FileTarget):
             manifest={"algorithm": "by_hand", "config": {"a": 1}},
             learner_weights={"w": np.ones((2, 2), np.float32)},
         )
-        return {"linear": _read_files(folder / "p")}
+        return {"linear": read_files(folder / "p")}
 
     def _finish(self, files: Files, rng: Random) -> Files:
         if rng.random() < 0.85:
@@ -211,7 +156,7 @@ class PackageTarget(_FileTarget):
                 files["manifest.json"] = json.dumps(body).encode()
         return files
 
-    def _read(self, seed: str, case: Path, folder: Path) -> None:
+    def _read(self, seed: str, number: int, case: Path, folder: Path) -> None:
         policy = load_policy(case)
         policy.act(
             np.zeros((1, 4), np.float32),
@@ -239,12 +184,12 @@ class JournalTarget(_FileTarget):
         records[at] = mutate_json(records[at], rng).replace(b"\n", b" ")
         return b"".join(frame_records(records))
 
-    def _read(self, seed: str, case: Path, folder: Path) -> None:
-        table = Table(LocalStorage(folder / "lake"), "t")
+    def _read(self, seed: str, number: int, case: Path, folder: Path) -> None:
+        table, encode = Table(LocalStorage(folder / "lake"), "t"), self._encode
+        if number % 2:
+            encode = RowEncoder(self._encode, self._SCHEMA)
         table.create(self._SCHEMA)
-        journal = Journal(
-            table, self._encode, worker="w", config=JournalConfig(flush_interval_s=3600)
-        )
+        journal = Journal(table, encode, worker="w", config=JournalConfig(flush_interval_s=3600))
         journal.append([b'{"x":1,"y":null}'])
         (segment,) = [
             path
@@ -255,7 +200,7 @@ class JournalTarget(_FileTarget):
         journal.close()
         segment.parent.mkdir(parents=True, exist_ok=True)
         segment.write_bytes(data + (case / "0.segment").read_bytes())
-        recover(table, self._encode)
+        recover(table, encode)
 
     def _encode(self, records: Any) -> pa.Table:
         return pa.Table.from_pylist(list(records), schema=self._SCHEMA)
@@ -272,7 +217,7 @@ class CacheTarget(_FileTarget):
         lake.snapshot("d").replay().wait_cached()
         home = ViewCache(lake.storage, "d").home
         (self._key,) = [path.name for path in home.iterdir() if len(path.name) == 64]
-        return {"view": _read_files(home / self._key)}
+        return {"view": read_files(home / self._key)}
 
     def _change(self, name: str, data: bytes, rng: Random) -> bytes:
         if name.endswith(".json"):
@@ -280,7 +225,7 @@ class CacheTarget(_FileTarget):
         # A view's numbers are ours and are not checked; its sizes are.
         return data[: rng.randrange(len(data) + 1)] + data[: rng.choice((0, 0, 8))]
 
-    def _read(self, seed: str, case: Path, folder: Path) -> None:
+    def _read(self, seed: str, number: int, case: Path, folder: Path) -> None:
         lake = open_lake(self._root)
         view = ViewCache(lake.storage, "d").home / self._key
         shutil.rmtree(view, ignore_errors=True)
@@ -301,7 +246,7 @@ class CheckpointTarget(_FileTarget):
         storage = LocalStorage(folder / "lake")
         state = {"step": 3, "rng": {"key": np.arange(4)}, "names": ["a", None, 0.5]}
         Checkpoints(storage, "run").save(3, {"w": np.ones((3, 2), np.float32)}, state)
-        return {"run": _read_files(folder / "lake")}
+        return {"run": read_files(folder / "lake")}
 
     def _finish(self, files: Files, rng: Random) -> Files:
         about = next(name for name in files if name.endswith("0003.json"))
@@ -313,7 +258,7 @@ class CheckpointTarget(_FileTarget):
                 files[about] = json.dumps(body).encode()
         return files
 
-    def _read(self, seed: str, case: Path, folder: Path) -> None:
+    def _read(self, seed: str, number: int, case: Path, folder: Path) -> None:
         Checkpoints(LocalStorage(case), "run").load()
 
 
@@ -476,47 +421,13 @@ TARGETS: Final[Mapping[str, Callable[[Path], Any]]] = {
     )
 }
 
-_TAU: Final = [
-    {
-        "task_id": 1,
-        "reward": 1.0,
-        "trial": 0,
-        "info": {"task": {"user_id": "u"}},
-        "traj": [
-            {"role": "system", "content": "rules"},
-            {"role": "user", "content": "hello"},
-            {"role": "assistant", "content": "yes", "tool_calls": None},
-        ],
-    }
-]
 
-
-def _reagent() -> bytes:
-    rows = []
-    for number in range(6):
-        rows.append(
-            {
-                "ds": "2026-01-01",
-                "mdp_id": f"m{number // 3}",
-                "sequence_number": number % 3,
-                "state_features": {"0": 0.5, "1": number * 1.0},
-                "action": ["l", "r"][number % 2],
-                "reward": 1.0,
-                "possible_actions": ["l", "r"],
-                "action_probability": 0.5,
-            }
-        )
-    return b"\n".join(json.dumps(row).encode() for row in rows)
-
-
-def _read_files(path: Path) -> Files:
-    if path.is_file():
-        return {path.name: path.read_bytes()}
-    return {
-        str(one.relative_to(path)): one.read_bytes()
-        for one in sorted(path.rglob("*"))
-        if one.is_file() and one.stat().st_size
-    }
+def write_files(files: Files, folder: Path) -> None:
+    """Write files by their paths in a folder, which is made."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
 
 
 def _linear_graph() -> bytes:

@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from mutations import mutate_lines
 from pool import run_target
+from reverted import REVERTED, find_again
 from targets import TARGETS
 
 _MINUTES = float(os.environ.get("REPLAYLAKE_FUZZ_MINUTES", "10"))
@@ -63,9 +64,21 @@ def test_a_case_is_known_by_its_number() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["formats", "packages", "journals", "caches", "checkpoints"])
+def test_every_seed_is_read(name: str, tmp_path: Path) -> None:
+    """A seed that is refused would hide its reader from every case that is made of it."""
+    target = _prepare(name, tmp_path)
+    run_case = importlib.import_module("pool").run_case
+    said = {seed: run_case(target, seed, 0, tmp_path / "case") for seed in target.seeds()}
+    assert {seed: text for seed, text in said.items() if text} == {}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_some_cases_of_each_target(name: str, tmp_path: Path) -> None:
-    report = run_target(_prepare(name, tmp_path), tmp_path / "cases", num_cases=60, max_s=30)
+    target = _prepare(name, tmp_path)
+    first = len(target.seeds())  # the first case of each seed is the seed itself
+    report = run_target(target, tmp_path / "cases", first=first, num_cases=120, max_s=30)
     assert not report.faults, report.text()
 
 
@@ -75,6 +88,15 @@ def test_minutes_of_each_target(name: str, tmp_path: Path) -> None:
     report = run_target(_prepare(name, tmp_path), tmp_path / "cases", max_s=_MINUTES * 60)
     print(report.text())
     assert not report.faults, report.text()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("name", REVERTED)
+def test_a_reverted_fix_is_found_again(name: str, tmp_path: Path) -> None:
+    """In the number of cases that is stated; the same case has no fault with the fix in place."""
+    report, fixed, case = find_again(name, _prepare("formats", tmp_path), tmp_path / "cases")
+    assert case, report.text()
+    assert not fixed.faults, fixed.text()
 
 
 def _prepare(name: str, folder: Path) -> Any:

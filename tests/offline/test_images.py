@@ -72,8 +72,21 @@ def as_sequences(batch: Batch[Array]) -> Batch[Array]:
     return Batch(**{**fields, "weights": batch.weights[:2], "mask": mask})
 
 
-@pytest.mark.parametrize("kind", OBSERVATIONS)
-@pytest.mark.parametrize("row", BUILTIN, ids=lambda row: f"{row.name}-{row.actions}")
+# Which encoder it is depends on the observations alone: here all algorithms have the one of most
+# parts, and one algorithm the others; the slow tests have every pair.
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        pytest.param(
+            row,
+            kind,
+            marks=[] if kind == "beside a vector" or row is BUILTIN[0] else [pytest.mark.slow],
+            id=f"{row.name}-{row.actions}-{kind}",
+        )
+        for row in BUILTIN
+        for kind in OBSERVATIONS
+    ],
+)
 def test_every_algorithm_learns_from_frames(row: BuiltinAlgorithm, kind: str) -> None:
     observation_space, action_space = OBSERVATIONS[kind], ACTIONS[row.actions]
     config = row.config_class(hidden_sizes=(16,))

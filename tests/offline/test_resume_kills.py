@@ -3,8 +3,6 @@
 import os
 import random
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,15 +11,12 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
 from replaylake.datastore.lake.runs.metrics import read_curves
 
-pytestmark = pytest.mark.slow
-
-NUM_KILLS = int(os.environ.get("REPLAYLAKE_TRAINING_KILLS", "6"))
-COMMAND = (sys.executable, "-m", "replaylake.cli.main", "train", "offline")
+NUM_KILLS = int(os.environ.get("REPLAYLAKE_TRAINING_KILLS", "12"))
 # Every few milliseconds something is written, so that kills come in the middle of it.
 OPTIONS = {
     "bc": ("updates=3000", "checkpoint_updates=7", "log_updates=5", "hidden_sizes=[32]"),
     "iql": (
-        "updates=1500", "checkpoint_updates=7", "log_updates=5", "evaluate_updates=300",
+        "updates=900", "checkpoint_updates=7", "log_updates=5", "evaluate_updates=300",
         "selection_fqe_updates=50", "batch_size=32", "normalize_observations=true",
     ),
 }  # fmt: skip
@@ -30,16 +25,14 @@ OPTIONS = {
 class Life:
     """A process of a run; what it says on stderr goes to a file."""
 
-    def __init__(self, lake, folder, *arguments):
+    def __init__(self, start, lake, folder, *arguments):
+        """start: the fixture fork_command."""
         self.path = folder / "said"
         self._file = self.path.open("w")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments, "--lake", str(lake.path)],
-            stdout=subprocess.DEVNULL,
-            stderr=self._file,
-            env=environment,
-        )
+        with open(os.devnull, "w") as nothing:
+            self.process = start(
+                ["train", "offline", *arguments, "--lake", str(lake.path)], nothing, self._file
+            )
 
     def wait_for(self, pattern):
         """Wait until it says something, and return that; None if it ended before."""
@@ -70,22 +63,34 @@ def arguments(algorithm, policy):
     return ["line", "--algorithm", algorithm, "--policy", policy, *held, *sets]
 
 
-@pytest.mark.parametrize("algorithm", ["bc", "iql"])
-def test_killed_again_and_again_it_ends_with_the_same_weights(tmp_path, line_world, algorithm):
+# The larger of them a few times: values, several networks and a choice of policies are saved.
+@pytest.mark.parametrize(
+    ("algorithm", "most_kills"),
+    [
+        pytest.param("iql", 4, marks=pytest.mark.slow),
+        pytest.param("iql", NUM_KILLS, marks=pytest.mark.chaos),
+        pytest.param("bc", NUM_KILLS, marks=pytest.mark.chaos),
+    ],
+)
+def test_killed_again_and_again_it_ends_with_the_same_weights(
+    tmp_path, line_world, fork_command, algorithm, most_kills
+):
     lake = open_lake(tmp_path / "lake", create=True)
     kind = "continuous" if algorithm == "iql" else "discrete"
     lake.dataset("line").append(line_world(num_episodes=12, action_space=kind))
-    Life(lake, tmp_path, *arguments(algorithm, "whole")).end()
+    began = time.monotonic()
+    Life(fork_command, lake, tmp_path, *arguments(algorithm, "whole")).end()
+    whole_s = time.monotonic() - began
     rng = random.Random(7)
-    life = Life(lake, tmp_path, *arguments(algorithm, "killed"))
+    life = Life(fork_command, lake, tmp_path, *arguments(algorithm, "killed"))
     run_id = life.wait_for(r"run (\w{26})").group(1)
     num_kills = 0
-    for _ in range(NUM_KILLS):
-        # From before the data are read to after the policy is registered.
-        time.sleep(rng.uniform(0, 1.2))
+    for _ in range(most_kills):
+        # From before the data are read to after the policy is registered; the first two before it.
+        time.sleep(rng.uniform(0, 2 * whole_s / most_kills))
         num_kills += life.process.poll() is None
         life.kill()
-        life = Life(lake, tmp_path, "--resume", run_id)
+        life = Life(fork_command, lake, tmp_path, "--resume", run_id)
         if rng.random() < 0.8:
             life.wait_for(r"run \w{26}|is done")
     life.end()

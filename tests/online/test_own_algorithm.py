@@ -34,6 +34,8 @@ def test_an_algorithm_of_ones_own_learns_online_and_offline(lake):
 
 @pytest.mark.slow
 def test_it_learns_cartpole(lake):
-    config = replace(SMALL, steps=20_000, selection_episodes=5, options={})
+    config = replace(SMALL, steps=20_000, selection_episodes=5, until_return=200.0, options={})
     result = train_online(lake, "live", replace(config, env="CartPole-v1", policy="own"))
-    assert result.selection["value"] > 200
+    # A random policy returns 22.
+    assert result.converged
+    assert result.selection["value"] >= 200

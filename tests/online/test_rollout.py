@@ -236,42 +236,16 @@ print([name for name in ("ray", "torch", "d3rlpy") if name in sys.modules])
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-@pytest.mark.slow
-def test_two_ray_workers_collect_what_one_process_does(lake, toys, loaded_die):
-    lake.registry.register("die", loaded_die, run_id="test", lineage={})
-    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=3, seed=2, flush_steps=20)
-    rollout(lake, "toys", "die", replace(config, episodes=100))
-    receipt = rollout(lake, "with_ray", "die", replace(config, episodes=100, workers=2))
-    assert _steps(lake, _STEPS.replace("toys", "with_ray")) == _steps(lake)
-    workers = _steps(lake, "select distinct worker from with_ray.steps order by 1")
-    assert (receipt.num_workers, [row["worker"] for row in workers]) == (2, [0, 1])
-    assert _steps(lake, "select count(*) as n from with_ray.episodes") == [{"n": 100}]
-    assert _children() == []
+@pytest.fixture
+def new_processes():
+    """Returns the command lines of this process's descendants that began during the test."""
+    # Servers that other tests' fixtures keep for the session are running before it.
+    before = {*_descendants()}
+    return lambda: [line for process, line in _descendants().items() if process not in before]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("Broken", "rollout worker 1: step of .* raised ValueError: the gripper.*seed 7"),
-        ("Deadly", "rollout worker 1: its process died 4 times in a row"),
-    ],
-)
-def test_a_ray_worker_that_fails_gives_one_error(lake, toys, name, expected):
-    config = RolloutConfig(f"{toys}:{name}-v0", envs_per_worker=1, flush_steps=1)
-    with pytest.raises(RolloutError, match=f"(?s){expected}.*Committed to 'toys'") as caught:
-        rollout(lake, "toys", "random", replace(config, episodes=20, workers=2))
-    assert "Traceback" not in str(caught.value)
-    (run,) = lake.registry.runs()
-    (found,) = _steps(
-        lake, "select count(*) as n, bool_and(complete) as all_complete from toys.episodes"
-    )
-    assert found == {"n": run["num_episodes"], "all_complete": True}
-    assert _children() == []
-
-
-def _children():
-    """Command lines of this process's children and what descends from them."""
+def _descendants():
+    """Return the command line of each process that descends from this one, by id."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -286,9 +260,47 @@ def _children():
     family = {os.getpid()}
     while grown := {pid for pid, (parent, *_) in parents.items() if parent in family} - family:
         family |= grown
-    others = [parents[pid] for pid in family - {os.getpid()}]
-    # Python's own tracker may be an earlier test's; it lives as long as this process.
-    return [line for _, state, line in others if state != "Z" and "resource_tracker" not in line]
+    others = {pid: parents[pid] for pid in family - {os.getpid()}}
+    # Python's own tracker lives as long as this process, whichever test began it.
+    return {
+        pid: line
+        for pid, (_, state, line) in others.items()
+        if state != "Z" and "resource_tracker" not in line
+    }
+
+
+@pytest.mark.slow
+def test_two_ray_workers_collect_what_one_process_does(lake, toys, loaded_die, new_processes):
+    lake.registry.register("die", loaded_die, run_id="test", lineage={})
+    config = RolloutConfig(f"{toys}:Countdown-v0", envs_per_worker=3, seed=2, flush_steps=20)
+    rollout(lake, "toys", "die", replace(config, episodes=100))
+    receipt = rollout(lake, "with_ray", "die", replace(config, episodes=100, workers=2))
+    assert _steps(lake, _STEPS.replace("toys", "with_ray")) == _steps(lake)
+    workers = _steps(lake, "select distinct worker from with_ray.steps order by 1")
+    assert (receipt.num_workers, [row["worker"] for row in workers]) == (2, [0, 1])
+    assert _steps(lake, "select count(*) as n from with_ray.episodes") == [{"n": 100}]
+    assert new_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Broken", "rollout worker 1: step of .* raised ValueError: the gripper.*seed 7"),
+        ("Deadly", "rollout worker 1: its process died 4 times in a row"),
+    ],
+)
+def test_a_ray_worker_that_fails_gives_one_error(lake, toys, new_processes, name, expected):
+    config = RolloutConfig(f"{toys}:{name}-v0", envs_per_worker=1, flush_steps=1)
+    with pytest.raises(RolloutError, match=f"(?s){expected}.*Committed to 'toys'") as caught:
+        rollout(lake, "toys", "random", replace(config, episodes=20, workers=2))
+    assert "Traceback" not in str(caught.value)
+    (run,) = lake.registry.runs()
+    (found,) = _steps(
+        lake, "select count(*) as n, bool_and(complete) as all_complete from toys.episodes"
+    )
+    assert found == {"n": run["num_episodes"], "all_complete": True}
+    assert new_processes() == []
 
 
 @pytest.mark.parametrize("cpus", [0, 1.5])

@@ -92,8 +92,15 @@ def test_a_learner_in_an_actor_is_interrupted_and_goes_on(lake):
     assert 4000 <= counted(lake)["n"] == result.num_steps < 4010
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
-@pytest.mark.parametrize("agents", ["shared", "each"])
+@pytest.mark.parametrize(
+    ("agents", "algorithm"),
+    [
+        ("shared", "dqn"),
+        ("each", "ppo"),
+        pytest.param("shared", "ppo", marks=pytest.mark.chaos),
+        pytest.param("each", "dqn", marks=pytest.mark.chaos),
+    ],
+)
 def test_games_are_learned_from_workers_in_other_processes(lake, algorithm, agents):
     options = {"hidden_sizes": [16]}
     if algorithm == "ppo":

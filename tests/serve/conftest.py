@@ -184,8 +184,12 @@ class AppClient:
     def request(self, method, path, **body):
         return self._runner.run(self._client.request(method, path, **body))
 
-    def get(self, path):
-        return self.request("GET", path)
+    def idle(self, seconds):
+        """Let tasks of the app run, which have the event loop only during a request otherwise."""
+        self._runner.run(asyncio.sleep(seconds))
+
+    def get(self, path, **options):
+        return self.request("GET", path, **options)
 
     def post(self, path, **body):
         if "content" in body:

@@ -40,7 +40,7 @@ def test_logged_observations_get_over_http_the_actions_of_the_learner(kit, tmp_p
         facts=DatasetStatistics(),
     )
     observations = np.asarray(
-        lake.sql("select observation from cartpole.steps order by episode_id, step limit 1000")
+        lake.sql("select observation from cartpole.steps order by episode_id, step limit 250")
         .column(0)
         .to_pylist(),
         np.float32,
@@ -67,7 +67,7 @@ def test_logged_observations_get_over_http_the_actions_of_the_learner(kit, tmp_p
             drawn_singly, drawn_together = _every_way(client, observations, {"temperature": 2.0})
     finally:
         server.stop()
-    assert len(observations) == 1000
+    assert len(observations) == 250
     for answers in singly:
         found = np.asarray([answer["action"] for answer in answers])
         assert np.array_equal(found[is_clear], expected[is_clear])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     ConfigInvalidError,
@@ -23,9 +24,11 @@ from replaylake.datastore.interchange.export.export_selection import (
     select_for_export,
 )
 from replaylake.datastore.interchange.export.stored_episodes import iter_stored_episodes
+from replaylake.datastore.interchange.export.trainers.targets import TARGETS
+from replaylake.datastore.interchange.export.trainers.writer import TargetOptions, TargetWriter
 from replaylake.datastore.interchange.formats.catalog import FORMATS
-from replaylake.datastore.interchange.formats.format import WritableFormat
-from replaylake.datastore.interchange.sources.source import find_source
+from replaylake.datastore.interchange.formats.format import WritableFormat, WriteResult
+from replaylake.datastore.interchange.sources.source import SourceFile, find_source
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import new_ulid
@@ -43,7 +46,8 @@ OnProgress = Callable[[int, int], None]
 class ExportReceipt:
     """What an export wrote. `where` and `where_steps` are in DuckDB's own spelling.
 
-    num_pieces: as how many runs of consecutive steps the episodes were written.
+    num_pieces: as how many runs of consecutive steps the episodes were written. num_rows: rows in
+    a trainer's format; None for formats whose rows are steps.
     """
 
     dataset: str
@@ -57,6 +61,7 @@ class ExportReceipt:
     where: str | None = None
     where_steps: str | None = None
     notes: tuple[str, ...] = ()
+    num_rows: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "notes": list(self.notes)}
@@ -70,6 +75,9 @@ def export(
     format: str,
     where: str | None = None,
     where_steps: str | None = None,
+    where_pairs: str | None = None,
+    label: str | None = None,
+    threshold: float | None = None,
     force: bool = False,
     on_progress: OnProgress | None = None,
 ) -> ExportReceipt:
@@ -79,47 +87,85 @@ def export(
     completely or not at all. Episodes are written in the order of their first rows, each as a whole
     unless steps are missing, and with the ids of their source if these are unique. Ingesting the
     export gives equal rows, except for values that the format cannot store, which the receipt's
-    notes list.
+    notes list. The formats of trainers (`targets.TARGETS`) have dialogues, prompts, preference
+    pairs or token sequences as rows, and cannot be ingested again.
 
     Args:
         lake: the lake.
         name: the snapshot.
         path: the path to write; it must not exist.
-        format: a name from `formats.catalog.FORMATS` that can be written.
+        format: a name from `formats.catalog.FORMATS` that can be written, or from
+            `targets.TARGETS`.
         where: SQL condition over the columns of `episodes`; selects whole episodes.
         where_steps: SQL condition over the columns of `steps`; selects steps. Each run of
-            consecutive steps becomes a piece with its step numbers.
+            consecutive steps becomes a piece with its step numbers. Not for trainers' formats.
+        where_pairs: SQL condition over the columns of `preference_pairs`, computed from the
+            selected episodes; by default `pair = 1`. For targets of pairs.
+        label: the further column, or the key of the metadata, that has the right answer. For
+            targets of prompts.
+        threshold: samples with a return above it are desirable; by default 0. For trl-kto and
+            marti-kto.
         force: replace an existing file, or a directory of the same format.
         on_progress: called while rows are read.
 
     Cost: memory stays below 1 GiB, whatever the size of the dataset; episodes whose steps were
-    written in alternation are buffered on disk, next to `path`.
+    written in alternation are buffered on disk, next to `path`. Pairs need memory for the
+    ids of their episodes, and for the first sample of a pair until the second is read; prompts
+    need 32 bytes each.
 
     Raises: NotFoundError, InvalidNameError; ConfigInvalidError for an unknown format;
     AlreadyExistsError; QueryRefusedError or QueryError for a condition; EmptyReplayError if it
     selects nothing; SpaceUnsupportedError if the format cannot store the observations or actions;
     ShardCorruptError; StorageError.
     """
-    known = writable_format(format)
+    check_format(format)
+    options = TargetOptions(where_pairs, label, threshold)
+    options.check(format)
+    if format in TARGETS and where_steps is not None:
+        raise ConfigInvalidError(
+            f"where_steps: cannot be used with {format}, whose rows are whole dialogues. "
+            "Select episodes with `where`.",
+            parameter="where_steps",
+        )
     snapshot = lake.snapshot(name)
     target = Path(os.path.abspath(path))
-    _check_target(target, known, force)
     check_shards_present(snapshot.table)
     selection = select_for_export(snapshot, where, where_steps)
-    job = _Export(snapshot, selection, known, target, on_progress)
+    if format in TARGETS:
+        writer: _Writer = TargetWriter(TARGETS[format], snapshot, selection, options)
+    else:
+        writer = _writable_formats()[format]
+    _check_target(target, writer, force)
+    job = _Export(snapshot, selection, writer, target, on_progress)
     return job.run(force)
 
 
-def writable_format(name: str) -> WritableFormat:
-    """Return the format that is called so. Raises: ConfigInvalidError where none can be written."""
-    writable = {known.name: known for known in FORMATS if isinstance(known, WritableFormat)}
-    if name not in writable:
+class _Writer(Protocol):
+    """A writer of episodes: a format, or a target for trainers."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_folder(self) -> bool: ...
+
+    def recognizes(self, files: Sequence[SourceFile]) -> bool: ...
+
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult: ...
+
+
+def _writable_formats() -> dict[str, WritableFormat]:
+    return {known.name: known for known in FORMATS if isinstance(known, WritableFormat)}
+
+
+def check_format(name: str) -> None:
+    """Refuse a format that cannot be written. Raises: ConfigInvalidError."""
+    if name not in (writable := {*_writable_formats(), *TARGETS}):
         raise ConfigInvalidError(
             f"format: found {name!r}, expected one that can be written: "
             f"{', '.join(sorted(writable))}.",
             parameter="format",
         )
-    return writable[name]
 
 
 class _Export:
@@ -129,7 +175,7 @@ class _Export:
         self,
         snapshot: Snapshot,
         selection: ExportSelection,
-        known: WritableFormat,
+        known: _Writer,
         target: Path,
         on_progress: OnProgress | None,
     ) -> None:
@@ -174,6 +220,7 @@ class _Export:
             where=self._selection.where,
             where_steps=self._selection.where_steps,
             notes=(*written.notes, *self._notes()),
+            num_rows=written.num_rows,
         )
 
     def _episodes(self, scratch: Path) -> Iterator[Episode]:
@@ -185,6 +232,9 @@ class _Export:
             key = (episode.episode_id, episode.agent_id)
             self._num_episodes += key != self._last
             self._last = key
+            if self._format.name in TARGETS:
+                yield episode
+                continue
             name = self._selection.export_name(episode.episode_id, episode.source_episode_id)
             yield replace(episode, episode_id=name)
 
@@ -201,6 +251,8 @@ class _Export:
 
     def _notes(self) -> Iterator[str]:
         spec = self._snapshot.spec
+        if self._format.name in TARGETS:
+            return
         if spec.encoding is not None and self._format.name not in _WITH_SPACES:
             yield (
                 f"{self._format.name} has no place for the rules by which named columns became "
@@ -220,7 +272,7 @@ class _Export:
             )
 
 
-def _check_target(target: Path, known: WritableFormat, force: bool) -> None:
+def _check_target(target: Path, known: _Writer, force: bool) -> None:
     if not target.parent.is_dir():
         raise NotFoundError(f"{target.parent}: found no such folder, expected one to write into.")
     if not os.path.lexists(target):
@@ -238,7 +290,7 @@ def _check_target(target: Path, known: WritableFormat, force: bool) -> None:
         )
 
 
-def _is_of_format(folder: Path, known: WritableFormat) -> bool:
+def _is_of_format(folder: Path, known: _Writer) -> bool:
     if not any(folder.iterdir()):
         return True
     try:

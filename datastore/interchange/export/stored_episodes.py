@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -85,6 +86,42 @@ def iter_stored_episodes(
             on_rows(num_read)
     for episode in pending.take_all():
         yield from _assemble(episode, snapshot)
+
+
+def find_agents(snapshot: Snapshot, selection: ExportSelection) -> dict[str, set[str]]:
+    """Return the selected agents of the episodes that several agents share, by episode_id."""
+    both = f"{schema.EPISODE_ID}, {schema.AGENT_ID}"
+    rows = snapshot.sql(
+        f"SELECT DISTINCT {both} FROM steps WHERE {schema.EPISODE_ID} IN (SELECT "
+        f"{schema.EPISODE_ID} FROM steps GROUP BY 1 HAVING count(DISTINCT {schema.AGENT_ID}) > 1)"
+    )
+    labels = [(str(row[schema.EPISODE_ID]), str(row[schema.AGENT_ID])) for row in rows.to_pylist()]
+    selected = selection.find_episodes(labels)
+    agents: dict[str, set[str]] = {}
+    for number, (episode_id, agent_id) in enumerate(labels):
+        if selected is None or selected[number]:
+            agents.setdefault(episode_id, set()).add(agent_id)
+    return agents
+
+
+def gather_agents(
+    episodes: Iterable[Episode], agents: Mapping[str, set[str]]
+) -> Iterator[list[Episode]]:
+    """Yield the episodes of all agents of one episode_id together, once the last of them came.
+
+    agents: from `find_agents`. Logs may interleave the steps of several episodes. Memory: those
+    episodes of which an agent is missing.
+    """
+    pending: dict[str, list[Episode]] = {}
+    missing: dict[str, set[str]] = {}
+    for (episode_id, agent_id), pieces in groupby(episodes, lambda e: (e.episode_id, e.agent_id)):
+        pending.setdefault(episode_id, []).extend(pieces)
+        left = missing.setdefault(episode_id, {*agents.get(episode_id, ())})
+        left.discard(agent_id)
+        if not left:
+            del missing[episode_id]
+            yield pending.pop(episode_id)
+    yield from pending.values()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
 from replaylake.datastore.interchange.formats.generic.csv import (
     CsvTables,
+    csv_columns,
     numeric_columns,
     text_columns,
 )
@@ -45,7 +46,7 @@ _PROPENSITY_NAMES: Final = ("prob", "probability")
 # Files that are asked whether they are of this kind: an item table may come first.
 _NUM_PROBED: Final = 16
 # Several rows of one of these are several actions of one decision.
-_SLATE_COLUMNS: Final = ("impression_id", "slate_id", "request_id")
+SLATE_COLUMNS: Final = ("impression_id", "slate_id", "request_id")
 
 
 class BanditFormat:
@@ -56,7 +57,7 @@ class BanditFormat:
     is_folder = False
 
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
-        return any(_is_open_bandit(_columns(file)) for file in files[:_NUM_PROBED])
+        return any(is_open_bandit(_columns(file)) for file in files[:_NUM_PROBED])
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         items = [file for file in files if _is_item_table(_columns(file))]
@@ -71,16 +72,21 @@ class BanditFormat:
             f"{file.name}: left out, as it is a table of items and not of decisions"
             for file in items
         ]
-        is_open_bandit = _is_open_bandit(names)
-        fields = _open_bandit_fields(names) if is_open_bandit else _common_fields(names)
-        mapping = {**fields, **options.mapping}
+        declared = declare_decisions(names, notes)
+        mapping = {**declared.fields, **options.mapping}
         tables = CachedTables(_tables(decisions, mapping))
         _refuse_slates(tables, names, options, mapping.get("action", "action"))
-        declared = Declaration(fields=fields, one_step=True, notes=notes)
         return TabularReader(tables, options, decisions[0].name, declared)
 
 
-def _is_open_bandit(names: Sequence[str]) -> bool:
+def declare_decisions(names: Sequence[str], notes: Sequence[str] = ()) -> Declaration:
+    """Return the declaration of a log of decisions, from the names of its columns."""
+    fields = _open_bandit_fields(names) if is_open_bandit(names) else _common_fields(names)
+    return Declaration(fields=fields, one_step=True, notes=notes)
+
+
+def is_open_bandit(names: Sequence[str]) -> bool:
+    """Whether columns are those of the Open Bandit Dataset."""
     return _ACTION in names and _REWARD in names and _propensity(names) is not None
 
 
@@ -119,11 +125,9 @@ def _columns(file: SourceFile) -> list[str]:
             return parquet_columns(file)
         if (first := first_object(file)) is not None:
             return list(first)
-        for chunk in CsvTables([file]).chunks():
-            return list(chunk.table.column_names)
+        return csv_columns(file)
     except ReplayLakeError:
         return []  # another format's file, or a broken one: reading it says so
-    return []
 
 
 def _tables(files: Sequence[SourceFile], mapping: Mapping[str, str]) -> TableSource:
@@ -147,7 +151,7 @@ def _refuse_slates(
             "position in the context and the propensity of the item at that position."
         )
     mapped = {*options.mapping.values()}  # kept under another name: the caller knows what it is
-    for name in _SLATE_COLUMNS:
+    for name in SLATE_COLUMNS:
         if (
             name in names
             and name not in mapped

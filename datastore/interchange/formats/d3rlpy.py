@@ -80,14 +80,20 @@ class D3rlpyV1Tables(RowTables):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         # Ends are made of two datasets, whichever columns are asked for.
         for chunk in super().chunks():
-            yield Chunk(chunk.file, chunk.first_row, self._with_ends(chunk.table))
+            yield Chunk(chunk.file, chunk.first_row, self._with_ends(chunk.table, chunk.file))
 
     def schemas(self) -> Iterator[ChunkSchema]:
         for part in super().schemas():
-            empty = self._with_ends(part.schema.empty_table())
+            empty = self._with_ends(part.schema.empty_table(), part.file)
             yield ChunkSchema(part.file, part.first_row, part.num_rows, empty.schema)
 
-    def _with_ends(self, table: pa.Table) -> pa.Table:
+    def _with_ends(self, table: pa.Table, file: SourceFile) -> pa.Table:
+        at = table.schema.get_field_index(_ENDS)
+        if at < 0 or not _is_number(table.schema.field(at).type):
+            raise SourceInvalidError(
+                f"{file.name}: found no dataset {_ENDS!r} of one flag a row, expected it, as "
+                "d3rlpy 1 writes it. The file may be truncated: write it again."
+            )
         ended, terminals = (_flags(table.column(name)) for name in (_ENDS, "terminals"))
         cut_off = pc.and_(ended, pc.invert(terminals))
         return table.drop_columns([_ENDS]).append_column(TIMEOUTS, cut_off)
@@ -266,6 +272,11 @@ def _info_names(hdf5: Hdf5File, group: str) -> list[str]:
     if not group.startswith(f"{INFOS}_") or not hdf5.has_path(group) or not hdf5.is_group(group):
         return []
     return hdf5.names(group)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
 
 
 def _flags(column: pa.ChunkedArray) -> Any:

@@ -315,11 +315,15 @@ class Format(Protocol):
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What a writing left on the disk; `notes` say what the format has no place for."""
+    """What was written to the disk; `notes` list what the format cannot store.
+
+    num_rows: number of records, if a record is not a step; else None.
+    """
 
     num_episodes: int
     num_steps: int
     notes: tuple[str, ...] = ()
+    num_rows: int | None = None
 
 
 @runtime_checkable

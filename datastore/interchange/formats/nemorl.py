@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.episodes import tokens
-from replaylake.datastore.episodes.spaces import Array, Text
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.episodes.token_sequences import (
     TokenSequence,
     find_sampled,
@@ -25,13 +25,17 @@ from replaylake.datastore.episodes.token_sequences import (
 )
 from replaylake.datastore.errors import EpisodeInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
-from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.generations.messages import shorten
+from replaylake.datastore.interchange.formats.generations.rows import (
+    declare_generations,
+    iter_lines,
+    read_first_line,
+)
+from replaylake.datastore.interchange.formats.tabular.reader import TabularReader
 from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 _CHUNK_TOKENS: Final = 1 << 20
-# A line may be this long: 8 values for each of 256k tokens, at 20 characters a value.
-_MAX_LINE_BYTES: Final = 64 << 20
 _NEEDED: Final = ("token_ids", "token_loss_mask", "input_lengths")
 _LOG_PROBS: Final = "generation_logprobs"
 _PROXIMAL: Final = "prev_logprobs"
@@ -44,11 +48,6 @@ _REWARDS: Final = ("filtered_rewards", "rewards")
 _CONTENT: Final = "content"
 _STEP: Final = re.compile(r"train_data_step(\d+)")
 _DIGITS: Final = 16
-_FIELDS: Final = {
-    "observation": "prompt_text",
-    "final_observation": "final_text",
-    "action": "completion_text",
-}
 _SCHEMA: Final = pa.schema(
     {
         "episode_id": pa.string(),
@@ -89,22 +88,10 @@ class NemoRlFormat:
     is_folder = False
 
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
-        if files[0].head(64).lstrip()[:1] != b"{":
-            return False
-        try:
-            with files[0].open() as stream:
-                record = json.loads(stream.readline(_MAX_LINE_BYTES))
-        except (SourceInvalidError, RecursionError, ValueError):
-            return False
-        return isinstance(record, dict) and all(_is_single(record.get(name)) for name in _NEEDED)
+        return is_sample(read_first_line(files[0]))
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
-        declared = Declaration(
-            fields=_FIELDS,
-            spaces=None if {*_FIELDS} & options.mapping.keys() else (Text(), Text()),
-            rewards_optional=True,
-            observed=_FIELDS["observation"],
-        )
+        declared = declare_generations(options)
         return TabularReader(_SampleTables(files), options, files[0].name, declared)
 
 
@@ -121,7 +108,7 @@ class _SampleTables(TableSource):
             damage: dict[int, str] = {}
             lines: list[int] = []
             first_row = num_tokens = 0
-            for line, text in _read_lines(file):
+            for line, text in iter_lines(file):
                 part, fault = _read_sample(file, number, line, text)
                 if fault is not None:
                     damage[len(lines)] = f"malformed\0{file.name} line {line}: {fault}"
@@ -136,19 +123,28 @@ class _SampleTables(TableSource):
             yield Chunk(file, first_row, table, damage, lines=lines)
 
 
-def _read_lines(file: SourceFile) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not empty, with their numbers from 1. Raises: SourceInvalidError."""
-    with file.open() as stream:
-        line = 0
-        while text := stream.readline(_MAX_LINE_BYTES):
-            line += 1
-            if len(text) == _MAX_LINE_BYTES:
-                raise SourceInvalidError(
-                    f"{file.name} line {line}: found more than {_MAX_LINE_BYTES >> 20} MiB, "
-                    "expected one sample a line."
-                )
-            if text.strip():
-                yield line, text
+def is_sample(value: Any) -> bool:
+    """Whether a line's value is a sample as NeMo-RL writes it."""
+    return isinstance(value, dict) and all(_is_single(value.get(name)) for name in _NEEDED)
+
+
+def read_sample(text: bytes) -> tuple[list[dict[str, Any]], Any]:
+    """Return the rows of the sample in a line, and its `idx`, the number in its training step.
+
+    The rows have no episode_id and no training step. The number is None where none is stated.
+    Raises: SourceInvalidError, EpisodeInvalidError, OverflowError, RecursionError, ValueError.
+    """
+    record = _parse(text)
+    rows = _to_table(_make_rows(record), "", None).to_pylist()
+    own = [{k: v for k, v in row.items() if k not in ("episode_id", "train_step")} for row in rows]
+    return own, record.get("idx")
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    record = json.loads(text.strip())
+    if not isinstance(record, dict):
+        raise SourceInvalidError(f"found {type(record).__name__}, expected an object")
+    return record
 
 
 def _read_sample(
@@ -160,9 +156,7 @@ def _read_sample(
     # The number of a training step names a file of a run, whatever files are read beside it.
     prefix = f"step{train_step}" if train_step is not None else str(number)
     try:
-        record = json.loads(text.strip())
-        if not isinstance(record, dict):
-            raise SourceInvalidError(f"found {type(record).__name__}, expected an object")
+        record = _parse(text)
         own = record.get("idx", line - 1)
         return _to_table(_make_rows(record), f"{prefix}/{own}", train_step), None
     except (
@@ -297,14 +291,14 @@ def _is_single(value: Any) -> bool:
 def _single(record: Mapping[str, Any], name: str) -> Any:
     value: Any = record.get(name)
     if not _is_single(value):
-        raise SourceInvalidError(f"{name}: found {_shorten(value)}, expected a list of one value")
+        raise SourceInvalidError(f"{name}: found {shorten(value)}, expected a list of one value")
     return value[0]
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:
     value = _single(record, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise SourceInvalidError(f"{name}: found {_shorten(value)}, expected a number")
+        raise SourceInvalidError(f"{name}: found {shorten(value)}, expected a number")
     return float(value)
 
 
@@ -325,8 +319,3 @@ def _to_float32(values: Array) -> Array:
 
 def _dump(value: Mapping[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -137,6 +137,8 @@ def ingest(
     on_bytes = None if on_progress is None else _hashing_progress(on_progress)
     with span("hash") as work:
         source = find_source(sources, on_bytes)
+        if source.repeated and find_format(format, source.files).is_folder:
+            source = source.keep_repeated()
         work.items = len(source.files)
         work.num_bytes = sum(file.num_bytes for file in source.files)
     spec = handle.spec if handle.exists() else None

@@ -18,7 +18,7 @@ def parse_ingest_key(
     if not unique:
         if late and known is None:
             raise ConfigInvalidError(
-                "late: found it for a dataset without a unique key, expected `unique` with it.",
+                "late: requires `unique`, since the dataset has no unique key.",
                 parameter="late",
             )
         return None if not late or known is None else parse_unique(known.columns, late)

@@ -186,9 +186,16 @@ def _find_range(column: pa.ChunkedArray) -> tuple[Any, Any]:
     if pa.types.is_floating(kind):
         column = column.filter(pc.is_finite(column))
     if pa.types.is_temporal(kind):
-        column = column.cast(pa.string())
+        column = _format_times(column)
     found = pc.min_max(column).as_py()
     return found["min"], found["max"]
+
+
+def _format_times(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return times as text, those with a zone in UTC: a file's zone may be one that nobody has."""
+    if pa.types.is_timestamp(column.type) and column.type.tz is not None:
+        column = column.cast(pa.timestamp(column.type.unit, "UTC"))
+    return column.cast(pa.string())
 
 
 def _store(episodes: Sequence[Episode], spec: DatasetSpec) -> tuple[Mapping[str, Any], ...]:
@@ -206,7 +213,7 @@ def _store(episodes: Sequence[Episode], spec: DatasetSpec) -> tuple[Mapping[str,
     )
     rows = encode(ready, spec).slice(0, _SHOWN_ROWS)
     columns = {
-        name: (column.cast(pa.string()) if pa.types.is_temporal(column.type) else column)
+        name: (_format_times(column) if pa.types.is_temporal(column.type) else column)
         for name, column in zip(rows.column_names, rows.columns, strict=True)
     }
     return tuple(

@@ -35,7 +35,8 @@ class Archive:
             size = path.stat().st_size
         except UNPACKING_ERRORS as error:
             raise unreadable_error(name, error) from error
-        infos = [info for info in self._zip.infolist() if not info.is_dir()]
+        # Not `is_dir`, which fails for a member whose name is empty.
+        infos = [info for info in self._zip.infolist() if not info.filename.endswith("/")]
         for info in infos:
             _check(info, name)
         _check_distinct(infos, name)
@@ -49,9 +50,9 @@ class Archive:
         return tuple(self._infos)
 
     @property
-    def is_arrays(self) -> bool:
-        """Whether it is what numpy.savez writes: one file of arrays, and no folder."""
-        return bool(self._infos) and all(path.endswith(".npy") for path in self._infos)
+    def is_file(self) -> bool:
+        """Whether it is one file that numpy.savez or torch.save wrote, and not a folder."""
+        return _is_one_file([*self._infos])
 
     def num_stored(self, path: str) -> int:
         """Return the bytes that a member has in the archive."""
@@ -67,14 +68,22 @@ class Archive:
         except UNPACKING_ERRORS as error:
             raise unreadable_error(name, error) from error
 
-    def has_arrays(self, path: str) -> bool:
-        """Whether a member that is a zip is one of arrays; False for any other zip."""
+    def has_file(self, path: str) -> bool:
+        """Whether a member that is a zip is one file, as `is_file`; False for any other zip."""
         try:
             with self._zip.open(self._infos[path]) as stream, zipfile.ZipFile(stream) as inner:
                 names = inner.namelist()
         except UNPACKING_ERRORS as error:
             raise unreadable_error(f"{self.name}/{path}", error) from error
-        return bool(names) and all(name.endswith(".npy") for name in names)
+        return _is_one_file(names)
+
+
+def _is_one_file(names: Sequence[str]) -> bool:
+    is_arrays = bool(names) and all(name.endswith(".npy") for name in names)
+    # torch.save writes all members below one folder.
+    tops = {name.partition("/")[0] for name in names}
+    is_tensors = len(tops) == 1 and {f"{top}/data.pkl" for top in tops} <= {*names}
+    return is_arrays or is_tensors
 
 
 def is_zip(head: bytes) -> bool:
@@ -89,7 +98,9 @@ def _path(info: zipfile.ZipInfo) -> str:
 def _check(info: zipfile.ZipInfo, name: str) -> None:
     path = _path(info)
     found = None
-    if path.startswith("/") or path[1:2] == ":" or ".." in path.split("/"):
+    if not path:
+        found, expected = "no name", "the path of a file"
+    elif path.startswith("/") or path[1:2] == ":" or ".." in path.split("/"):
         found, expected = "a path that leads out of the archive", "paths inside it"
     elif stat.S_ISLNK(info.external_attr >> 16):
         found, expected = "a symbolic link", "files"

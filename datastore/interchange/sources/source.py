@@ -36,6 +36,7 @@ _JUNK_SUFFIXES: Final = (".md", ".tmp")
 _JUNK_NAMES: Final = {"license", "license.txt", "notice", "readme", "readme.txt"}
 _VIDEO_SUFFIXES: Final = (".mp4", ".avi", ".mkv", ".webm", ".mov")
 _READ_BYTES: Final = 1 << 20
+_COMMITTED_ONCE: Final = ": committed once"
 OnBytes = Callable[[int, int | None], None]
 
 
@@ -101,7 +102,8 @@ OnRows = Callable[[SourceFile, int, int], None]
 class Source:
     """Distinct files in reading order; `content_hash` covers their bytes and order, no names.
 
-    `repeated` are further files of the same bytes as one of them, under the first one's path.
+    `repeated` are further files with the same bytes as one of them, under the first one's path;
+    `every_file` are all files, each under its own path; empty if no bytes are repeated.
     `references` are the relative paths of video files, which are neither read nor hashed.
     """
 
@@ -110,6 +112,19 @@ class Source:
     notes: tuple[str, ...] = ()
     repeated: tuple[SourceFile, ...] = ()
     references: tuple[str, ...] = ()
+    every_file: tuple[SourceFile, ...] = ()
+
+    def keep_repeated(self) -> Source:
+        """Return the source with repeated files included.
+
+        In a folder that is one dataset, two files with the same bytes are two parts of it.
+        """
+        if not self.repeated:
+            return self
+        notes = tuple(note for note in self.notes if not note.endswith(_COMMITTED_ONCE))
+        return Source(
+            self.every_file, _hash_order(self.every_file), notes, references=self.references
+        )
 
 
 def find_source(inputs: Sequence[Path | str], on_bytes: OnBytes | None = None) -> Source:
@@ -163,6 +178,7 @@ def _no_file_error(inputs: Sequence[Path | str], search: FileSearch) -> SourceIn
 
 def _hash_files(found: Sequence[FoundFile], search: FileSearch, on_bytes: OnBytes | None) -> Source:
     files: dict[str, SourceFile] = {}
+    every_file: list[SourceFile] = []
     notes, repeated = [], []
     is_packed = any(one.stored.is_packed for one in found)
     total = None if is_packed else sum(one.stored.num_bytes for one in found)
@@ -182,13 +198,23 @@ def _hash_files(found: Sequence[FoundFile], search: FileSearch, on_bytes: OnByte
         file = _hash(one, name, report)
         if file.num_bytes == 0:
             raise SourceInvalidError(f"{name}: found 0 bytes, expected data. Leave the file out.")
+        every_file.append(file)
         if (first := files.setdefault(file.sha256, file)) is not file:
             repeated.append(first)
-            notes.append(f"{name} holds the same bytes as {first.name}: committed once")
-    joined = hashlib.sha256("".join(files).encode()).hexdigest()
+            notes.append(f"{name} holds the same bytes as {first.name}{_COMMITTED_ONCE}")
+    distinct = tuple(files.values())
     return Source(
-        tuple(files.values()), joined, tuple(notes), tuple(repeated), tuple(search.references)
+        distinct,
+        _hash_order(distinct),
+        tuple(notes),
+        tuple(repeated),
+        tuple(search.references),
+        tuple(every_file) if repeated else (),
     )
+
+
+def _hash_order(files: Sequence[SourceFile]) -> str:
+    return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
 
 
 def _hash(file: FoundFile, name: str, on_bytes: Callable[[int], None]) -> SourceFile:

@@ -90,8 +90,8 @@ class SourceBytes:
 def find_source_bytes(path: Path, name: str) -> dict[str, SourceBytes]:
     """Return what lies in a file: the file itself under "", or the members of a zip by their paths.
 
-    A zip of arrays (npz) is a file. Raises: SourceInvalidError for a file that cannot be read, and
-    for a zip that is torn, not safe, or holds another one.
+    A zip that numpy.savez or torch.save wrote is a file. Raises: SourceInvalidError for a file that
+    cannot be read, and for a zip that is torn, not safe, or holds another one.
     """
     stat = _stat(path, name)
     if not S_ISREG(stat.st_mode):
@@ -104,7 +104,7 @@ def find_source_bytes(path: Path, name: str) -> dict[str, SourceBytes]:
     head = _head(plain, name)
     if is_zip(head):
         archive = Archive(path, name)
-        if not archive.is_arrays:
+        if not archive.is_file:
             return {
                 member: _member(
                     SourceBytes(path, stat.st_size, stat.st_mtime_ns, archive, member), name
@@ -117,7 +117,7 @@ def find_source_bytes(path: Path, name: str) -> dict[str, SourceBytes]:
 def _member(stored: SourceBytes, name: str) -> SourceBytes:
     head = _head(stored, f"{name}/{stored.member}")
     archive, member = stored.archive, stored.member
-    if is_zip(head) and archive is not None and member and not archive.has_arrays(member):
+    if is_zip(head) and archive is not None and member and not archive.has_file(member):
         raise SourceInvalidError(
             f"{name}/{member}: found a zip inside a zip, expected files. Unpack the outer one."
         )

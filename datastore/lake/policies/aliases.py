@@ -194,8 +194,8 @@ def _alias_moved_error(
         "not set" if version is None else f"version {version}" for version in (found, expected)
     ]
     return CommitConflictError(
-        f"policy {name}@{alias}: found it at {texts[0]}, expected {texts[1]}: somebody else has "
-        f"moved it. `replaylake policies history {name}` says who; look, then run it again."
+        f"policy {name}@{alias}: found {texts[0]}, expected {texts[1]}: somebody else moved "
+        f"the alias. See `replaylake policies history {name}`, and repeat the command."
     )
 
 

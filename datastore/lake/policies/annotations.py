@@ -145,8 +145,8 @@ def _deletable(state: LogState, name: str, version: int) -> str:
     entry = _entry(state, name, version)
     if is_protected(state, name, version):
         raise ConfigInvalidError(
-            f"policy {name}:{version}: found it protected, expected one that may go. "
-            f"`replaylake policies unprotect {name}:{version}` allows it."
+            f"policy {name}:{version}: is protected from deletion. "
+            f"To delete it, run `replaylake policies unprotect {name}:{version}` first."
         )
     if aliases := list_aliases(state, name, version):
         raise ConfigInvalidError(

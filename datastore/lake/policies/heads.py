@@ -55,7 +55,7 @@ def act_from_head(
         return _act_multi(spec, parameters, rng, temperature, epsilon)
     if spec.head == "uniform":
         raise SpaceUnsupportedError(
-            "head uniform: found it given to a graph, expected one of the others: it has no graph."
+            "head uniform: has no graph, but was given the outputs of one. Use another head."
         )
     if spec.head in ("deterministic", "sampled"):
         return Act(_to_box(spec.action_space, parameters["actions"]), None)

@@ -165,7 +165,7 @@ def _refuse_newer(directory: Path, version: int, body: Mapping[str, Any]) -> Non
 
 
 def _read_verified(directory: Path, name: str, sha256: str) -> bytes:
-    if Path(name).name != name:
+    if Path(name).name != name or "\0" in name:
         raise PackageInvalidError(
             f"{directory / MANIFEST}: found file {name!r}, expected names in the package's own "
             "folder."

@@ -82,13 +82,24 @@ class GraphSession:
                 f"{what}: onnxruntime {onnxruntime.__version__} cannot load it: {error}. Package "
                 "the policy again."
             ) from error
+        self._what = what
         self._outputs = list(graph_output_names(spec))
         self._check_names("inputs", self._session.get_inputs(), graph_input_names(spec), what)
         self._check_names("outputs", self._session.get_outputs(), tuple(self._outputs), what)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """Map the graph's inputs, each [N, ...], to its outputs by name, each [N, ...]."""
-        return dict(zip(self._outputs, self._session.run(self._outputs, inputs), strict=True))
+        """Map the graph's inputs, each [N, ...], to its outputs by name, each [N, ...].
+
+        Raises: PackageInvalidError if the graph does not take inputs of the spec's shapes.
+        """
+        try:
+            outputs = self._session.run(self._outputs, inputs)
+        except Exception as error:  # onnxruntime's errors share no base class but this
+            raise PackageInvalidError(
+                f"{self._what}: onnxruntime {onnxruntime.__version__} cannot run it: {error}. "
+                "Package the policy again."
+            ) from error
+        return dict(zip(self._outputs, outputs, strict=True))
 
     @staticmethod
     def _check_names(kind: str, actual: Any, expected: tuple[str, ...], what: str) -> None:

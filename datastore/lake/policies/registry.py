@@ -31,6 +31,7 @@ from replaylake.datastore.lake.policies.entries import (
     run_key,
     run_text,
 )
+from replaylake.datastore.lake.policies.evaluations import Evaluations
 from replaylake.datastore.lake.policies.manifest import (
     MANIFEST,
     fetch_package,
@@ -80,13 +81,17 @@ class PolicyRef:
 
 
 class Registry:
-    """Policies and runs of one lake; `aliases` moves those, `marks` notes, protects, deletes."""
+    """Policies and runs of one lake.
+
+    `aliases` moves those; `marks` notes, protects and deletes; `evaluations` saves reports.
+    """
 
     def __init__(self, storage: Storage, log: CommitLog) -> None:
         self._storage = storage
         self._log = log
         self.aliases = Aliases(log)
         self.marks = VersionNotes(log)
+        self.evaluations = Evaluations(storage)
 
     def exists(self) -> bool:
         """Whether the lake has been created."""

@@ -52,6 +52,7 @@ _ROWLESS: Final = (
     "purge/",
     "reference/",
     "retention/",
+    "score/",
     "trim/",
     "configure/",
 )
@@ -70,6 +71,7 @@ _REWRITES: Final = frozenset(
         "PURGE",
         "RENAME COLUMN",
         "REPAIR",
+        "SCORE",
         "TRIM",
     )
 )

@@ -14,7 +14,7 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
-from replaylake.datastore.episodes.schema import EPISODE_ID
+from replaylake.datastore.episodes.schema import EPISODE_ID, TRACE_ID
 from replaylake.datastore.errors import LogCorruptError, NotFoundError, StorageError
 from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.lake.dataset import Dataset
@@ -198,7 +198,8 @@ class DatasetCheck:
 
     def _tables(self, handle: Dataset) -> Iterator[Table]:
         yield handle.table
-        for table in (handle.decisions, handle.rewards, handle.received, handle.rejected):
+        others = (handle.decisions, handle.rewards, handle.received, handle.rejected, handle.spans)
+        for table in others:
             if not table.log.folder.is_empty():
                 yield table
 
@@ -359,6 +360,8 @@ def _key(plan: _CheckPlan, handle: Dataset) -> str | None:
     """Return the column of ids that the checks across shards need; None for steps: their runs."""
     if plan.table is handle.table:
         return None
+    if plan.table is handle.spans:
+        return TRACE_ID
     return EPISODE_ID if plan.table in (handle.received, handle.rejected) else DECISION_ID
 
 

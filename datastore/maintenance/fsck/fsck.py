@@ -18,6 +18,7 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake.lake import KEYS, Lake
+from replaylake.datastore.lake.policies.evaluations import find_damaged_evaluations
 from replaylake.datastore.lake.policies.manifest import MANIFEST, Manifest
 from replaylake.datastore.lake.policies.package import check_package
 from replaylake.datastore.lake.policies.registry import PolicyRef
@@ -151,6 +152,7 @@ def _find_damaged_work_lists(storage: Storage) -> Iterator[tuple[str, str]]:
 _SEALED_FILES: Final[tuple[tuple[str, Callable[[Storage], Iterator[tuple[str, str]]]], ...]] = (
     ("metrics", find_damaged_pieces),
     ("run checkpoint", find_damaged_checkpoints),
+    ("evaluation", find_damaged_evaluations),
     ("heartbeat", find_damaged_heartbeats),
     ("purge", _find_damaged_work_lists),
 )

@@ -6,6 +6,8 @@ What is decided, and why:
     - A label that is NULL leaves the value as it is: a table of labels is rarely whole.
     - A column that is added goes to every step of an episode that a label names. A reward goes to
       the last step alone, which is what a judge's score means, unless `to` says each.
+    - A column with one value for each token of an action is checked against the action of its step,
+      and refused if it does not match, before anything is written.
     - What cannot be told apart is left alone and counted: a key that the labels have with several
       values, one of a single step that names several, and one that names several episodes.
 """
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -33,7 +37,22 @@ from replaylake.datastore.episodes.schema import (
     TRUNCATED,
     check_names,
 )
-from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, SchemaMismatchError
+from replaylake.datastore.episodes.spaces import Array
+from replaylake.datastore.episodes.tokens import (
+    ACTION_TOKENS,
+    TOKEN_FACTS,
+    TOKEN_TYPES,
+    cast_decimals,
+    cast_to_token_type,
+    check_per_token,
+    has_tokens,
+    is_per_token,
+)
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    NotFoundError,
+    SchemaMismatchError,
+)
 from replaylake.datastore.feedback.decisions import (
     DECISION_ID,
     REPORTED,
@@ -53,12 +72,14 @@ from replaylake.datastore.maintenance.labels.labels import (
     parse_names,
     prepare_labels,
 )
+from replaylake.datastore.query.sequence_views import SEQUENCE_SOURCES
 from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
     query_arrow,
     scan_connection,
 )
+from replaylake.datastore.storage.arrow_values import is_list
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.rewrite import ChangeRows, RewritePlan, rewrite, with_values
 from replaylake.datastore.storage.table.table import TableSnapshot
@@ -155,7 +176,8 @@ def annotate(
         set: `reward` and an SQL expression over the columns of a label and of its step, which has
             the name `steps`, for example `steps.reward + 0.5 * score`.
         add: further columns of the dataset to write, or a mapping from them to columns of the
-            labels.
+            labels. In a dataset with token columns, those that have one value for each token of an
+            action (`tokens.is_per_token`) are checked against the step's.
         to: which step of an episode gets the reward if the key identifies an episode: last or each.
         again: apply the same labels also to steps that were added since. Refused for a reward that
             uses the step's own columns.
@@ -163,22 +185,16 @@ def annotate(
         on_progress: called with (shards searched, shards).
 
     Raises: NotFoundError, ConfigInvalidError, SchemaMismatchError, QueryRefusedError, QueryError,
-    ShardCorruptError. Cost: two scans of the key's columns; memory for one shard and a few numbers
-    per label and matched step.
+    ShardCorruptError; EpisodeInvalidError for values that are not one for each token. Cost: two
+    scans of the key's columns; memory for one shard and a few numbers per label and matched step.
     """
     handle = lake.dataset(dataset)
     schema = handle.snapshot().table.schema
     key = parse_key(on)
     check_key(key, schema)
     added = parse_names(add)
-    check_assigned(set or {}, added, key, to)
-    unique = handle.spec.unique
-    if unique is not None and (keys := sorted({*added} & {*unique.columns})):
-        raise ConfigInvalidError(
-            f"add: found {keys[0]}, which is part of the dataset's unique key, expected another "
-            "column: labels would give several steps one key.",
-            parameter="add",
-        )
+    check_assigned(set or {}, added, key, to, schema)
+    _check_not_unique(handle, added)
     expression = None
     if set:
         expression = parse_expression(set[REWARD], labels.column_names, schema.names)
@@ -197,8 +213,72 @@ def annotate(
         dataset, key, ready, expression, cast_columns(ready, added, schema), to, strict
     )
     work.on_progress = on_progress
+    return _write(handle, work, producer, sequence, "ANNOTATE")
+
+
+def overwrite_columns(
+    lake: Lake,
+    dataset: str,
+    labels: pa.Table,
+    *,
+    on: Sequence[str],
+    add: Sequence[str],
+    operation: str,
+    info: Mapping[str, Any],
+    check: Callable[[TableSnapshot], None] | None = None,
+    on_progress: OnProgress | None = None,
+) -> AnnotationReceipt:
+    """Write columns of labels to the steps that they match, NULL included, in one commit.
+
+    Args:
+        lake: the lake.
+        dataset: its name.
+        labels: one row per label.
+        on: the key, as that of `annotate`.
+        add: columns of the labels; a step that a label names has its values afterwards.
+        operation: what the log calls the commit.
+        info: what is recorded in the commit, besides the counts.
+        check: called with each version on which the change is planned; what it raises ends this.
+        on_progress: called with (shards searched, shards).
+
+    The same labels again change what was changed since; nothing is committed where nothing was.
+    Raises: as annotate.
+    """
+    handle = lake.dataset(dataset)
+    schema = handle.snapshot().table.schema
+    key, added = parse_key(on), parse_names(add)
+    check_key(key, schema)
+    check_assigned({}, added, key, "last", schema)
+    _check_not_unique(handle, added)
+    ready = prepare_labels(labels, key, list(added.values()))
+    # A label may add a column that has no value in any of its rows.
+    typed = {
+        name: column
+        for name, column in cast_columns(ready, added, schema).items()
+        if name in schema.names or column.null_count < len(column)
+    }
+    work = _Annotation(dataset, key, ready, None, typed, "last", strict=False)
+    work.is_overwriting, work.info, work.on_progress = True, info, on_progress
+    work.check = check
+    producer = _producer(key, ready, None, added, "last", operation.lower())
+    return _write(handle, work, producer, handle.next_sequence(producer), operation)
+
+
+def _check_not_unique(handle: Dataset, added: Mapping[str, str]) -> None:
+    unique = handle.spec.unique
+    if unique is not None and (keys := sorted({*added} & {*unique.columns})):
+        raise ConfigInvalidError(
+            f"add: found {keys[0]}, which is part of the dataset's unique key, expected another "
+            "column: labels would give several steps one key.",
+            parameter="add",
+        )
+
+
+def _write(
+    handle: Dataset, work: _Annotation, producer: str, sequence: int, operation: str
+) -> AnnotationReceipt:
     result = rewrite(
-        handle.table, work.plan, producer=producer, sequence=sequence, operation="ANNOTATE"
+        handle.table, work.plan, producer=producer, sequence=sequence, operation=operation
     )
     if result is None:
         return work.receipt
@@ -222,11 +302,12 @@ def _producer(
     expression: LabelExpression | None,
     added: Mapping[str, str],
     to: To,
+    verb: str = "annotate",
 ) -> str:
     """Return a name for these labels, this key and what is assigned."""
     assigned = None if expression is None else [expression.text, to]
     content = [labels.content_hash, sorted(key.columns.items()), sorted(added.items()), assigned]
-    return f"annotate/{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]}"
+    return f"{verb}/{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]}"
 
 
 class _Annotation:
@@ -243,6 +324,10 @@ class _Annotation:
         strict: bool,
     ) -> None:
         self.on_progress: OnProgress | None = None
+        # Whether a label that is NULL makes the value NULL; and what else the commit records.
+        self.is_overwriting = False
+        self.info: Mapping[str, Any] = {}
+        self.check: Callable[[TableSnapshot], None] | None = None
         self._key, self._labels, self._to = key, labels, to
         self._expression, self._added, self._strict = expression, added, strict
         columns = ([REWARD] if expression else []) + list(added)
@@ -253,6 +338,8 @@ class _Annotation:
 
     def plan(self, snapshot: TableSnapshot) -> RewritePlan:
         """Find the steps of the labels, and the shards of which some step changes."""
+        if self.check is not None:
+            self.check(snapshot)
         if self._expression is not None:
             # What DuckDB refuses is refused also where no label finds a step.
             self._expression.evaluate(
@@ -276,17 +363,22 @@ class _Annotation:
 
     def _plan_changes(self, snapshot: TableSnapshot, match: LabelMatch) -> RewritePlan:
         changes: dict[FileEntry, ChangeRows] = {}
+        # All shards get the same new columns, in one order, by which they get their field ids.
+        new_columns: set[str] = set()
+        step_counts = np.bincount(match.hits.column("label").to_numpy())
         num_steps = num_matched = 0
         for index, entry in enumerate(snapshot.files):
             hits = match.hits_in_file(index)
             if not self._added:
                 hits = hits.filter(hits.column("is_target"))
             if hits.num_rows:
-                changed = self._num_changed(snapshot, entry, hits)
+                self._check_per_token(snapshot, entry, hits, step_counts)
+                changed, names = self._find_changed(snapshot, entry, hits)
                 num_steps += changed
                 num_matched += hits.num_rows
                 if changed:
-                    changes[entry] = self._change(hits)
+                    changes[entry] = self._change(hits, new_columns)
+                    new_columns |= names - {*snapshot.schema.names}
             if self.on_progress is not None:
                 self.on_progress(index + 1, len(snapshot.files))
         self.receipt = replace(
@@ -297,22 +389,71 @@ class _Annotation:
         )
         # Counts alone: keys and expressions may name people, and a purge cannot reach the log.
         body = asdict(self.receipt)
-        return RewritePlan(changes, {_INFO: {name: body[name] for name in _COUNTS}})
+        counts = {_INFO: {name: body[name] for name in _COUNTS}}
+        return RewritePlan(changes, {**counts, **self.info})
 
-    def _num_changed(self, snapshot: TableSnapshot, entry: FileEntry, hits: pa.Table) -> int:
-        """Count the steps of a shard that change, reading only the columns that it takes."""
+    def _check_per_token(
+        self, snapshot: TableSnapshot, entry: FileEntry, hits: pa.Table, step_counts: Array
+    ) -> None:
+        """Refuse lists that do not have one value for each token of the action of their step.
+
+        step_counts: number of steps that each label matches, by label.
+        """
+        per_token = {
+            name: column
+            for name, column in self._added.items()
+            if has_tokens(snapshot.schema.names) and is_per_token(name, column.type)
+        }
+        if not per_token:
+            return
+        wanted = (EPISODE_ID, AGENT_ID, STEP, ACTION_TOKENS)
+        names = [name for name in snapshot.schema.names if name in wanted]
+        rows = replace(snapshot, files=(entry,)).read(names).take(hits.column("row"))
+
+        def name_row(row: int) -> str:
+            agent = str(rows.column(AGENT_ID)[row])
+            whose = f" of agent {agent}" if agent else ""
+            return (
+                f"at step {rows.column(STEP)[row]} of episode {rows.column(EPISODE_ID)[row]}{whose}"
+            )
+
+        labels = hits.column("label").combine_chunks()
+        shared = np.flatnonzero(step_counts[labels.to_numpy()] > 1)
+        if len(shared):
+            raise ConfigInvalidError(
+                f"on: found a label of {step_counts[labels[int(shared[0])].as_py()]} steps for "
+                f"{next(iter(per_token))}, one of them {name_row(int(shared[0]))}, expected a "
+                "label of one step, since its values belong to one generation. Add step to `on`.",
+                parameter="on",
+            )
+        actions = rows.column(ACTION_TOKENS).combine_chunks()
+        for name, column in per_token.items():
+            check_per_token(name, column.take(labels), actions, name_row)
+
+    def _find_changed(
+        self, snapshot: TableSnapshot, entry: FileEntry, hits: pa.Table
+    ) -> tuple[int, set[str]]:
+        """Count the steps of a shard that change, and name the columns in which they do.
+
+        Reads only the columns that it takes.
+        """
         names = {STEP, *(name for name in self._added if name in snapshot.schema.names)}
         if self._expression is not None:
             names |= {REWARD, *self._expression.step_columns}
         ordered = [name for name in snapshot.schema.names if name in names]
         rows = replace(snapshot, files=(entry,)).read(ordered)
         is_changed = np.zeros(rows.num_rows, dtype=bool)
-        for _, at, _ in self._new_values(rows, hits):
+        columns = set()
+        for name, at, _ in self._new_values(rows, hits):
             is_changed[at] = True
-        return int(is_changed.sum())
+            columns.add(name)
+        return int(is_changed.sum()), columns
 
-    def _change(self, hits: pa.Table) -> ChangeRows:
+    def _change(self, hits: pa.Table, new_columns: Collection[str]) -> ChangeRows:
         def change(rows: pa.Table) -> pa.Table:
+            for name, column in self._added.items():
+                if name in new_columns and name not in rows.column_names:
+                    rows = rows.append_column(name, pa.nulls(rows.num_rows, column.type))
             for name, at, values in self._new_values(rows, hits):
                 rows = with_values(rows, name, at, values)
             return rows
@@ -333,16 +474,20 @@ class _Annotation:
         for name, column in self._added.items():
             values = column.take(hits.column("label").combine_chunks())
             columns.append((name, hits.column("row").combine_chunks(), values))
-        changed = [(name, *_drop_unchanged(rows, name, at, values)) for name, at, values in columns]
+        changed = [
+            (name, *_drop_unchanged(rows, name, at, values, self.is_overwriting))
+            for name, at, values in columns
+        ]
         return [(name, at, values) for name, at, values in changed if len(at)]
 
 
 def _drop_unchanged(
-    rows: pa.Table, name: str, at: pa.Array, values: pa.Array
+    rows: pa.Table, name: str, at: pa.Array, values: pa.Array, takes_null: bool
 ) -> tuple[NDArray[np.int64], pa.Array]:
-    """Leave out values that are null, and those that the step has already."""
-    differs = values.is_valid()
-    if name in rows.column_names:
+    """Leave out values that the step has already, and nulls, unless these are taken too."""
+    is_new = name not in rows.column_names
+    differs = values.is_valid() if is_new or not takes_null else pa.array(np.ones(len(at), bool))
+    if not is_new:
         old = rows.column(name).take(at).combine_chunks()
         pairs = pa.table({"old": _plain(old), "new": _plain(values), "place": range(len(at))})
         with scan_connection({"pairs": pairs}) as connection:
@@ -357,9 +502,13 @@ def _plain(array: pa.Array) -> pa.Array:
 
 
 def check_assigned(
-    assignments: Mapping[str, str], added: Mapping[str, str], key: LabelKey, to: str
+    assignments: Mapping[str, str],
+    added: Mapping[str, str],
+    key: LabelKey,
+    to: str,
+    schema: pa.Schema,
 ) -> None:
-    """Refuse what labels may not write. Raises: ConfigInvalidError."""
+    """Refuse what labels may not write to a dataset of this schema. Raises: ConfigInvalidError."""
     if not assignments and not added:
         raise ConfigInvalidError(
             "annotate: found nothing to write, expected `set` of reward, or `add`."
@@ -383,6 +532,25 @@ def check_assigned(
             "to each: expected a reward and a key of episodes: other labels go to all steps that "
             "they name. Leave it out."
         )
+    if has_tokens(schema.names):
+        _check_beside_tokens(added)
+
+
+def _check_beside_tokens(added: Mapping[str, str]) -> None:
+    if facts := sorted({*added} & {*TOKEN_FACTS}):
+        raise ConfigInvalidError(
+            f"add: found {facts[0]}, which is part of the log, expected another column: tokens "
+            "that were read and sampled, and the policy's log-probs of them, cannot be changed.",
+            parameter="add",
+        )
+    per_token = [name for name in added if is_per_token(name, pa.list_(pa.float64()))]
+    if taken := [name for name in per_token if name.lower() in SEQUENCE_SOURCES]:
+        raise ConfigInvalidError(
+            f"add: found {taken[0]}, which is a column of `sequences` that has other values, "
+            "expected another name: the view would not have the values. Name it otherwise, as in "
+            f"`add` {taken[0]}_2={added[taken[0]]}.",
+            parameter="add",
+        )
 
 
 def cast_columns(
@@ -390,16 +558,59 @@ def cast_columns(
 ) -> dict[str, pa.Array]:
     """Return the columns to add in the types that the dataset keeps.
 
+    In a dataset with tokens, columns of `tokens.TOKEN_TYPES` have the types of their names, and new
+    per-token columns of whole numbers are floats: later values may have fractions.
+
     Raises: SchemaMismatchError.
     """
     check_names(name for name in added if name not in schema.names)
     typed = {}
     for name, source in added.items():
         values = labels.values.column(source).unify_dictionaries().combine_chunks()
+        if has_tokens(schema.names):
+            values = _cast_beside_tokens(name, values, labels.keys, name not in schema.names)
         if name in schema.names and not values.type.equals(schema.field(name).type):
             values = _cast(values, name, schema.field(name).type)
         typed[name] = values
     return typed
+
+
+def _cast_beside_tokens(name: str, values: pa.Array, keys: pa.Table, is_new: bool) -> pa.Array:
+    cast: Callable[[pa.Array], pa.Array] | None = None
+    values = cast_decimals(name, values)
+    kind = values.type
+    if name in TOKEN_TYPES:
+        cast = partial(cast_to_token_type, name)
+    elif is_new and is_per_token(name, kind) and pa.types.is_integer(kind.value_type):
+        cast = partial(pa.Array.cast, target_type=pa.list_(pa.field("element", pa.float64())))
+    if cast is None:
+        return values
+    try:
+        return cast(values)
+    except (SchemaMismatchError, pa.ArrowInvalid) as error:
+        label = ""
+        if len(values):
+            row = _find_first_refused(cast, values)
+            key = {ours: str(keys.column(ours)[row]) for ours in keys.column_names}
+            label = ", label of " + ", ".join(f"{ours} {key[ours]}" for ours in key if key[ours])
+        raise SchemaMismatchError(
+            f"column {name!r}{label}: {error}. Cast the values, or add them under another name."
+        ) from error
+
+
+def _find_first_refused(cast: Callable[[pa.Array], pa.Array], values: pa.Array) -> int:
+    """Return the first row that a cast refuses; if it refuses the type, the first value's row."""
+
+    def is_refused(num_rows: int) -> bool:
+        try:
+            # A slice of lists shares the values of the others, which Arrow casts too.
+            cast(values.take(pa.array(np.arange(num_rows))))
+        except (SchemaMismatchError, pa.ArrowInvalid):
+            return True
+        return False
+
+    num = bisect_left(range(len(values)), True, key=is_refused)
+    return num - 1 if num else max(0, pc.index(values.is_valid(), True).as_py())
 
 
 def _cast(values: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
@@ -408,8 +619,11 @@ def _cast(values: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
     texts |= types.is_dictionary(actual) and types.is_string(kind)
     numbers = types.is_integer(actual) and (types.is_floating(kind) or types.is_integer(kind))
     numbers |= types.is_floating(actual) and types.is_floating(kind)
+    # Values for each token may have been read as integers, or with more digits.
+    lists = is_list(actual) and is_list(kind) and types.is_floating(kind.value_type)
+    lists = lists and (types.is_floating(actual.value_type) or types.is_integer(actual.value_type))
     try:
-        if texts or numbers:
+        if texts or numbers or lists:
             return values.dictionary_encode().cast(kind) if texts else values.cast(kind)
     except pa.ArrowException as error:
         raise _type_mismatch_error(name, f"{actual} ({error})", kind) from error

@@ -9,9 +9,9 @@ from replaylake.datastore.storage.log.commit_log import EARLIER
 from replaylake.datastore.storage.table.table import Table
 
 HIDDEN: Final = "<deleted>"
-# The names of a source's files, how it was read (`fill` has values of columns), and where in its
-# files a check found something.
-_NAMING: Final = ("source_names", "read_as", "checks")
+# The names of a source's files, how it was read (`fill` has values of columns), where in its
+# files a check found something, and a scorer's condition and prompt.
+_NAMING: Final = ("source_names", "read_as", "checks", "scored")
 
 
 def hide_values(table: Table, values: Collection[str]) -> int:

@@ -79,7 +79,7 @@ class DatasetFiles:
             replace(trace, kind=LIVE) if file.path in live and trace.kind == "rows" else trace
             for file, trace in self.find_inside(search, on_file)
         ]
-        for table in self.tables[1:]:
+        for table in self.tables:
             journals = find_journals(table, search.is_in_text)
             traces += [Trace(str(path), JOURNAL) for path in journals]
         return num_scanned, traces
@@ -116,7 +116,7 @@ class DatasetFiles:
 
     def scrub_damaged(self, search: IdSearch) -> None:
         """Take ids out of the journals' records that were kept because no row can hold them."""
-        for table in self.tables[1:]:
+        for table in self.tables:
             drop_damaged(table, search.is_in_text)
 
     def _files(self) -> list[StoredFile]:

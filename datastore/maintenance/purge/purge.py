@@ -59,6 +59,7 @@ from replaylake.datastore.maintenance.purge.traces import IdSearch, Trace
 from replaylake.datastore.maintenance.removal import (
     find_subjects,
     plan_removal,
+    recover_spans,
     remove_decisions,
     remove_received,
     select_rejected,
@@ -325,6 +326,7 @@ class _DatasetPurge:
         if self._is_served:
             recover_feedback(self._handle)
         recover_received(self._handle)
+        recover_spans(self._handle)
 
     def _path(self, work: _PurgeWork) -> str:
         return f"{WORK_LISTS}/{self._name}/{work.id}.json"

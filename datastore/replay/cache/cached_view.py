@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,12 @@ from replaylake.datastore.replay.record_runs import Runs
 from replaylake.datastore.replay.records import Packed, Records
 from replaylake.datastore.storage.seals import read_bytes, read_json, seal_bytes, seal_json
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _RUNS: Final = "runs"
-_SHARDS: Final = "shards"
-_METADATA_FILE: Final = "view.json"
+SHARDS: Final = "shards"
+METADATA_FILE: Final = "view.json"
 _CONTENT_HASH: Final = "content_hash"
 # Each block has a checksum, so that threads can compare them at once.
 _BLOCK_BYTES: Final = 16 << 20
@@ -94,11 +97,11 @@ def make_metadata(
     )
 
 
-def write_metadata(folder: Path, about: ViewMetadata, shards: Sequence[str]) -> None:
+def write_metadata(folder: Path, about: DataclassInstance, shards: Sequence[str]) -> None:
     """Write, durably, what is known of arrays that are on disk already. Raises: OSError."""
     names = "".join(f"{path}\n" for path in shards).encode()
-    write_durably(folder / _SHARDS, seal_bytes(names))
-    write_durably(folder / _METADATA_FILE, seal_json(asdict(about)))
+    write_durably(folder / SHARDS, seal_bytes(names))
+    write_durably(folder / METADATA_FILE, seal_json(asdict(about)))
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -116,7 +119,7 @@ def open_cached(folder: Path, layout: RecordLayout) -> tuple[Packed, ViewMetadat
     0.3 s a GB of the page cache (2 cores, 2026-11).
     """
     try:
-        about = ViewMetadata(**read_json((folder / _METADATA_FILE).read_bytes()))
+        about = ViewMetadata(**read_json((folder / METADATA_FILE).read_bytes()))
         packed = map_packed(folder, layout, about)
         _check_arrays(folder, about)
     except (
@@ -130,7 +133,7 @@ def open_cached(folder: Path, layout: RecordLayout) -> tuple[Packed, ViewMetadat
     ):
         return None  # not there, cut, or of another release
     with suppress(OSError):  # one that we may only read
-        os.utime(folder / _METADATA_FILE)
+        os.utime(folder / METADATA_FILE)
     return packed, about
 
 
@@ -168,11 +171,11 @@ def find_damage(folder: Path) -> str:
     Half of a view, and one of an earlier release, are no damage: nobody opens them.
     """
     try:
-        data = (folder / _METADATA_FILE).read_bytes()
+        data = (folder / METADATA_FILE).read_bytes()
         if b"checksum" not in data:  # it is there twice
             return ""
         _check_arrays(folder, ViewMetadata(**read_json(data)))
-        read_bytes((folder / _SHARDS).read_bytes(), is_required=True)
+        read_bytes((folder / SHARDS).read_bytes(), is_required=True)
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -227,14 +230,14 @@ def _map_in_threads(function: Callable[[_T], int], values: Sequence[_T]) -> list
 def last_use_s(folder: Path) -> float:
     """Return when a view was last opened (s since 1970); 0 if it is not whole."""
     with suppress(OSError):
-        return (folder / _METADATA_FILE).stat().st_mtime
+        return (folder / METADATA_FILE).stat().st_mtime
     return 0.0
 
 
 def read_shards(folder: Path) -> list[str] | None:
     """Return the paths of the shards that a view was made from; None if it does not say."""
     with suppress(OSError, ValueError):
-        data = read_bytes((folder / _SHARDS).read_bytes(), is_required=True)
+        data = read_bytes((folder / SHARDS).read_bytes(), is_required=True)
         return data.decode().splitlines()
     return None
 

@@ -7,19 +7,22 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.replay.array_allocator import no_room_error
-from replaylake.datastore.replay.cache.cached_view import ViewMetadata, write_metadata
+from replaylake.datastore.replay.cache.cached_view import write_metadata
 from replaylake.datastore.replay.mapped_arrays import create_array, num_bytes
 from replaylake.datastore.storage.storage import fsync_folder
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _DRAFTS: Final = "tmp"
 # Written between two looks at whether to go on.
@@ -64,13 +67,16 @@ class Draft:
 
     def complete(
         self,
-        arrays: Mapping[str, NDArray[Any]],
-        about: ViewMetadata,
+        names: Iterable[str],
+        about: DataclassInstance,
         shards: Sequence[str],
         stop: threading.Event,
     ) -> None:
-        """Make the arrays durable, and then say what they are. Raises: OSError, Stopped."""
-        for name in arrays:
+        """Make the arrays of these names durable, and then say what they are.
+
+        Raises: OSError, Stopped.
+        """
+        for name in names:
             _check_not_stopped(stop)
             with (self.folder / name).open("r+b") as file:
                 os.fsync(file.fileno())

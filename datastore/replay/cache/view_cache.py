@@ -1,6 +1,7 @@
 """View cache: the decoded views of one dataset that this machine keeps.
 
-    <home>/<key>/        a view (cached_view.py), named by what it was made from (view_query.py)
+    <home>/<key>/        a view (cached_view.py) or token sequences (cached_sequences.py), named by
+                         what it was made from (view_query.py)
     <home>/spelt/<key>   the key of a query as it was given, and in it that of DuckDB's spelling
     <home>/tmp/<ulid>/   being written (draft.py); renamed once it is on disk
 
@@ -25,6 +26,10 @@ from typing import Final
 from replaylake.datastore.errors import NotFoundError, StorageError
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.replay.array_allocator import DISK_RESERVE, no_room_error
+from replaylake.datastore.replay.cache.cached_sequences import (
+    find_sequence_damage,
+    is_sequence_folder,
+)
 from replaylake.datastore.replay.cache.cached_view import (
     ViewMetadata,
     find_damage,
@@ -115,14 +120,17 @@ class ViewCache:
             raise no_room_error(self.home, free, needed, "Free disk space")
         return Draft(self.home)
 
-    def publish(self, draft: Draft, key: str, layout: RecordLayout, shards: Sequence[str]) -> Path:
+    def publish(
+        self, draft: Draft, key: str, shards: Sequence[str], is_whole: Callable[[Path], bool]
+    ) -> Path:
         """Give a complete draft its name; where another process was first, the draft goes.
 
+        is_whole: says of the folder of that process whether it can be opened.
         Raises: OSError, also where the draft was removed; NotFoundError if one of the shards was.
         """
         target = self.folder(key)
         while not _try_rename(draft.folder, target):
-            if open_cached(target, layout) is not None:
+            if is_whole(target):
                 draft.discard()
                 return target
             with suppress(FileNotFoundError):
@@ -156,7 +164,8 @@ class ViewCache:
         Cost: reads all of them.
         """
         for _, size, folder in self._views():
-            if fault := find_damage(folder):
+            find = find_sequence_damage if is_sequence_folder(folder) else find_damage
+            if fault := find(folder):
                 yield fault, StaleView(folder.name, folder, size)
 
     def remove(self, views: Iterable[StaleView]) -> None:

@@ -44,6 +44,30 @@ def gather(
         )
 
 
+def copy_ranges(
+    source: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    places: NDArray[np.int64],
+    widths: NDArray[np.int64],
+) -> None:
+    """Copy ranges of bytes [starts, starts + lengths) to `places` of out, zeros behind them.
+
+    Each of the M ranges is given `widths` bytes of out, of which those past its length become 0.
+    source uint8 [N], in memory or in a file mapped for reading; the others int64 [M]; out uint8.
+
+    Raises: IndexError for a range outside of source or out; nothing is written then.
+    """
+    row = select_kernels().copy_ranges(source, starts, lengths, out, places, widths)
+    if row >= 0:
+        raise IndexError(
+            f"copy ranges: range {row} has {lengths[row]} bytes from {starts[row]} to place "
+            f"{places[row]} of {widths[row]}, expected it within {len(source)} bytes and its place "
+            f"within {len(out)}. Draw sequences of the view that these arrays belong to."
+        )
+
+
 def n_steps(
     words: NDArray[np.uint64],
     places: NDArray[np.int64],

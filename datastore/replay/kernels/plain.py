@@ -46,6 +46,30 @@ def gather(
     return -1
 
 
+def copy_ranges(
+    source: NDArray[np.uint8],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    places: NDArray[np.int64],
+    widths: NDArray[np.int64],
+) -> int:
+    """Copy ranges of bytes to places of out, and zeros behind them; see kernels.copy_ranges."""
+    is_outside = (starts < 0) | (lengths < 0) | (starts > len(source) - lengths)
+    is_outside |= (places < 0) | (widths < lengths) | (places > len(out) - widths)
+    if is_outside.any():
+        return int(is_outside.argmax())
+    # Memoryviews are cut and copied in half the time that arrays take.
+    data, target = source.data, out.data
+    for start, length, place, width in zip(
+        starts.tolist(), lengths.tolist(), places.tolist(), widths.tolist(), strict=True
+    ):
+        target[place : place + length] = data[start : start + length]
+        if width > length:
+            out[place + length : place + width] = 0
+    return -1
+
+
 def n_steps(
     words: NDArray[np.uint64],
     places: NDArray[np.int64],

@@ -196,8 +196,8 @@ class LiveView(SampleSource):
     def __reduce__(self) -> NoReturn:
         """Raises: ConfigInvalidError: what follows a dataset stays in its process."""
         raise ConfigInvalidError(
-            "live view: found it being sent to another process, expected it to stay in the one "
-            "that made it. Call dataset.follow() there, or send dataset.snapshot().replay()."
+            "live view: cannot be sent to another process. Call dataset.follow() there, or send "
+            "dataset.snapshot().replay()."
         )
 
     def weighted(self, *_: Any, **__: Any) -> NoReturn:

@@ -1,7 +1,8 @@
 """Expiry: dropping the oldest versions from a log, below a checkpoint that was read back.
 
 What an ingest said of its source is remembered in a commit of the expiry's own: it is looked up for
-good, by content, before the same files are taken in again.
+good, by content, before the same files are taken in again. So is what a commit of scores says of
+their scorer, whose id stands beside them in the steps.
 
 Each step leaves a log that every reader, ours or another engine's, opens to the same newest state,
 so that a crash costs nothing and the next expiry goes on where it stopped.
@@ -20,6 +21,8 @@ from replaylake.datastore.storage.log.folder import LogFolder
 from replaylake.datastore.storage.log.state import LogState
 
 _OPERATION: Final = "EXPIRE LOG"
+# The entries of commits that are remembered.
+_REMEMBERED: Final = frozenset(("source", "scored"))
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,11 @@ def expire(
 
 
 def _record_expiry(log: CommitLog, oldest: int) -> None:
-    earlier = [info for info in log.history() if info["version"] < oldest and "source" in info]
+    earlier = [
+        info
+        for info in log.history()
+        if info["version"] < oldest and not _REMEMBERED.isdisjoint(info)
+    ]
     if earlier:
         intent = Intent(f"expire/{oldest}", 0, _OPERATION, info={EARLIER: earlier})
         log.commit(lambda _: intent)

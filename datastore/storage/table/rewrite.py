@@ -27,12 +27,14 @@ ChangeRows = Callable[[pa.Table], pa.Table]
 class RewritePlan:
     """Which shards change, and how; `info` goes to the commit. Without changes nothing is done.
 
-    `dropped` are shards of which no row stays, where that is known without reading them.
+    `dropped` are shards of which no row stays, where that is known without reading them; `added`
+    are rows that come in the same commit.
     """
 
     changes: Mapping[FileEntry, ChangeRows]
     info: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[FileEntry, ...] = ()
+    added: pa.Table | None = None
 
 
 def rewrite(
@@ -55,13 +57,15 @@ def rewrite(
     while True:
         snapshot = table.snapshot()
         planned = plan(snapshot)
-        if not planned.changes and not planned.dropped:
+        if not planned.changes and not planned.dropped and planned.added is None:
             return None
         written = []
         for entry, change in planned.changes.items():
             rows = change(replace(snapshot, files=(entry,)).read())
             if rows.num_rows:
                 written.append(table.write(rows, since=entry.since))
+        if planned.added is not None:
+            written.append(table.write(planned.added))
         try:
             return table.commit(
                 written,

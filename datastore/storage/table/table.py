@@ -345,9 +345,9 @@ class Table:
             root=self.root,
         )
 
-    def history(self) -> list[dict[str, Any]]:
-        """Return each version's commitInfo, oldest first."""
-        return self.log.history()
+    def history(self, since: int = 0) -> list[dict[str, Any]]:
+        """Return the commitInfo of each version from `since` on, oldest first."""
+        return self.log.history(since)
 
     def commit_info(self, version: int) -> dict[str, Any]:
         """Return one version's commitInfo. Raises: NotFoundError."""

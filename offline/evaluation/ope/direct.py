@@ -8,8 +8,8 @@ One-step logs get a model of the reward; longer episodes fitted Q evaluation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ from replaylake.offline.evaluation.ope.folds import each_fold, episode_folds
 from replaylake.offline.evaluation.ope.fqe import fit
 from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
-from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays, from_steps
+from replaylake.offline.evaluation.ope.transition_arrays import (
+    TransitionArrays,
+    from_decisions,
+    from_steps,
+)
 from replaylake.offline.evaluation.ope.value_network import (
     ActionValues,
     TransitionRows,
@@ -97,7 +101,7 @@ def predict_values(
 
 def predict_rewards(
     steps: LoggedSteps,
-    target: TargetPolicy | NDArray[np.float64],
+    target: TargetPolicy | NDArray[np.floating[Any]],
     *,
     config: FQEConfig = REWARD_CONFIG,
     seed: int = 0,
@@ -110,7 +114,7 @@ def predict_rewards(
     Deterministic on the CPU. Raises: SpaceUnsupportedError.
     """
     assert steps.observations is not None
-    arrays = from_steps(replace(steps, terminated=np.ones(steps.num_episodes, np.bool_)), 1.0)
+    arrays = from_decisions(steps)
     q, v = np.empty(steps.num_steps), np.empty(steps.num_steps)
     folds = episode_folds(steps.num_episodes, REWARD_FOLDS, seed)
     num_folds, num_means = int(folds.max()) + 1, 0
@@ -133,7 +137,7 @@ class _RewardModel:
     def __init__(
         self,
         arrays: TransitionArrays,
-        target: TargetPolicy | NDArray[np.float64],
+        target: TargetPolicy | NDArray[np.floating[Any]],
         rows: NDArray[np.int64],
         config: FQEConfig,
         seed: int,
@@ -144,18 +148,18 @@ class _RewardModel:
         num_left_out = int(_VALIDATION_SHARE * len(rows))
         self.mean = float(arrays.rewards[rows].mean())
         validation, rows = rows[:num_left_out], rows[num_left_out:]
-        self._values = ActionValues(_select_rows(arrays, rows), config, seed, torch.device("cpu"))
+        self._values = ActionValues(arrays, config, seed, torch.device("cpu"), rows)
         rewards = arrays.rewards[validation]
         mean = float(arrays.rewards[rows].mean())
         best = float(((rewards - mean) ** 2).mean()) if num_left_out else 0.0
         self.is_mean = True
         # Nothing follows a one-step episode, so nothing is asked of the policy here.
-        data = TransitionRows(self._values, _select_rows(arrays, rows), None)
+        data = TransitionRows(self._values, arrays, None)
         network = self._values.online
         parameters, optimizer = make_adam(network, config.learning_rate)
         weights, num_worse = network.state_dict(), 0
         for update in range(1, config.updates + 1):
-            batch = torch.from_numpy(rng.integers(len(rows), size=config.batch_size))
+            batch = torch.from_numpy(rows[rng.integers(len(rows), size=config.batch_size)])
             parameters.differentiate(data.loss(batch), retain_graph=False)
             optimizer.step()
             if update % _CHECK_UPDATES:
@@ -200,15 +204,3 @@ class _RewardModel:
             return values.v(values.online, observations, actions)
 
         return map_chunks(len(rows), ask)
-
-
-def _select_rows(arrays: TransitionArrays, rows: NDArray[np.int64]) -> TransitionArrays:
-    return replace(
-        arrays,
-        observations=take(arrays.observations, rows),
-        actions=take(arrays.actions, rows),
-        rewards=arrays.rewards[rows],
-        discounts=arrays.discounts[rows],
-        next_observations=take(arrays.next_observations, rows),
-        returns=arrays.returns[rows],
-    )

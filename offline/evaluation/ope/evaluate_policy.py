@@ -149,7 +149,8 @@ def evaluate_on_episodes(
         left_out["in the policy's training set"] = int(is_trained_on.sum())
         doubts += _selection_bias_notes(policy)
     callbacks.stage("asking the policy")
-    if policy.target is not None and steps.action_masks is not None:
+    is_masked = steps.action_masks is not None and not steps.action_masks.all()
+    if policy.target is not None and is_masked:
         notes = (*notes, _MASKS_IGNORED if request.ignore_masks else _MASKS_APPLY)
     target = target_probabilities(policy, _without_masks(steps, request))
     steps, target = drop_unknown_target(steps, target, left_out)

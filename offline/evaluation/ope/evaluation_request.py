@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.score_reference import ScoreReference
 from replaylake.datastore.episodes.spaces import Array
@@ -27,6 +29,7 @@ OnProgress = Callable[[int, int], None]
 ASKED: Final = "asked"
 TRAINING: Final = "training"
 STORED: Final = "stored"
+_WEIGHT_BINS: Final = 40
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,26 @@ class PolicyReport:
         """`supported`, `weak` or `not supported`."""
         return self.assessment.verdict.replace("_", " ")
 
+    def count_weights(self) -> dict[str, Any] | None:
+        """Return a histogram of the episodes' weights, in 40 bins of equal width of log10.
+
+        `num_zero` of them are 0, and in no bin; `edges` has one more than `counts`, and both are
+        empty where all are 0. None where there are no weights.
+        """
+        if self.weights is None:
+            return None
+        positive = self.weights[self.weights > 0]
+        edges, counts = np.zeros(0), np.zeros(0, np.int64)
+        if len(positive):
+            low, high = np.log10(positive.min()), np.log10(positive.max())
+            edges = np.logspace(low - 0.05, high + 0.05, _WEIGHT_BINS + 1)
+            counts, _ = np.histogram(positive, bins=edges)
+        return {
+            "num_zero": int(len(self.weights) - len(positive)),
+            "edges": [float(f"{edge:.6g}") for edge in edges],
+            "counts": counts.tolist(),
+        }
+
     def normalized(self) -> dict[str, float] | None:
         """Return the log's mean and the value of each estimator, normalized; None if not known."""
         if self.score_reference is None:
@@ -211,6 +234,7 @@ class PolicyReport:
             "propensities": dict(self.propensities),
             "model": self.model,
             "diagnostics": asdict(self.diagnostics),
+            "weights": self.count_weights(),
             "notes": list(self.notes),
         }
 

@@ -182,11 +182,13 @@ def _degrees_of_freedom(values: Array) -> int:
 def _groups(influences: Sequence[Array], seed: int) -> Array:
     """Return centered influences [G, K], averaged within random groups where there are many."""
     num = len(influences[0])
-    columns = np.stack([influence - influence.mean() for influence in influences], axis=1)
     if num <= _MAX_GROUPS:
-        return columns
+        return np.stack([influence - influence.mean() for influence in influences], axis=1)
     groups = np.random.default_rng([seed, num]).permutation(num) % _MAX_GROUPS
-    sums = [np.bincount(groups, column, _MAX_GROUPS) for column in columns.T]
+    # One after another: all centered influences together take as much memory as the episodes.
+    sums = [
+        np.bincount(groups, influence - influence.mean(), _MAX_GROUPS) for influence in influences
+    ]
     means: Array = np.stack(sums, axis=1) * (_MAX_GROUPS / num)
     return means
 

@@ -36,7 +36,7 @@ class LoggedEpisodes:
                             cross-fitted), else estimates that use it believe it too much
     actions                 int64 [M], logged actions; Discrete only
     behavior_distribution   float64 [M, A]; Discrete only
-    target_distribution     float64 [M, A]; Discrete only
+    target_distribution     float64 or float32 [M, A]; Discrete only
     reward_range            bounds that a reward cannot pass; None: unknown
     clusters                int64 [E], numbers from 0 on, the same for episodes that are not
                             independent: the agents of one. Intervals draw whole clusters. None:

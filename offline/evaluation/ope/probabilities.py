@@ -30,11 +30,13 @@ _SLACK: Final = 1e-6
 class Probabilities:
     """Those of logged actions, float64 [M], and of all Discrete ones [M, A]; None: unknown.
 
-    A logged action's is NaN where it alone is not known. unknown_reason: why none is known.
+    The distribution is float32 if a policy without a state computed it, because it is the largest
+    array. A logged action's probability is NaN if only that one is unknown. unknown_reason: why
+    none is known.
     """
 
     logged: NDArray[np.float64] | None
-    distribution: NDArray[np.float64] | None = None
+    distribution: NDArray[np.floating[Any]] | None = None
     unknown_reason: str = ""
 
 
@@ -58,15 +60,14 @@ def target_probabilities(policy: EvaluatedPolicy, steps: LoggedSteps) -> Probabi
     observations = policy.get_observations(steps)
     if target.is_discrete:
         if target.is_stateful:
-            every = target.action_probs_along(steps.offsets, observations, masks)
-        else:
-            every = target.action_probs(observations, masks)
-        return Probabilities(_pick_logged(steps, every), every)
+            along = target.action_probs_along(steps.offsets, observations, masks)
+            return Probabilities(_pick_logged(steps, along), along)
+        return Probabilities(*target.logged_action_probs(observations, steps.action_numbers, masks))
     if target.no_density:
         return Probabilities(None, None, target.no_density)
     if target.is_stateful:
-        along = target.log_probs_along(steps.offsets, observations, steps.actions, masks)
-        return Probabilities(np.exp(along))
+        log_probs = target.log_probs_along(steps.offsets, observations, steps.actions, masks)
+        return Probabilities(np.exp(log_probs))
     return Probabilities(np.exp(target.log_probs(observations, steps.actions, masks)))
 
 

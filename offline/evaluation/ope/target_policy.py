@@ -26,8 +26,11 @@ from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.log_probs import check_has_density
 from replaylake.datastore.lake.policies.policy import Policy
 
-# Observations given to a policy's graph at once: what 256 hidden units make of them is 64 MB.
-_ROWS_AT_ONCE: Final = 1 << 16
+# Observations given to a policy's graph at once: the outputs of 256 hidden units take 8 MB, and the
+# graph's runtime never returns the memory of its largest input. Larger batches are not faster.
+_ROWS_AT_ONCE: Final = 1 << 13
+# Episodes along which a policy with a state is evaluated at once.
+_EPISODES_AT_ONCE: Final = 1 << 16
 # What the states of episodes followed side by side may take: those of a frame stack are large.
 _STATE_BYTES: Final = 256 << 20
 
@@ -92,7 +95,7 @@ class TargetPolicy:
         """Return the probability of each Discrete action, float64 [N, A], of one that forgets."""
         self.check_stateless()
 
-        def ask(some: slice) -> Array:
+        def compute(some: slice) -> Array:
             return self.policy.action_probs(
                 take(observations, some),
                 epsilon=self.exploration.epsilon,
@@ -100,7 +103,28 @@ class TargetPolicy:
                 **self._mode,
             )
 
-        return np.concatenate(_map_chunks(num_values(observations), ask))
+        return _join_chunks(num_values(observations), compute)
+
+    def logged_action_probs(
+        self,
+        observations: Values,
+        actions: NDArray[np.int64],
+        masks: NDArray[np.bool_] | None = None,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+        """Return the probability of each logged Discrete action, and those of all actions.
+
+        Computed as in `action_probs`; actions are numbered from 0. Shapes: float64 [N] and
+        float32 [N, A], which is as exact as the scores of a policy's graph.
+        """
+        num, space = num_values(observations), self.policy.spec.action_space
+        assert isinstance(space, Discrete), "callers check is_discrete"
+        logged, every = np.empty(num), np.empty((num, space.n), np.float32)
+        for some in _split_rows(num):
+            masks_now = None if masks is None else masks[some]
+            probs = self.action_probs(take(observations, some), masks_now)
+            logged[some] = probs[np.arange(len(probs)), actions[some]]
+            every[some] = probs
+        return logged, every
 
     def log_probs(
         self,
@@ -114,7 +138,7 @@ class TargetPolicy:
         """
         self.check_stateless()
 
-        def ask(some: slice) -> Array:
+        def compute(some: slice) -> Array:
             return self.policy.log_probs(
                 take(observations, some),
                 take(actions, some),
@@ -123,7 +147,7 @@ class TargetPolicy:
                 **self._mode,
             )
 
-        return np.concatenate(_map_chunks(num_values(observations), ask))
+        return _join_chunks(num_values(observations), compute)
 
     def actions(
         self,
@@ -134,7 +158,7 @@ class TargetPolicy:
         """Return an action for each observation, [N, *act], of one that forgets."""
         self.check_stateless()
 
-        def ask(some: slice) -> Any:
+        def compute(some: slice) -> Any:
             act = self.policy.act(
                 take(observations, some),
                 rng=rng,
@@ -144,7 +168,7 @@ class TargetPolicy:
             )
             return act.actions
 
-        return concatenate(_map_chunks(num_values(observations), ask))
+        return concatenate(_map_chunks(num_values(observations), compute))
 
     def action_probs_along(
         self,
@@ -159,12 +183,12 @@ class TargetPolicy:
         step, of all episodes at once. Memory: states of 256 MB two or three times over.
         """
 
-        def ask(rows: NDArray[np.int64], part: Values, **now: Any) -> Array:
+        def compute(rows: NDArray[np.int64], part: Values, **now: Any) -> Array:
             return self.policy.action_probs(
                 part, epsilon=self.exploration.epsilon, **now, **self._mode
             )
 
-        return self._along(offsets, observations, masks, ask)
+        return self._along(offsets, observations, masks, compute)
 
     def log_probs_along(
         self,
@@ -178,29 +202,29 @@ class TargetPolicy:
         offsets as of action_probs_along.
         """
 
-        def ask(rows: NDArray[np.int64], part: Values, **now: Any) -> Array:
+        def compute(rows: NDArray[np.int64], part: Values, **now: Any) -> Array:
             return self.policy.log_probs(
                 part, take(actions, rows), epsilon=self.exploration.epsilon, **now, **self._mode
             )
 
-        return self._along(offsets, observations, masks, ask)
+        return self._along(offsets, observations, masks, compute)
 
     def _along(
         self,
         offsets: NDArray[np.int64],
         observations: Values,
         masks: NDArray[np.bool_] | None,
-        ask: Callable[..., Array],
+        compute: Callable[..., Array],
     ) -> NDArray[np.float64]:
         """Ask of step after step, many episodes at once, with the states that they have by then.
 
-        ask: from row numbers [N], their observations, `state` and `action_mask` to [N, ...].
+        compute: from row numbers [N], their observations, `state` and `action_mask` to [N, ...].
         """
         lengths = np.diff(offsets)
         # The longest first: those that go on are at the front, and leave from the back.
         order = np.argsort(-lengths, kind="stable")
         size = self.policy.spec.state_size * np.dtype(np.float32).itemsize
-        num_at_once = max(1, min(_ROWS_AT_ONCE, _STATE_BYTES // max(1, size)))
+        num_at_once = max(1, min(_EPISODES_AT_ONCE, _STATE_BYTES // max(1, size)))
         result: NDArray[np.float64] | None = None
         for first in range(0, len(order), num_at_once):
             episodes = order[first : first + num_at_once]
@@ -210,7 +234,7 @@ class TargetPolicy:
                 state = None if state is None else state[:num]
                 mask = None if masks is None else masks[going]
                 part = take(observations, going)
-                answer = ask(going, part, state=state, action_mask=mask)
+                answer = compute(going, part, state=state, action_mask=mask)
                 if result is None:
                     result = np.empty((int(offsets[-1]), *answer.shape[1:]))
                 result[going] = answer
@@ -225,8 +249,22 @@ class TargetPolicy:
         return {"deterministic": not temperature, "temperature": temperature or 1.0}
 
 
-def _map_chunks(num: int, ask: Callable[[slice], Any]) -> list[Any]:
-    return [
-        ask(slice(start, min(num, start + _ROWS_AT_ONCE)))
-        for start in range(0, max(1, num), _ROWS_AT_ONCE)
-    ]
+def _join_chunks(num: int, compute: Callable[[slice], Array]) -> NDArray[np.float64]:
+    """Join the results of `compute` for slices of num rows, without holding them twice."""
+    slices = iter(_split_rows(num))
+    first = compute(next(slices))
+    result = np.empty((num, *first.shape[1:]))
+    result[: len(first)] = first
+    for some in slices:
+        result[some] = compute(some)
+    return result
+
+
+def _map_chunks(num: int, compute: Callable[[slice], Any]) -> list[Any]:
+    return [compute(some) for some in _split_rows(num)]
+
+
+def _split_rows(num: int) -> list[slice]:
+    """Return slices of num rows; one empty slice if there are none."""
+    starts = range(0, max(1, num), _ROWS_AT_ONCE)
+    return [slice(start, min(num, start + _ROWS_AT_ONCE)) for start in starts]

@@ -129,6 +129,24 @@ def from_steps(
     )
 
 
+def from_decisions(steps: LoggedSteps) -> TransitionArrays:
+    """Return one-step episodes as transitions that terminate, without copying arrays."""
+    assert steps.observations is not None
+    return TransitionArrays(
+        spec=steps.spec,
+        observations=steps.observations,
+        actions=steps.actions,
+        rewards=steps.rewards,
+        discounts=np.zeros(steps.num_steps),
+        next_observations=steps.observations,
+        returns=steps.rewards,
+        initial_observations=steps.observations,
+        action_masks=steps.action_masks,
+        next_action_masks=steps.action_masks,
+        initial_action_masks=steps.action_masks,
+    )
+
+
 def returns_to_go(steps: LoggedSteps, discount: float) -> NDArray[np.float64]:
     """Return the discounted sum of rewards from each step to its episode's end, float64 [M].
 

@@ -30,6 +30,7 @@ from replaylake.offline.evaluation.ope.moments import observation_moments
 from replaylake.offline.evaluation.ope.target_policy import TargetPolicy
 from replaylake.offline.evaluation.ope.transition_arrays import TransitionArrays
 from replaylake.offline.learning.action_scaling import ActionScaling, action_scaling
+from replaylake.offline.learning.adam import FusedAdam
 from replaylake.offline.learning.flat import FlatGroup, flatten_parameters
 from replaylake.offline.networks.critics import Critics, QNetworks
 
@@ -117,8 +118,7 @@ def _fit(
             batches = list(some.unbind())
         batch = batches.pop()
         if update % 50 == 0:
-            for group in optimizer.param_groups:
-                group["lr"] = config.learning_rate * (1 - update / config.updates)
+            optimizer.set_learning_rate(config.learning_rate * (1 - update / config.updates))
         loss = rows.loss(batch)
         online.differentiate(loss, retain_graph=False)
         optimizer.step()
@@ -134,11 +134,11 @@ def _fit(
     return config.updates
 
 
-def make_adam(network: nn.Module, learning_rate: float) -> tuple[FlatGroup, torch.optim.Optimizer]:
+def make_adam(network: nn.Module, learning_rate: float) -> tuple[FlatGroup, FusedAdam]:
     """Return a network's parameters as one tensor, and what steps it (Kingma & Ba 2015)."""
     (group,) = flatten_parameters({"values": network})[0].values()
     group.flat.grad = group.gradients
-    return group, torch.optim.Adam([group.flat], lr=learning_rate, fused=True)
+    return group, FusedAdam([{"params": [group.flat]}], learning_rate)
 
 
 def _has_converged(history: Sequence[float], config: FQEConfig, scale: float) -> bool:
@@ -170,9 +170,10 @@ class TransitionRows:
         """Take what the policy does next, as ActionValues.chosen has it; None: no step goes on."""
         self._model = model
         self._observations = model.tensors(arrays.observations)
-        self._next = model.tensors(arrays.next_observations)
         self._actions = model.actions.encode(arrays.actions)
         self._next_actions = actions
+        if actions is not None:
+            self._next = model.tensors(arrays.next_observations)
         shift, scale = model.shift, model.scale
         # In units of the model: q = shift + scale * output.
         rewards = (arrays.rewards + arrays.discounts * shift - shift) / scale
@@ -202,20 +203,29 @@ class ActionValues:
     """q and q' over normalized observations and actions, in units of the logged returns."""
 
     def __init__(
-        self, arrays: TransitionArrays, config: FQEConfig, seed: int, device: torch.device
+        self,
+        arrays: TransitionArrays,
+        config: FQEConfig,
+        seed: int,
+        device: torch.device,
+        rows: NDArray[np.int64] | None = None,
     ) -> None:
+        """Compute moments and units from the transitions `rows`, by default from all."""
         space, self.device = arrays.spec.observation_space, device
-        self.actions = ActionInputs(arrays.spec.action_space, arrays.actions, device)
+        actions = arrays.actions if rows is None else take(arrays.actions, rows)
+        returns = arrays.returns if rows is None else arrays.returns[rows]
+        self.actions = ActionInputs(arrays.spec.action_space, actions, device)
         self._space = space
         self._samples = config.action_samples
-        facts = DatasetStatistics(observations=observation_moments(space, arrays.observations))
+        moments = observation_moments(space, arrays.observations, rows)
+        facts = DatasetStatistics(observations=moments)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.online = self._network(config, facts).to(device)
             torch.manual_seed(seed)
             self.frozen = self._network(config, facts).to(device).requires_grad_(False)
-        self.shift = float(arrays.returns.mean())
-        spread = float(arrays.returns.std())
+        self.shift = float(returns.mean())
+        spread = float(returns.std())
         self.scale = spread if spread > 0 else 1.0
 
     def _network(self, config: FQEConfig, facts: DatasetStatistics) -> nn.Module:
@@ -284,7 +294,9 @@ class ActionValues:
         if isinstance(values, Mapping):
             return {key: self.tensors(sub) for key, sub in values.items()}
         array = np.asarray(values)
-        return self.tensor(array.astype(np.float32) if array.dtype.kind == "f" else array)
+        return self.tensor(
+            array.astype(np.float32, copy=False) if array.dtype.kind == "f" else array
+        )
 
     def _in_units(self, outputs: torch.Tensor) -> Array:
         return self.shift + self.scale * outputs.cpu().numpy().astype(np.float64)

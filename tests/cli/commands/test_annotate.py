@@ -66,3 +66,28 @@ def test_what_is_refused(run: Any, scores: Path) -> None:
     assert "found step" in refused.err
     assert run("annotate", "d", scores, *on, "--set", "score").code == 2
     assert run("annotate", "d", scores, "--add", "score").code == 2
+
+
+def test_values_for_each_token(run: Any, tmp_path: Path) -> None:
+    steps = tmp_path / "steps.jsonl"
+    steps.write_text(
+        '{"episode_id": "e", "step": 0, "observation": "1 + 1?", "action": "2", "reward": 1, '
+        '"terminated": true, "observation_tokens": [1, 2], "action_tokens": [3, 4]}\n'
+    )
+    assert run("ingest", steps, "--dataset", "math", "--format", "jsonl").code == 0
+    labels = tmp_path / "labels.jsonl"
+    key = ("--on", "source_episode_id=id", "--on", "step")
+    labels.write_text('{"id": "e", "step": 0, "entropy": [0.5]}\n')
+    refused = run("annotate", "math", labels, *key, "--add", "action_entropies=entropy")
+    assert refused.code == 1
+    assert "action_entropies at step 0 of episode " in refused.err
+    assert "found 1 values, expected 2, one for each of its action_tokens" in refused.err
+    labels.write_text('{"id": "e", "step": 0, "entropy": [0.5, 1]}\n')
+    done = run("annotate", "math", labels, *key, "--add", "action_entropies=entropy")
+    assert done.out.startswith("math@2: action_entropies of 1 step written")
+    query = "select action_entropies from math.sequences"
+    (row,) = run("sql", query, "--json").json["rows"]
+    assert row["action_entropies"] == [None, None, 0.5, 1.0]
+    wrong = run("annotate", "math", labels, *key, "--add", "action_log_probs=entropy")
+    assert wrong.code == 2
+    assert "--add: found action_log_probs, which is part of the log" in wrong.err

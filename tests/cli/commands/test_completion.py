@@ -79,6 +79,7 @@ def test_every_shell_is_offered_commands_options_and_names(names: Path, shell: s
     assert ("jump" in found, "walk" in found) == (True, False)
 
 
+@pytest.mark.slow
 def test_names_of_policies_and_runs(run: Any, names: Path) -> None:
     # Those of a lake named on the line, not of REPLAYLAKE_LAKE.
     assert offered(names / "none", f"replaylake show --lake {names} ju", "bash") == ["jump"]

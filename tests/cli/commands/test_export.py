@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from replaylake.datastore.interchange.export.trainers.targets import TARGETS
 from replaylake.datastore.interchange.formats.catalog import FORMATS
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
@@ -82,7 +83,11 @@ def test_a_killed_export_leaves_no_output(run: Any, lake: Path, tmp_path: Path) 
 
 def test_formats_lists_every_format(run: Any) -> None:
     rows = run("formats", "--json").json["formats"]
-    assert sorted(row["name"] for row in rows) == sorted(known.name for known in FORMATS)
+    assert [row["name"] for row in rows] == [
+        *sorted(known.name for known in FORMATS),
+        *sorted(TARGETS),
+    ]
+    assert {row["name"] for row in rows if not row["reads"]} == {*TARGETS}
     for row in rows:
         assert set(row) == {"name", "reads", "writes", "about"}
         assert row["about"]
@@ -91,3 +96,31 @@ def test_formats_lists_every_format(run: Any) -> None:
     header, *lines = run("formats").out.splitlines()
     assert header.split() == ["name", "reads", "writes", "about"]
     assert len(lines) == len(rows)
+
+
+def test_export_for_a_trainer(run: Any, lake: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(
+        '{"prompt": "1 + 1?", "completion": "2", "reward": 1, "truth": "two"}\n'
+        '{"prompt": "1 + 1?", "completion": "3", "reward": 0, "truth": "two"}\n'
+    )
+    run("ingest", chats, "--dataset", "chats")
+    out = tmp_path / "pairs.jsonl"
+    ran = run("export", "chats", "--to", "roll-dpo", out, "--where-pairs", "margin >= 1")
+    assert f"{out} (roll-dpo): 1 row from 2 episodes, 2 steps, " in ran.out
+    assert out.read_text() == '{"instruction":"1 + 1?","chosen":"2","rejected":"3"}\n'
+    again = run(
+        "export", "chats", "--to", "trl-kto", tmp_path / "kto", "--threshold", "2", "--json"
+    )
+    assert again.json["num_rows"] == 2
+    named = run(
+        "export", "chats", "--to", "trl-grpo", tmp_path / "rl", "--label", "truth", "--json"
+    )
+    assert '"ground_truth":"two"' in (tmp_path / "rl").read_text()
+    assert named.json["notes"] == []
+    wrong = run("export", "chats", "--to", "csv", tmp_path / "csv", "--label", "truth")
+    assert wrong.code == 2
+    assert "--label" in wrong.err
+    empty = run("export", "chats", "--to", "slime", tmp_path / "slime")
+    assert empty.code == 1
+    assert "2 dialogues are left out, because their tokens are unknown" in empty.err

@@ -1,5 +1,7 @@
 """`replaylake ingest`: receipts, and bad input that gives one line and changes nothing."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,3 +322,23 @@ def test_what_has_no_profile(run: Any, log: Path, flag: str) -> None:
     assert ran.code == 2
     assert "--profile" in ran.err
     assert flag in ran.err
+
+
+@pytest.mark.slow
+def test_ingest_imports_no_pandas(tmp_path: Path) -> None:
+    """It would take a third of the time of an ingest of a few rows."""
+    program = """
+import sys
+from replaylake.cli.main import main
+try:
+    main()
+finally:
+    sys.exit("pandas" in sys.modules)
+"""
+    path = tmp_path / "log.csv"
+    path.write_text("x,action,reward,prob,note\n" + "0.5,1,1,0.5,a\n1.5,0,0,0.5,\n" * 50)
+    given = ["--map", "observation=x", "--format", "bandit", "--lake", tmp_path / "lake"]
+    command = [sys.executable, "-c", program, "ingest", path, "--dataset", "d", *given]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "100 episodes, 100 steps committed" in done.stdout

@@ -64,13 +64,54 @@ def _counts(lake: Path) -> dict[str, Any]:
     return found
 
 
+def _decision_lines(num: int) -> list[bytes]:
+    return [
+        json.dumps(
+            {"event": n, "age": n % 50, "banner": n % 3, "paid": n % 2, "chance": 1 / 3}
+        ).encode()
+        + b"\n"
+        for n in range(num)
+    ]
+
+
+def _dialogue_lines(num: int) -> list[bytes]:
+    """Dialogues of two turns, every second without an id."""
+    lines = []
+    for n in range(num):
+        said = [("user", f"question {n}"), ("assistant", "a"), ("user", "b"), ("assistant", "c")]
+        messages = [{"role": role, "content": content} for role, content in said]
+        record = {"messages": messages, "reward": 1.0} | ({"id": f"d{n}"} if n % 2 else {})
+        lines.append(json.dumps(record).encode() + b"\n")
+    return lines
+
+
+_MAPPED = (
+    *("--format", "bandit", "--map", "observation=age", "--map", "action=banner"),
+    *("--map", "reward=paid", "--map", "behavior_prob=chance"),
+)
+
+
 @pytest.mark.slow
-def test_killed_and_fed_again_from_the_start_it_has_each_step_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "flags", "num_steps", "num_ended"),
+    [
+        pytest.param(_lines(30), (), 600, 30, id="steps"),
+        pytest.param(
+            _decision_lines(600), (*_MAPPED, "--map", "episode_id=event"), 600, 600, id="decisions"
+        ),
+        pytest.param(
+            _decision_lines(600), (*_MAPPED, "--unique", "event"), 600, 600, id="keyed-decisions"
+        ),
+        pytest.param(_dialogue_lines(300), ("--format", "transcripts"), 600, 300, id="dialogues"),
+    ],
+)
+def test_killed_and_fed_again_from_the_start_it_has_each_step_once(
+    tmp_path: Path, lines: list[bytes], flags: tuple[str, ...], num_steps: int, num_ended: int
+) -> None:
     lake = tmp_path / "lake"
-    lines = _lines(30)
-    killed = _started(lake, "-", "--flush-every", "0.1s")
+    killed = _started(lake, "-", "--flush-every", "0.1s", *flags)
     assert killed.stdin is not None
-    for start in range(0, 400, 50):
+    for start in range(0, len(lines) * 2 // 3, 50):
         killed.stdin.write(b"".join(lines[start : start + 50]))
         killed.stdin.flush()
         time.sleep(0.02)
@@ -79,17 +120,27 @@ def test_killed_and_fed_again_from_the_start_it_has_each_step_once(tmp_path: Pat
     killed.communicate()
     present = _counts(lake)["steps"]
     assert present >= 50
-    again = _started(lake, "-", "--flush-every", "0.1s")
+    again = _started(lake, "-", "--flush-every", "0.1s", *flags)
     out, err = again.communicate(b"".join(lines), timeout=60)
     assert again.returncode == 0, err
     receipt = json.loads(out)
     assert receipt["lines"] == {
-        "read": 600,
-        "committed": 600 - present,
+        "read": num_steps,
+        "committed": num_steps - present,
         "rejected": 0,
         "already_present": present,
     }
-    assert _counts(lake) == {"steps": 600, "distinct_steps": 600, "ended": 30}
+    counts = {"steps": num_steps, "distinct_steps": num_steps, "ended": num_ended}
+    assert _counts(lake) == counts
+
+
+def test_a_format_that_cannot_be_followed_is_wrong_usage(tmp_path: Path) -> None:
+    running = _started(tmp_path / "lake", "-", "--format", "parquet")
+    _, err = running.communicate(b"", timeout=60)
+    assert running.returncode == 2
+    found = b" ".join(err.split())
+    assert b"'parquet', which cannot be followed, expected one of auto, bandit, jsonl" in found
+    assert not (tmp_path / "lake").exists()
 
 
 @pytest.mark.slow
@@ -136,4 +187,4 @@ def test_lines_on_standard_input_without_follow_are_a_source(tmp_path: Path) -> 
         [*command, "--flush-every", "1s"], input=lines, stderr=subprocess.PIPE, check=False
     )
     assert ran.returncode == 2
-    assert b"without --follow" in ran.stderr
+    assert b"requires --follow" in ran.stderr

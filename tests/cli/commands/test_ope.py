@@ -258,3 +258,24 @@ def test_a_model_alone_is_shown_without_an_interval(run: Any, lake: Path, tmp_pa
     absent = ("ci_low", "ci_high", "difference_low", "difference_high", "interval")
     assert [dm[name] for name in absent] == [None] * 5
     assert (dm["intervals"], dm["differences"]) == ({}, {})
+
+
+def test_the_report_is_saved_and_listed(run: Any, lake: Path) -> None:
+    bandit(lake)
+    body = run("ope", "log", "--policy", "random", *CHEAP, "--json").json
+    saved = open_lake(lake).registry.evaluations.read(body.pop("evaluation_id"))
+    assert saved.report == body
+    assert (saved.kind, saved.policy, saved.policy_version) == ("ope", "random", None)
+    assert (saved.dataset, saved.dataset_version, saved.verdict) == ("log", 1, "supported")
+    weights = body["weights"]
+    assert sum(weights["counts"]) + weights["num_zero"] == 400
+    assert len(weights["edges"]) == 41
+    assert weights["edges"][0] < body["diagnostics"]["weights"]["max_weight"] < weights["edges"][-1]
+
+
+def test_a_lake_that_cannot_be_written_still_gets_an_answer(run: Any, lake: Path) -> None:
+    bandit(lake)
+    (lake / "_lake" / "evaluations").write_text("a file in the place of a folder")
+    ran = run("ope", "log", "--policy", "random", *CHEAP, "--json")
+    assert (ran.code, ran.json["evaluation_id"], ran.json["verdict"]) == (0, None, "supported")
+    assert "the report is not saved in the lake: " in ran.err

@@ -110,6 +110,12 @@ def test_a_gate_refuses_the_worse_one_with_3_and_the_numbers(run: Any, opened: L
     lines = ran.out.splitlines()
     assert re.match(r"refused: i?s?n?ips puts the difference from the champion at -", lines[-2])
     assert lines[-1] == ("p:1 is not promoted to champion: use --force to promote it anyway")
+    (refused,) = opened.registry.evaluations.list("p", 1)
+    assert (refused.kind, refused.verdict, refused.dataset) == ("gate", "refused", "log")
+    assert refused.report["alias"] == "champion"
+    assert len(refused.report["reports"]) == 2
+    shown = run("policies", "show", "p:1").out.splitlines()
+    assert shown[-1].split()[1:] == ["gate", "log@1", "refused", refused.evaluation_id]
     assert opened.registry.alias_version("p", "champion") == 2
     forced = run("promote", "p:1", "--to", "champion", *GATE, "--force", "--ignore-masks", "--json")
     assert forced.code == 0
@@ -244,9 +250,9 @@ def test_a_manifest_that_was_altered_is_refused(
     ("arguments", "said"),
     [
         (("--gate",), "--dataset"),
-        (("--force",), "without --gate"),
-        (("--dataset", "log"), "without --gate"),
-        (("--alpha", "0.1"), "without --gate"),
+        (("--force",), "requires --gate"),
+        (("--dataset", "log"), "requires --gate"),
+        (("--alpha", "0.1"), "requires --gate"),
         ((*GATE, "--explore", "often"), "--explore"),
         ((*GATE, "--holdout", "2"), "--holdout"),
     ],
@@ -264,7 +270,7 @@ def test_rolling_back(run: Any, plain: Lake) -> None:
     for version in (1, 2, 3):
         assert run("promote", f"p:{version}", "--to", "champion").code == 0
     assert run("rollback", "p").out == "p@champion is p:2, was p:3\n"
-    run("rollback", "p", "--from-version", "3").failed("found it at version 2, expected version 3")
+    run("rollback", "p", "--from-version", "3").failed("found version 2, expected version 3")
     ran = run("rollback", "p", "--to-version", "3", "--by", "ada", "--note", "it was not it")
     assert ran.out == "p@champion is p:3, was p:2\n"
     run("rollback", "p", "--alias", "challenger").failed("no such alias")
@@ -318,7 +324,7 @@ def test_notes_protection_and_deletion(run: Any, plain: Lake) -> None:
     assert run("policies", "note", "p:2", "a good one", "--by", "ada").code == 0
     assert run("policies", "protect", "p:2").out == "p:2 is protected from deletion\n"
     assert run("policies", "protect", "p:2").out == "p:2 is protected from deletion already\n"
-    run("policies", "delete", "p:2", "--yes").failed("p:2: found it protected", "unprotect p:2")
+    run("policies", "delete", "p:2", "--yes").failed("p:2: is protected", "unprotect p:2")
     body = run("policies", "unprotect", "p:2", "--json").json
     assert (body["protected"], body["changed"]) == (False, True)
     assert run("policies", "delete", "p").code == 2

@@ -172,8 +172,8 @@ def test_sql_of_a_reader_of_some_columns(
     for arguments, said in (
         (limited, "found no token in REPLAYLAKE_SQL_TOKEN"),
         ((*limited, "--token-file", tmp_path / "none"), "No such file"),
-        (("--access", table), "found it without --untrusted"),
-        (("--untrusted", "--token-file", mine), "found it without --access"),
+        (("--access", table), "requires --untrusted"),
+        (("--untrusted", "--token-file", mine), "requires --access"),
         (("--untrusted", "--access", mine), "--access"),
     ):
         ran = run(*query, *arguments)

@@ -15,8 +15,10 @@ from replaylake.cli.output.command_output import (
     CommandOutput,
     cell_text,
     count,
+    data_lines,
     fit_columns,
     number_text,
+    one_line,
     size,
     table_lines,
     tree_lines,
@@ -214,6 +216,9 @@ def test_what_a_terminal_would_obey_is_named(capsys: pytest.CaptureFixture[str])
     named = "a\\x1b[31m\\x07\\x9b2J\\u202eb\\ud800"
     assert captured.out == f"{named}\ntwo\nlines, Zoë, 名\n"
     assert captured.err == f"{named}\n"
+    report.print_result({}, data_lines(["the column `where`"]))
+    assert capsys.readouterr().out == "the column `where`\n"
+    assert one_line("a\nb\tc") == "a\\nb\\tc"
     CommandOutput(as_json=True).print_result({"x": hostile}, [])
     text = capsys.readouterr().out
     assert text.strip().isprintable()

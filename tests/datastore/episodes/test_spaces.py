@@ -144,6 +144,8 @@ def test_nested_values() -> None:
     joined = concatenate([values, as_values(NESTED, one, "final")])
     assert num_values(joined) == 4
     assert joined["rest"]["_1"].tolist() == ["a", "b", "c", "z"]  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"found both structs \(fields camera, rest\) and arrays"):
+        concatenate([values, np.zeros((1, 2))])
     with pytest.raises(EpisodeInvalidError, match=r"observation\.rest\._0: found 1 rows"):
         as_values(NESTED, raw | {"rest": ([0], ["a", "b", "c"])}, "observation", 3)
 
@@ -182,7 +184,19 @@ def test_bounds_of_leaves_within_a_mapping() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[" * 100_000, '"a"', '{"type":"box","shape":[2],"dtype":"=)"}']
+    "text",
+    [
+        "{",
+        "[" * 100_000,
+        '"a"',
+        '{"type":"box","shape":[2],"dtype":"=)"}',
+        '{"type":"box","shape":[2],"low":' + "9" * 400 + "}",
+        '{"type":"box","shape":[2],"low":{}}',
+        '{"type":"dict","spaces":[]}',
+        '{"type":"dict"}',
+        '{"type":"tuple","spaces":1}',
+    ],
+    ids=lambda text: text[:40],
 )
 def test_what_is_no_space_is_refused(text: str) -> None:
     with pytest.raises(SchemaMismatchError, match="space"):

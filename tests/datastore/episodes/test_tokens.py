@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,15 @@ def test_sum_is_of_float64() -> None:
         ("observation_tokens", 1, None, "observation_tokens at step 1: found NULL beside"),
         ("action_tokens", 1, None, "action_tokens at step 1: found NULL beside observation_tokens"),
         ("action_tokens", 0, [2**31], "action_tokens: .*2147483648"),
+        ("action_advantages", 1, [0.5], "action_advantages at step 1: found 1 values, expected 2"),
+        (
+            "action_entropies",
+            2,
+            [0.5, 0.5, float("nan")],
+            "at step 2: found nan for token 2, expec",
+        ),
+        ("action_judge", 0, [float("inf")], "action_judge at step 0: found inf .* finite number"),
+        ("action_advantages", 1, [0.5, None], "action_advantages at step 1: found NULL within it"),
         ("action_versions", 1, [(1, 4)], r"action_versions at step 1: found starts \[1\]"),
         ("action_versions", 2, [(0, 4), (2, 5), (2, 6)], r"found starts \[0, 2, 2\]"),
         ("action_versions", 1, [(0, 4), (2, 5)], r"found starts \[0, 2\].*below 2"),
@@ -112,6 +122,18 @@ def test_stated_sum(make_dialogue: Make, stated: list[float], is_right: bool) ->
         return
     with pytest.raises(EpisodeInvalidError, match=r"behavior_log_prob at step .*the sum of its"):
         validate(episode, *SPACES)
+
+
+def test_lists_of_numbers_stay_as_they_are(make_dialogue: Make) -> None:
+    """Lists of numbers are checked, and other columns of such names are not."""
+    counts = pa.array([[1], None, [1, 2, 3]], pa.list_(pa.int16()))
+    named = {"action_counts": counts, "action_notes": [["a", "b"]] * 3, "action_id": [1, 2, 3]}
+    ready = validate(make_dialogue(extras=named), *SPACES)
+    assert ready.extras["action_counts"].equals(counts)
+    assert ready.extras["action_notes"] == [["a", "b"]] * 3
+    # Of an episode without tokens, nothing is.
+    plain = Episode("e", np.array(["q"], object), np.array(["a"], object), np.zeros(1))
+    validate(replace(plain, extras={"action_vector": [[1.0, float("nan")]]}), *SPACES)
 
 
 def test_types(make_dialogue: Make) -> None:
@@ -159,3 +181,9 @@ def test_clipped_lists_keep_their_rows(make_dialogue: Make) -> None:
         [validate(make_dialogue(extras={"action_log_probs": given}), *SPACES)], DatasetSpec(*SPACES)
     )
     assert table["action_log_probs"].to_pylist() == [[0.0], None, [-1.0, 0.0, -2.0]]
+
+
+def test_log_probs_that_are_all_unknown(make_dialogue: Make) -> None:
+    episode = make_dialogue(extras={"action_log_probs": [None] * 3})
+    assert count_positive_log_probs(episode.extras) == 0
+    assert np.isnan(np.asarray(validate(episode, *SPACES).behavior_log_probs)).all()

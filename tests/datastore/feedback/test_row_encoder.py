@@ -96,11 +96,29 @@ def test_no_json_is_left_to_it_too(line):
     assert parse_records([orjson.dumps(good()), line], SCHEMA) is None
 
 
+@pytest.mark.parametrize("first", [b"null", b" null", b"null{}"])
+def test_null_first_is_left_to_it_too(first):
+    assert parse_records([first, orjson.dumps(good())], SCHEMA) is None
+
+
 def test_absent_fields_are_null_and_none_is_none():
     table = parse_records([orjson.dumps(good())], SCHEMA)
     assert table.column("request_id").null_count == 1
     assert table.column("action_mask").null_count == 1
     assert parse_records([], SCHEMA).num_rows == 0
+
+
+def test_lists_of_structs_are_read_as_they_were_written():
+    run = pa.struct([("start", pa.int32()), ("version", pa.int64())])
+    schema = pa.schema({"runs": pa.list_(pa.field("element", run)), "p": pa.list_(pa.float32())})
+    rows = [{"runs": [{"start": 0, "version": 2**40}], "p": [0.1]}, {"runs": []}, {"p": None}]
+    table = parse_records([json.dumps(row).encode() for row in rows], schema)
+    assert table.schema == schema
+    assert table.column("runs").to_pylist() == [[{"start": 0, "version": 2**40}], [], None]
+    for wrong in ({"start": "0"}, {"start": 2**40}, {"other": 1}, [1]):
+        line = json.dumps({"runs": [wrong]}).encode()
+        assert parse_records([line], schema) is None
+    assert not can_parse(pa.schema({"a": pa.list_(pa.struct([("b", pa.list_(pa.int8()))]))}))
 
 
 def test_only_flat_columns():

@@ -594,7 +594,7 @@ def test_a_killed_writer_loses_and_doubles_nothing(lake: Lake) -> None:
     kill_writers(lake, num_kills=2, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_many_killed_writers_lose_and_double_nothing(lake: Lake) -> None:
     kill_writers(lake, num_kills=30, seed=1)
 

@@ -192,7 +192,7 @@ def test_a_step_that_does_not_fit_is_left_out_with_its_piece(
     dataset.append([make_episode("first")])
     writer = dataset.writer()
     good, bad = writer.begin(), writer.begin()
-    with pytest.raises(EpisodeInvalidError, match="found it open"):
+    with pytest.raises(EpisodeInvalidError, match="is already open"):
         writer.begin(good.episode_id)
     good.step([0.0, 0.0], 0, 1.0, [1.0, 1.0])
     bad.step([0.0, 0.0, 0.0], 0, 1.0, [1.0, 1.0])
@@ -343,9 +343,9 @@ def test_a_forked_child_writes_nothing(dataset: Dataset, make_episode: Make) -> 
 
 
 def _use_in_child(writer: EpisodeWriter, episode: Episode) -> None:
-    with pytest.raises(ConfigInvalidError, match="a fork of the process"):
+    with pytest.raises(ConfigInvalidError, match="a fork of process"):
         writer.write(episode)
-    with pytest.raises(ConfigInvalidError, match="Make a writer in each"):
+    with pytest.raises(ConfigInvalidError, match="Create a writer in each"):
         writer.flush()
     writer.close()
 

@@ -66,10 +66,10 @@ def _made(path: Path) -> Lake:
     return lake
 
 
-def _two_compactors_and_four_writers(path: Path, num_commits: int) -> int:
+def _compact_beside_writers(path: Path, num_writers: int, num_commits: int) -> int:
     lake, stop = _made(path / "lake"), path / "stop"
     compactors = [_start("compact", lake.path, stop) for _ in range(2)]
-    producers = [f"w{number}" for number in range(4)]
+    producers = [f"w{number}" for number in range(num_writers)]
     writers = [_start("write", lake.path, name, num_commits) for name in producers]
     for writer in writers:
         assert len(_lines(writer)) == num_commits
@@ -87,13 +87,13 @@ def _two_compactors_and_four_writers(path: Path, num_commits: int) -> int:
 
 
 @pytest.mark.slow
-def test_two_compactors_and_four_writers(tmp_path: Path) -> None:
-    assert _two_compactors_and_four_writers(tmp_path, 20) > 0
+def test_two_compactors_and_two_writers(tmp_path: Path) -> None:
+    assert _compact_beside_writers(tmp_path, 2, 20) > 0
 
 
 @pytest.mark.chaos
 def test_two_compactors_and_four_writers_for_long(tmp_path: Path) -> None:
-    assert _two_compactors_and_four_writers(tmp_path, 400) > 0
+    assert _compact_beside_writers(tmp_path, 4, 400) > 0
 
 
 def _kills(path: Path, role: str, num_kills: int, seed: int) -> int:
@@ -137,7 +137,7 @@ def _kills(path: Path, role: str, num_kills: int, seed: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["compact", "maintain"])
 def test_killed_in_the_middle(tmp_path: Path, role: str) -> None:
-    assert _kills(tmp_path, role, 3, seed=1) >= 2
+    assert _kills(tmp_path, role, 2, seed=1) >= 1
 
 
 @pytest.mark.chaos

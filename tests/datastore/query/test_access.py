@@ -184,7 +184,7 @@ def test_views_have_what_depends_on_listed_columns(shop: Lake, tmp_path: Path) -
     # Which observation follows depends on `terminated`, and on `final_observation`.
     listed = names_of(shop, reader, "shop.steps")
     assert names_of(shop, reader, "shop.transitions") == listed
-    for view in ("groups", "sequences"):
+    for view in ("groups", "preference_pairs", "sequences"):
         with pytest.raises(NotFoundError, match=f"{view}: found no column"):
             names_of(shop, reader, f"shop.{view}")
 
@@ -209,6 +209,19 @@ def test_every_column_of_the_views_names_its_sources(lake: Lake, make_dialogue: 
         names = lake.sql(f"select * from talks.{view}").column_names
         own = lake.sql("select * from talks.steps").column_names if view == "transitions" else []
         assert names == [*own, *sources], view
+
+
+def test_per_token_columns_need_their_column(
+    lake: Lake, make_dialogue: Any, tmp_path: Path
+) -> None:
+    columns = {"action_advantages": [[1.0] * (t + 1) for t in range(3)]}
+    lake.dataset("talks").append([make_dialogue("a", extras=columns)])
+    listed = ["episode_id", "agent_id", "step", "observation_tokens", "action_tokens"]
+    for more, seen in (([], []), (["action_advantages"], ["action_advantages"])):
+        reader = grant(tmp_path, f'reader = ["talks"]\ncolumns.talks = {[*listed, *more]}')
+        names = names_of(lake, reader, "talks.sequences")
+        assert [name for name in names if name.startswith("action_adv")] == seen
+        assert "token_ids" in names
 
 
 def test_the_lakes_own_views_show_what_may_be_read(shop: Lake, reader: Grant) -> None:

@@ -227,7 +227,7 @@ def test_duckdb_s_own_words(lake: Lake, dataset: Dataset, query: str, message: s
         (
             "SELECT * FROM d.step",
             r"^d\.step: found no such view, expected steps, episodes, games, transitions, "
-            r"sequences, groups, decisions, rewards, received, quarantine\.$",
+            r"sequences, groups, preference_pairs, decisions, rewards, received, quarantine\.$",
         ),
         (
             "SELECT * FROM steps",

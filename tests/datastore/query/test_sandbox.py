@@ -6,15 +6,34 @@ import sys
 from pathlib import Path
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pytest
 
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import NotFoundError, QueryError, QueryRefusedError
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.sandbox import lock_down
 from replaylake.datastore.query.untrusted import QueryLimits
 
 SMALL = QueryLimits(wall_s=60, cpu_s=10, memory_bytes=512 << 20)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A lake of two datasets, which no test changes: each that could asserts that it did not."""
+    lake = open_lake(tmp_path_factory.mktemp("filled"), create=True)
+    for name, num_episodes in (("mine", 2), ("theirs", 1)):
+        observations = np.zeros((3, 2), np.float32)
+        lake.dataset(name).append(
+            [
+                Episode(f"{name}{i}", observations, np.zeros(3, int), np.ones(3), terminated=True)
+                for i in range(num_episodes)
+            ]
+        )
+    lake.signing_key()
+    return lake
 
 
 def _shard(lake, name):
@@ -97,7 +116,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(filled, tmp_path, name):
     secret_of_the_caller = pa.table({"a": [1]})  # noqa: F841 - what a replacement scan would find
-    filled.signing_key()
     (tmp_path / "link.parquet").symlink_to(_shard(filled, "theirs"))
     query, said = REFUSED[name]
     mine = _shard(filled, "mine")
@@ -122,7 +140,6 @@ def test_refused(filled, tmp_path, name):
 )
 def test_the_engine_alone_would_refuse_files_too(filled, tmp_path, name):
     """Behind our own look at the query, DuckDB's locked configuration says no as well."""
-    filled.signing_key()
     (tmp_path / "link.parquet").symlink_to(_shard(filled, "theirs"))
     mine = _shard(filled, "mine")
     query = REFUSED[name][0].format(

@@ -11,7 +11,11 @@ import pyarrow as pa
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.token_sequences import join_steps
+from replaylake.datastore.episodes.token_sequences import (
+    TokenSequence,
+    join_steps,
+    split_sequence,
+)
 from replaylake.datastore.episodes.tokens import TOKEN_TYPES
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.lake import Lake
@@ -55,6 +59,7 @@ def test_one_dialogue(lake: Lake, make_dialogue: Make) -> None:
             {"start": 9, "version": 5},
         ],
         "return": 1.0,
+        "episode_return": 1.0,
         "group_id": "g",
     }
     # Of one version, and of an earlier one.
@@ -98,6 +103,7 @@ def test_forks_share_what_came_before(lake: Lake, make_dialogue: Make) -> None:
     assert third["turn_starts"] == [0, 3, 7, 10]
     # The rewards of a branch are of its steps: the last of each dialogue has one.
     assert [row["return"] for row in rows.values()] == [1.0, 1.0, 1.0]
+    assert [row["episode_return"] for row in rows.values()] == [3.0, 3.0, 3.0]
     total = sum(sum(row["loss_mask"]) for row in rows.values())
     assert (
         total
@@ -252,6 +258,7 @@ def _expected(agents: list[Episode]) -> dict[tuple[str, int], dict[str, Any]]:
             "loss_mask": joined.loss_mask.tolist(),
             "log_probs": joined.log_probs.tolist(),  # type: ignore[union-attr]
             "return": sum(nodes[node].rewards[node[1]] for node in path),
+            "episode_return": sum(float(agent.rewards.sum()) for agent in agents),
         }
     return found
 
@@ -272,8 +279,50 @@ def test_random_trees_are_as_python_joins_them(lake: Lake, make_dialogue: Make) 
                 "loss_mask": [bool(flag) for flag in row["loss_mask"]],
                 "log_probs": [0.0 if value is None else value for value in row["log_probs"]],
                 "return": pytest.approx(row["return"]),
+                "episode_return": pytest.approx(row["episode_return"]),
             }
             for row in rows
             if row["episode_id"] == name
         }
         assert found == _expected(agents)
+
+
+def _random_sequence(rng: np.random.Generator) -> TokenSequence:
+    """A dialogue in which a filtered token, and a whole filtered turn, may keep its log-prob."""
+    num = int(rng.integers(2, 40))
+    sampled = np.repeat(rng.random(num) < 0.5, 2)[:num]
+    sampled[-1] |= not sampled.any()
+    loss_mask = sampled & (rng.random(num) < 0.8)
+    log_probs = np.where(sampled, -rng.exponential(1, num) - 1e-6, 0).astype(np.float32)
+    versions = np.where(sampled, np.sort(rng.integers(3, 6, num)), -1)
+    return TokenSequence(rng.integers(0, 2**31, num, np.int32), loss_mask, log_probs, versions)
+
+
+def test_split_sequences_are_joined_again(lake: Lake, make_dialogue: Make) -> None:
+    """What is split into steps, stored and read from `sequences` has the same bytes."""
+    rng = np.random.default_rng(21)
+    sequences = [_random_sequence(rng) for _ in range(300)]
+    episodes = []
+    for number, sequence in enumerate(sequences):
+        columns = split_sequence(sequence)
+        num = len(columns["action_tokens"])
+        episodes.append(replace(make_dialogue(f"{number:03}", num), extras=columns))
+    lake.dataset("talks").append(episodes)
+    rows = lake.sql(_ALL).to_pylist()
+    assert len(rows) == len(sequences)
+    num_filtered = 0
+    for row, sequence in zip(rows, sequences, strict=True):
+        assert row["token_ids"] == sequence.token_ids.tolist()
+        assert row["loss_mask"] == sequence.loss_mask.tolist()
+        assert sequence.log_probs is not None
+        log_probs = np.array([0 if v is None else v for v in row["log_probs"]], np.float32)
+        assert log_probs.tobytes() == sequence.log_probs.tobytes()
+        versions = np.full(len(sequence), -1)
+        sampled = sequence.log_probs != 0
+        starts = [run["start"] for run in row["versions"]]
+        for start, end, run in zip(starts, [*starts[1:], None], row["versions"], strict=True):
+            versions[start:end] = run["version"]
+        assert sequence.versions is not None
+        assert np.where(sampled, versions, -1).tolist() == sequence.versions.tolist()
+        num_filtered += int((sampled & ~sequence.loss_mask).sum())
+    assert num_filtered > 300

@@ -134,7 +134,7 @@ def test_numbers_are_returned_as_pythons_own() -> None:
 def test_items_that_are_none(view: ReplayView, item: Any) -> None:
     for kind in ("uniform", "shuffled", "prioritized"):
         with pytest.raises(
-            ConfigInvalidError, match=r"found item .*, expected what a row is to be"
+            ConfigInvalidError, match=r"found item .*, expected the kind of a sample"
         ):
             getattr(view, kind)(4, item, seed=0)
     with pytest.raises(ConfigInvalidError, match="found item"):

@@ -167,7 +167,7 @@ def test_a_closed_one_is_refused_and_closing_twice_is_nothing(view: ReplayView) 
     ahead.close()
     ahead.close()
     for call in (ahead.sample, ahead.state_dict, lambda: ahead.update_priorities([0], [1.0])):
-        with pytest.raises(ConfigInvalidError, match="found it closed"):
+        with pytest.raises(ConfigInvalidError, match="prefetch: is closed"):
             call()
 
 

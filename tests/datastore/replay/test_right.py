@@ -238,7 +238,7 @@ def test_transitions_are_those_of_sql(
     check_transitions(Told(make_dataset(commits).snapshot()), where, where_steps, item, k)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

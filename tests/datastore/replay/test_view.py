@@ -529,5 +529,5 @@ def test_a_view_that_left_the_cache_on_its_way(pieces: Lake) -> None:
     folder = view.wait_cached()
     assert folder is not None
     os.rename(folder, folder.with_name("elsewhere"))
-    with pytest.raises(NotFoundError, match="found it gone from the cache since it was sent here"):
+    with pytest.raises(NotFoundError, match="was removed from the cache after it was sent"):
         pickle.loads(data)

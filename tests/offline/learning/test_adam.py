@@ -31,6 +31,19 @@ def test_its_numbers_are_those_of_torchs_own(decay):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_rate_that_falls_is_torchs_own():
+    ours, theirs = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = FusedAdam([{"name": "a", "params": [ours]}], 0.1)
+    reference = torch.optim.Adam([theirs], lr=0.1, fused=True)
+    for rate in (0.1, 0.05, 0.01):
+        optimizer.set_learning_rate(rate)
+        reference.param_groups[0]["lr"] = rate
+        ours.grad = theirs.grad = torch.arange(3.0)
+        optimizer.step()
+        reference.step()
+    assert torch.equal(ours, theirs)
+
+
 def test_it_goes_on_from_a_saved_state():
     whole, half = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizer = FusedAdam([{"name": "a", "params": [whole]}], 0.1)

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from replaylake.datastore.lake.policies.package import check_package, load_learn
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import read_curves
 from replaylake.offline.callbacks import Callbacks
-from replaylake.offline.running.distributed import _Failure
+from replaylake.offline.running.mailbox import LearnerFailure
 from replaylake.offline.running.train import TrainConfig, resume, train
 from replaylake.offline.running.training.interruption import RunInterrupted
 
@@ -80,10 +82,20 @@ def test_a_batch_has_to_be_divisible():
 
 
 def test_an_error_of_another_process_has_its_parameter():
-    failure = _Failure.of(ConfigInvalidError("batch_size: found 3", parameter="batch_size"))
+    failure = LearnerFailure.of(ConfigInvalidError("batch_size: found 3", parameter="batch_size"))
     error = failure.error(rank=0, size=2)
     assert isinstance(error, ConfigInvalidError)
     assert (str(error), error.parameter) == ("batch_size: found 3", "batch_size")
+
+
+def test_the_mailbox_starts_without_torch():
+    """Its process is there before the learners' are: an import of torch would keep all waiting."""
+    code = (
+        "import sys, replaylake.offline.running.mailbox\n"
+        "print({'torch', 'numpy', 'pyarrow'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lake):
@@ -92,13 +104,24 @@ def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lak
     assert lake.registry.runs() == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "config"),
     [
-        ("line", quick(algorithm="bc", normalize_observations=True)),
-        ("box", quick(algorithm="iql", holdout=0.3, selection_fqe_updates=20)),
-        (
+        pytest.param(
+            "line",
+            quick(algorithm="bc", normalize_observations=True),
+            id="bc",
+            marks=pytest.mark.chaos,
+        ),
+        # Several networks, each with an optimizer of its own.
+        pytest.param(
+            "box",
+            quick(algorithm="iql", holdout=0.3, selection_fqe_updates=20),
+            id="iql",
+            marks=pytest.mark.slow,
+        ),
+        # Priorities are exchanged, too.
+        pytest.param(
             "line",
             quick(
                 algorithm="dqn",
@@ -107,9 +130,10 @@ def test_an_algorithm_that_hides_its_gradients_is_refused_before_any_process(lak
                 holdout=0.3,
                 selection_fqe_updates=20,
             ),
+            id="dqn-prioritized",
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["bc", "iql", "dqn-prioritized"],
 )
 def test_two_learners_have_the_weights_of_one(ray, lake, dataset, config):
     alone = train(lake, [dataset], replace(config, policy="alone"))
@@ -197,8 +221,13 @@ def test_a_loss_that_is_not_finite_is_said_by_one(ray, lake):
     assert lake.registry.list() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", ["leader", "follower"])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param("leader", marks=pytest.mark.slow),
+        pytest.param("follower", marks=pytest.mark.chaos),
+    ],
+)
 def test_a_learner_that_is_killed_fails_the_run_and_it_can_go_on(ray, lake, killed):
     config = quick(learners=2, updates=20000, checkpoint_updates=10, log_updates=10)
     started, killed_pids = [], []

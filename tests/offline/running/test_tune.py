@@ -164,9 +164,10 @@ def test_every_trial_is_a_run_and_the_best_mean_is_named(ray, lake):
         *tune_config(asked({"learning_rate": [1e-5, 0.1]}, seeds=[3, 4])),
         callbacks=Callbacks(on_start=started.append, on_progress=on_progress),
     )
-    # Two at once: the processes of the first two do the others.
+    # Two at once: the processes of the first two do the others, or one process does all of them
+    # before the second has started.
     assert len(processes) == 4
-    assert len(set(processes.values())) == 2
+    assert len(set(processes.values())) <= 2
     (start,) = started
     assert (start.num_combinations, start.num_seeds, start.num_trials) == (2, 2, 4)
     runs = trial_runs(lake)

@@ -82,7 +82,7 @@ def test_every_panel_shows_something_that_is_exported(
 
 @pytest.mark.slow
 def test_a_run_exposes_what_every_panel_shows_while_it_goes_on(tmp_path: Path) -> None:
-    arguments = ("--env", "CartPole-v1", "--algorithm", "dqn", "--steps", "8000")
+    arguments = ("--env", "CartPole-v1", "--algorithm", "dqn", "--steps", "4000")
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "replaylake.cli.main", "train", "online", *arguments),

@@ -84,7 +84,8 @@ def test_a_shared_policy_learns_from_all_agents_steps(lake, algorithm):
     assert points["return"] == result.mean_return > 8
 
 
-@pytest.mark.parametrize("algorithm", ["dqn", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
 def test_agents_that_see_the_same_learn_to_do_opposites(lake, algorithm):
     points = {}
     result = train_online(
@@ -123,7 +124,7 @@ def test_one_shared_policy_cannot_do_both(lake):
 
 
 @pytest.mark.parametrize("algorithm", ["dqn", pytest.param("ppo", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("agents", ["shared", "each"])
+@pytest.mark.parametrize("agents", ["shared", pytest.param("each", marks=pytest.mark.slow)])
 def test_games_in_turns_with_masks(lake, algorithm, agents):
     result = train_online(
         lake, "live", request(NOUGHTS, CONFIGS[algorithm], steps=800, agents=agents)

@@ -59,10 +59,24 @@ def same(found, expected):
     )  # fmt: skip
 
 
+GIVEN = hypothesis.given(st.sampled_from(SPACES), st.lists(VALUES, min_size=1, max_size=3))
+
+
 @pytest.mark.slow
-@hypothesis.settings(deadline=None, max_examples=1500)
-@hypothesis.given(st.sampled_from(SPACES), st.lists(VALUES, min_size=1, max_size=3))
+@hypothesis.settings(deadline=None, max_examples=300)
+@GIVEN
 def test_the_quick_way_takes_what_the_slow_way_does(space, raw):
+    check_quick_way(space, raw)
+
+
+@pytest.mark.chaos
+@hypothesis.settings(deadline=None, max_examples=5000)
+@GIVEN
+def test_the_quick_way_takes_a_thousand_things_that_the_slow_way_does(space, raw):
+    check_quick_way(space, raw)
+
+
+def check_quick_way(space, raw):
     try:
         expected = slowly(space, raw)
     except (RequestRefusedError, EpisodeInvalidError):

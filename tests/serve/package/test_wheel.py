@@ -15,7 +15,7 @@ from packaging.utils import parse_wheel_filename
 from replaylake.datastore.errors import ServeError
 from replaylake.datastore.version import VERSION
 from replaylake.serve.package import wheel as wheel_module
-from replaylake.serve.package.wheel import own_distribution, write_wheel
+from replaylake.serve.package.wheel import PACKAGE_DATA, own_distribution, write_wheel
 
 ROOT = Path(__file__).parents[3]
 STAGES = ("cli", "datastore", "offline", "online", "serve")
@@ -50,6 +50,12 @@ def test_it_holds_every_module_and_what_belongs_to_the_package(archive):
     for stage in STAGES:
         modules = (path.relative_to(ROOT) for path in (ROOT / stage).rglob("*.py"))
         expected |= {f"replaylake/{path.as_posix()}" for path in modules}
+    data = (path for one in PACKAGE_DATA[1:] for path in ROOT.glob(one))
+    expected |= {f"replaylake/{path.relative_to(ROOT).as_posix()}" for path in data}
+    assert {
+        "replaylake/serve/explorer/static/explorer.js",
+        "replaylake/serve/pages/page.css",
+    } <= expected
     code = {name for name in archive.namelist() if name.startswith("replaylake/")}
     assert code == expected
     module = "serve/package/wheel.py"
@@ -58,7 +64,10 @@ def test_it_holds_every_module_and_what_belongs_to_the_package(archive):
 
 def test_what_pyproject_calls_package_data_is_what_the_wheel_takes_along():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["tool"]["setuptools"]["package-data"] == {"replaylake": ["py.typed"]}
+    named = project["tool"]["setuptools"]["package-data"]
+    folders = {name: "/".join(name.split(".")[1:]) for name in named}
+    patterns = [f"{folders[name]}/{one}".lstrip("/") for name in named for one in named[name]]
+    assert patterns == [*PACKAGE_DATA]
 
 
 def test_its_metadata_is_that_of_the_installation(archive):

@@ -234,7 +234,7 @@ def kill_in_a_loop(kit, package, folder, name, num_kills, seed=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bentoml", "uvicorn"])
 def test_kill_9_of_workers_and_supervisor_loses_nothing(kit, package, tmp_path, name):
-    kill_in_a_loop(kit, package, tmp_path, name, 6)
+    kill_in_a_loop(kit, package, tmp_path, name, 3)  # two workers, and the supervisor
 
 
 @pytest.mark.chaos
@@ -243,8 +243,14 @@ def test_kill_9_in_a_long_loop(kit, package, tmp_path, name):
     kill_in_a_loop(kit, package, tmp_path, name, _KILLS, seed=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bentoml", "uvicorn"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("bentoml", marks=pytest.mark.chaos),
+        # What is left is the journal, which both servers write alike.
+        pytest.param("uvicorn", marks=pytest.mark.slow),
+    ],
+)
 def test_kill_9_of_everything_at_once_loses_nothing(kit, package, tmp_path, name):
     lake = open_lake(tmp_path / "lake", create=True)
     decided, rewarded = [], []

@@ -28,7 +28,7 @@ from replaylake.datastore.interchange.formats.tabular.reader import TabularReade
 from replaylake.datastore.interchange.formats.tabular.tables import (
     Chunk,
     TableSource,
-    refuse_wide,
+    check_columns,
 )
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
@@ -53,7 +53,7 @@ class ArrowTables(TableSource):
             file.check_unchanged()
             row, decoder = 0, ColumnDecoder(file)
             with _translate_errors(file), _batches(file) as batches:
-                refuse_wide(file, len(_read_schema(file)))
+                check_columns(file, _read_schema(file).names)
                 for batch in batches:
                     # Offsets of a damaged batch would lead out of its memory; names may be no text.
                     batch.validate(full=True)

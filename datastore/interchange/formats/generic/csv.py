@@ -49,7 +49,7 @@ from replaylake.datastore.interchange.formats.tabular.reader import TabularReade
 from replaylake.datastore.interchange.formats.tabular.tables import (
     Chunk,
     TableSource,
-    refuse_wide,
+    check_columns,
 )
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.interchange.sources.source_errors import unreadable_error
@@ -118,7 +118,7 @@ class CsvTables(TableSource):
         for file in self._files:
             file.check_unchanged()
             names, delimiter = _header(file)
-            refuse_wide(file, len(names))
+            check_columns(file, names)
             num_given = 0
             while (
                 failed := (yield from self._iter_from(file, names, delimiter, num_given))
@@ -329,6 +329,11 @@ class CsvFormat:
             )
 
 
+def csv_columns(file: SourceFile) -> list[str]:
+    """Return the names in a file's header. Raises: SourceInvalidError."""
+    return _header(file)[0]
+
+
 def text_columns(mapping: Mapping[str, str]) -> set[str]:
     """Return the columns that name something, or are times: those mapped, and the aliases."""
     mapped = {mapping[ours] for ours in _TEXT_FIELDS if ours in mapping}
@@ -438,11 +443,6 @@ def _header(file: SourceFile) -> tuple[list[str], str]:
         raise SourceInvalidError(
             f"{file.name}: expected CSV in UTF-8 with a header ({error})."
         ) from error
-    if len(set(names)) < len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise SourceInvalidError(
-            f"{file.name}: found the columns {twice} twice. Rename one of them."
-        )
     if names and all(_is_number(name) for name in names):
         raise SourceInvalidError(
             f"{file.name}: found numbers in the first line, expected the names of the columns. "
@@ -498,15 +498,16 @@ def _are_whole(trimmed: pa.Array) -> bool:
 
 def _has_names(column: pa.Array) -> bool:
     """Whether a column of integers has some that are written as names are."""
-    # Nearly no column has any, and looking at the first character costs little.
     ends, data = _cells(column)
     if not len(data):
         return False
-    firsts = data[np.minimum(ends[:-1], len(data) - 1)]
-    candidates = column.filter(pa.array(_BEGINS_NAMES[firsts] & (np.diff(ends) > 0)))
-    if not len(candidates):
-        return False
-    return bool(pc.any(pc.match_substring_regex(candidates, _NOT_A_NUMBER)).as_py())
+    lengths = np.diff(ends)
+    starts = ends[:-1]
+    # In nearly all columns, this leaves no cell.
+    rows = np.flatnonzero((lengths > 1) & _BEGINS_NAMES[data[np.minimum(starts, len(data) - 1)]])
+    zeros = starts[rows] + (data[starts[rows]] != ord("0"))
+    zeros = zeros[zeros + 1 < ends[1:][rows]]
+    return bool(((data[zeros] == ord("0")) & _FOLLOWS_ZERO[data[zeros + 1]]).any())
 
 
 def _may_be_typed(trimmed: pa.Array, share: float = SHARE) -> bool:
@@ -559,6 +560,7 @@ def _bytes(characters: str) -> Any:
 
 _DIGITS: Final = _bytes("0123456789")
 _BEGINS_NAMES: Final = _bytes("0+-")
+_FOLLOWS_ZERO: Final = _bytes("0123456789xX")
 _BEGINS: Final = _bytes("0123456789+-.nNiItTfF[{")
 _FINISHES: Final = _bytes("0123456789.nNfFyYeE]}")
 

@@ -12,12 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from replaylake.datastore.interchange.formats.tabular.arrays import replace_views
 from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.storage.arrow_values import is_list
 
 _PART_BYTES: Final = 16 << 20
 _PART_ROWS: Final = 131_072
+# What the lists of a small file may decode to: a row's list is decoded as a whole, several times.
+MAX_LIST_BYTES: Final = 128 << 20
 
 
 class ColumnDecoder:
@@ -25,7 +28,7 @@ class ColumnDecoder:
 
     def __init__(self, file: SourceFile) -> None:
         self._file = file
-        self._num_bytes = 0
+        self._num_bytes = self._num_item_bytes = 0
 
     def parts(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         """Yield a valid batch in parts of about 16 MiB, its columns without dictionaries and runs.
@@ -34,6 +37,8 @@ class ColumnDecoder:
         """
         rows_at_least = sum(map(_least_bytes, batch.columns))
         refuse_bomb(self._file.name, self._num_bytes + rows_at_least, self._file.num_bytes)
+        self._num_item_bytes += sum(map(_item_bytes, batch.columns))
+        refuse_bomb(self._file.name, self._num_item_bytes, self._file.num_bytes, MAX_LIST_BYTES)
         is_encoded = any(_is_encoded(field.type) for field in batch.schema)
         for start in range(0, batch.num_rows, _PART_ROWS):
             rows = batch.slice(start, _PART_ROWS)
@@ -82,6 +87,8 @@ def min_width(kind: pa.DataType) -> int:
 
 
 def _is_encoded(kind: pa.DataType) -> bool:
+    if replace_views(kind) != kind:
+        return True
     if isinstance(kind, pa.BaseExtensionType):
         return _is_encoded(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
@@ -99,6 +106,17 @@ def _least_bytes(array: pa.Array) -> int:
     elif pa.types.is_struct(array.type):
         total += sum(_least_bytes(array.field(i)) for i in range(array.type.num_fields))
     return total
+
+
+def _item_bytes(array: pa.Array) -> int:
+    """Return what the items of all lists of an array decode to at the least."""
+    if isinstance(array, pa.ExtensionArray):
+        return _item_bytes(array.storage)
+    if is_list(array.type) and not pa.types.is_fixed_size_list(array.type):
+        return _least_bytes(array.values)
+    if pa.types.is_struct(array.type):
+        return sum(_item_bytes(array.field(i)) for i in range(array.type.num_fields))
+    return 0
 
 
 def _sizes(array: pa.Array) -> Any:
@@ -135,4 +153,5 @@ def _decode(array: pa.Array) -> pa.Array:
         return _decode(array.dictionary_decode())
     if pa.types.is_run_end_encoded(array.type):
         return _decode(pc.run_end_decode(array))
-    return array
+    kind = replace_views(array.type)
+    return array if kind == array.type else array.cast(kind)

@@ -14,6 +14,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.generic.encoded_columns import (
+    MAX_LIST_BYTES,
     ColumnDecoder,
     min_width,
 )
@@ -27,7 +28,7 @@ from replaylake.datastore.interchange.formats.tabular.tables import (
     Chunk,
     ChunkSchema,
     TableSource,
-    refuse_wide,
+    check_columns,
 )
 from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
@@ -39,8 +40,6 @@ PARQUET_ERRORS: Final = (pa.ArrowException, OSError, UnicodeDecodeError)
 _MAGIC: Final = b"PAR1"
 _BATCH_ROWS: Final = 131_072
 _BATCH_BYTES: Final = 16 << 20
-# What the lists of a small file may decode to: a row's list is decoded as a whole, several times.
-_MAX_LIST_BYTES: Final = 256 << 20
 # Texts that decode to less than this, whatever they are, are decoded as they are read.
 _MAX_PLAIN_BYTES: Final = 64 << 20
 # Bytes of a value by its physical type; those of BYTE_ARRAY have an offset each.
@@ -60,7 +59,7 @@ class ParquetTables(TableSource):
             file.check_unchanged()
             row, decoder = 0, ColumnDecoder(file)
             try:
-                refuse_wide(file, len(parquet_schema(file)))
+                check_columns(file, parquet_schema(file).names)
                 # Buffering ahead would keep the bytes of every row group read so far.
                 with pq.ParquetFile(
                     file.path,
@@ -84,7 +83,7 @@ class ParquetTables(TableSource):
         for file in self._files:
             try:
                 with pq.ParquetFile(file.path) as parquet:
-                    refuse_wide(file, len(parquet.schema_arrow))
+                    check_columns(file, parquet.schema_arrow.names)
                     _rows_at_once(parquet, file)
                     rows = parquet.metadata.num_rows
                     yield ChunkSchema(file, 0, rows, parquet.schema_arrow)
@@ -145,7 +144,7 @@ def _rows_at_once(parquet: pq.ParquetFile, file: SourceFile) -> int:
     width = sum(min_width(field.type) for field in parquet.schema_arrow)
     refuse_bomb(file.name, num_rows * width, file.num_bytes)
     items = _count_item_bytes(parquet)
-    refuse_bomb(file.name, items, file.num_bytes, _MAX_LIST_BYTES)
+    refuse_bomb(file.name, items, file.num_bytes, MAX_LIST_BYTES)
     groups = range(parquet.metadata.num_row_groups)
     stated = sum(parquet.metadata.row_group(group).total_byte_size for group in groups)
     widest = max(width, max(stated, items) // max(1, num_rows), 1)

@@ -81,23 +81,22 @@ class RowTables(TableSource):
                 names = [n for n in contents.columns if columns is None or n in columns]
                 for start in range(0, contents.num_rows, step):
                     stop = min(start + step, contents.num_rows)
-                    table = _table(contents, names, start, stop, self._scalars)
+                    rows = _columns(contents, names, start, stop, self._scalars)
                     if self._by_file:
-                        ids, first_id = _number_episodes(
+                        rows[EPISODE_ID], first_id = _number_episodes(
                             contents, self._ends, start, stop, first_id
                         )
-                        table = table.append_column(EPISODE_ID, pa.array(ids))
-                    yield Chunk(file, start, table)
+                    yield Chunk(file, start, pa.table(rows))
             first_id += 1
 
     def schemas(self) -> Iterator[ChunkSchema]:
         for file in self._files:
             with Hdf5File(file) as hdf5:
                 contents = open_contents(hdf5, file, self._required)
-                table = _table(contents, contents.columns, 0, 0, self._scalars)
+                columns = _columns(contents, contents.columns, 0, 0, self._scalars)
                 if self._by_file:
-                    table = table.append_column(EPISODE_ID, pa.array([], pa.int64()))
-                yield ChunkSchema(file, 0, contents.num_rows, table.schema)
+                    columns[EPISODE_ID] = pa.array([], pa.int64())
+                yield ChunkSchema(file, 0, contents.num_rows, pa.table(columns).schema)
 
 
 def required_datasets(mapping: Mapping[str, str]) -> tuple[str, ...]:
@@ -151,11 +150,11 @@ def _rows_at_once(contents: RowTableContents) -> int:
     return max(1, min(_BLOCK_ROWS, CHUNK_BYTES // row_bytes), packed)
 
 
-def _table(
+def _columns(
     contents: RowTableContents, names: Iterable[str], start: int, stop: int, scalars: Sequence[str]
-) -> pa.Table:
+) -> dict[str, Any]:
     arrays = {name: contents.columns[name] for name in names}
-    return pa.table({n: _column(n, one, start, stop, n in scalars) for n, one in arrays.items()})
+    return {n: _column(n, one, start, stop, n in scalars) for n, one in arrays.items()}
 
 
 def _number_episodes(

@@ -34,7 +34,12 @@ from replaylake.datastore.interchange.formats.reagent.features import (
 )
 from replaylake.datastore.interchange.formats.tabular.arrays import is_text
 from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
-from replaylake.datastore.interchange.formats.tabular.tables import CachedTables, Chunk, TableSource
+from replaylake.datastore.interchange.formats.tabular.tables import (
+    CachedTables,
+    Chunk,
+    TableSource,
+    check_fields,
+)
 from replaylake.datastore.interchange.sources.compression import refuse_bomb
 from replaylake.datastore.interchange.sources.source import SourceFile
 
@@ -274,6 +279,8 @@ class ReagentTables(TableSource):
 
     def _table(self, chunk: Chunk) -> pa.Table:
         names = chunk.table.schema.names
+        for field in chunk.table.schema:
+            check_fields(chunk.file, field.name, field.type)
         omitted = {*_RESTATED, POSSIBLE, POSSIBLE_MASK, _NOT_TERMINAL, _SPAN}
         omitted |= {name for name in names if name.endswith(f"features{_PRESENCE}")}
         columns = {n: _to_storable(chunk.table.column(n)) for n in names if n not in omitted}

@@ -159,7 +159,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def to_plain(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.ChunkedArray, Any]:
-    """Return a column's storage without extension and dictionary types, and a tensor's shape.
+    """Return a column without extension and dictionary types and views, and a tensor's shape.
 
     Ray's tensor columns are read without ray: their storage is a list, their shape in the field's
     metadata. Raises: SourceInvalidError on tensors of varying shape.
@@ -187,7 +187,32 @@ def to_plain(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.ChunkedArray,
         )
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
+    if (kind := replace_views(column.type)) != column.type:
+        column = column.cast(kind)
     return column, shape
+
+
+def replace_views(kind: pa.DataType) -> pa.DataType:
+    """Return a type with texts and bytes in place of views of them, which pyarrow 26 cannot take.
+
+    The same type if it has none, at any depth of lists and structs.
+    """
+    types = pa.types
+    if types.is_string_view(kind):
+        return pa.string()
+    if types.is_binary_view(kind):
+        return pa.binary()
+    if types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(replace_views(field.type)) for field in fields])
+    if types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(replace_views(kind.value_type)))
+    if types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(replace_views(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        item = kind.value_field.with_type(replace_views(kind.value_type))
+        return pa.list_(item, kind.list_size)
+    return kind
 
 
 def to_storable(column: pa.Array, name: str) -> pa.Array | None:
@@ -295,13 +320,13 @@ def _dense_lists(column: pa.Array) -> tuple[Array, Mask, Mask]:
     rows = int(fits.sum())
     inner = inner.reshape(rows, width, *inner.shape[1:])
     if fits.all():
-        null_rows = np.asarray(null_inside.reshape(rows, -1).any(axis=1))
-        return inner, null_rows, np.asarray(uneven_inside.reshape(rows, -1).any(axis=1))
+        null_rows = np.asarray(null_inside.reshape(rows, width).any(axis=1))
+        return inner, null_rows, np.asarray(uneven_inside.reshape(rows, width).any(axis=1))
     values = np.zeros((num, *inner.shape[1:]), inner.dtype)
     values[fits] = inner
-    missing[fits] |= null_inside.reshape(rows, -1).any(axis=1)
+    missing[fits] |= null_inside.reshape(rows, width).any(axis=1)
     uneven = ~fits & (lengths >= 0)
-    uneven[fits] |= uneven_inside.reshape(rows, -1).any(axis=1)
+    uneven[fits] |= uneven_inside.reshape(rows, width).any(axis=1)
     return values, missing, uneven
 
 

@@ -67,17 +67,23 @@ def truncate_to_shortest(
     lengths: dict[str, int] = {}
     for name, values in columns.items():
         lengths |= leaf_lengths(values, name)
-    shortest, longest = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
-    num = lengths[shortest]
-    if num == lengths[longest]:
+    num, damage = min(lengths.values()), describe_lengths(file, episode, lengths)
+    if damage is None:
         return dict(columns), num, None
-    damage = (
-        f"{file.name} episode {episode}: {shortest!r} has {num} rows and {longest!r} "
-        f"{lengths[longest]}, expected equal lengths"
-    )
     if num == 0:
         raise SourceInvalidError(f"{damage}. Leave the episode out of the file.")
     return {name: take(values, slice(num)) for name, values in columns.items()}, num, damage
+
+
+def describe_lengths(file: SourceFile, episode: str, lengths: Mapping[str, int]) -> str | None:
+    """Return what is wrong with columns of these lengths; None if they have one length."""
+    shortest, longest = min(lengths, key=lengths.__getitem__), max(lengths, key=lengths.__getitem__)
+    if lengths[shortest] == lengths[longest]:
+        return None
+    return (
+        f"{file.name} episode {episode}: {shortest!r} has {lengths[shortest]} rows and {longest!r} "
+        f"{lengths[longest]}, expected equal lengths"
+    )
 
 
 def leaf_lengths(values: Values, name: str = "") -> dict[str, int]:

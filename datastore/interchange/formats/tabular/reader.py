@@ -63,6 +63,7 @@ from replaylake.datastore.interchange.formats.tabular.tables import (
     survey,
     uniform_chunks,
 )
+from replaylake.datastore.storage.arrow_values import hash_texts
 
 _BLOCK_BYTES: Final = 16 << 20
 # What the row of one decision says of itself by being one: it ends there.
@@ -120,7 +121,9 @@ class TabularReader:
         self._facts = survey(self._tables)
         self._add_struct_fields()
         if self._facts.num_rows == 0:
-            raise SourceInvalidError(f"{where}: found no rows, expected at least one step.")
+            # The notes say what was left out, and so why nothing remains.
+            message = f"{where}: found no rows, expected at least one step."
+            raise SourceInvalidError(" ".join([message, *(f"{n}." for n in self._declared.notes)]))
         names = self._facts.schema.names
         known = find_known_columns(options, names)
         self._refuse_idle_mapping(where)
@@ -504,23 +507,22 @@ class TabularReader:
         mapping, options = self._options.mapping, self._options
         if self._one_step and (idle := [ours for ours in _ENDS if ours in mapping]):
             raise ConfigInvalidError(
-                f"mapping {idle[0]}={mapping[idle[0]]}: found it with format bandit ({where}), "
-                "whose rows are terminated decisions, expected any field but terminated "
-                "and truncated. Keep the column under another name: `mapping` "
+                f"mapping {idle[0]}={mapping[idle[0]]}: cannot be mapped with format bandit "
+                f"({where}), whose rows are terminated decisions. Keep the column under another "
+                "name: `mapping` "
                 f"logged_{idle[0]}={mapping[idle[0]]}.",
                 parameter="mapping",
             )
         if options.episode_by and "episode_id" in mapping:
             raise ConfigInvalidError(
-                f"mapping episode_id={mapping['episode_id']}: found it beside `episode_by` "
-                f"{','.join(options.episode_by)}, expected one of them. Leave one out.",
+                f"mapping episode_id={mapping['episode_id']}: cannot be combined with "
+                f"`episode_by` {','.join(options.episode_by)}. Omit one.",
                 parameter="mapping",
             )
         if {"behavior_prob", "behavior_log_prob"} <= mapping.keys():
             raise ConfigInvalidError(
-                f"mapping behavior_prob={mapping['behavior_prob']}: found it beside "
-                f"behavior_log_prob={mapping['behavior_log_prob']}, expected one of them, because "
-                "they have the same meaning. Leave one out.",
+                f"mapping behavior_prob={mapping['behavior_prob']}: has the same meaning "
+                f"as behavior_log_prob={mapping['behavior_log_prob']}. Omit one.",
                 parameter="mapping",
             )
 
@@ -536,8 +538,7 @@ class TabularReader:
         """Refuse what would change nothing, and would be taken for having done so."""
         if self._one_step and (self._options.episode_by or layout.order_by):
             raise ConfigInvalidError(
-                "episode_by: found it, or `order_by`, for rows that are separate episodes, "
-                "expected neither. Leave it out.",
+                "episode_by, order_by: each row of this format is one episode. Omit them.",
                 parameter="episode_by",
             )
         if layout.order_by and layout.one("episode_id") is None:
@@ -639,8 +640,8 @@ def _texts(table: pa.Table, name: str) -> pa.Array:
 
 
 def _hash_texts(texts: pa.Array) -> Array:
-    """Return 64 bits of SipHash of each, int64 [n]; they are the same within a process."""
-    return np.fromiter(map(hash, texts.to_numpy(zero_copy_only=False)), np.int64, len(texts))
+    """Return a hash of each, int64 [n]."""
+    return hash_texts(texts).view(np.int64)
 
 
 def sort_rows(table: pa.Table, groups: Groups, columns: Sequence[str]) -> tuple[pa.Table, Groups]:

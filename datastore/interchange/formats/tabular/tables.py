@@ -24,6 +24,7 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import SourceInvalidError, StorageError
 from replaylake.datastore.interchange.formats.tabular.arrays import to_plain
 from replaylake.datastore.interchange.sources.source import OnRows, SourceFile
+from replaylake.datastore.interchange.sources.source_errors import format_names
 
 # Hidden columns of a chunk: the row's number in the whole source, what is wrong with it, and its
 # misfits as a JSON object of [value, message] by column. The NUL keeps them apart from any name
@@ -313,7 +314,9 @@ def survey(tables: TableSource) -> Survey:
     mixed: set[str] = set()
     num_rows = 0
     for part in tables.schemas():
-        refuse_wide(part.file, len(part.schema))
+        check_columns(part.file, part.schema.names)
+        for f in part.schema:
+            check_fields(part.file, f.name, f.type)
         table, bad_cells = plain_table(_empty(part.schema))
         names = {*table.schema.names}
         for name in names - kinds.keys() if extents else ():
@@ -375,13 +378,30 @@ def uniform_chunks(
         start += num
 
 
-def refuse_wide(file: SourceFile, num_columns: int) -> None:
-    """Raise SourceInvalidError for a table of too many columns."""
-    if num_columns > MAX_COLUMNS:
+def check_columns(file: SourceFile, names: Sequence[str]) -> None:
+    """Raise SourceInvalidError for a table with too many columns, or two of the same name."""
+    if len(names) > MAX_COLUMNS:
         raise SourceInvalidError(
-            f"{file.name}: found {num_columns:,} columns, expected {MAX_COLUMNS:,} at most. Join "
+            f"{file.name}: found {len(names):,} columns, expected {MAX_COLUMNS:,} at most. Join "
             "the columns of a vector into one of lists, or leave columns out."
         )
+    if twice := sorted(name for name, num in Counter(names).items() if num > 1):
+        raise SourceInvalidError(
+            f"{file.name}: found the columns {format_names(twice)} twice. Rename one of them."
+        )
+
+
+def check_fields(file: SourceFile, path: str, kind: pa.DataType) -> None:
+    """Raise SourceInvalidError for two fields of the same name in a struct, at any depth."""
+    fields = [kind.field(i) for i in range(kind.num_fields)]
+    names = [f.name for f in fields]
+    if pa.types.is_struct(kind) and len({*names}) < len(names):
+        raise SourceInvalidError(
+            f"{file.name}: column {path!r} has two fields of the same name among "
+            f"{format_names(names)}. Rename one of them."
+        )
+    for f in fields:
+        check_fields(file, f"{path}.{f.name}", f.type)
 
 
 def describe(chunk: Chunk) -> ChunkSchema:

@@ -6,17 +6,21 @@ else it has (`tool_calls`, `tool_call_id`, `name`, ...) stays in it.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.generations.messages import (
+    DERIVED,
+    GIVEN,
+    NONE,
+    Message,
+    derive_group,
+    shorten,
+)
 from replaylake.datastore.interchange.formats.tabular.tables import is_encodable
-from replaylake.datastore.interchange.formats.transcripts.json_values import dump_json
-
-Message = dict[str, Any]
 
 # Whoever speaks in these roles is what a policy stands for; the rest is said or done to it.
 GENERATED: Final = frozenset(
@@ -37,6 +41,11 @@ _STEP: Final = frozenset(("observation", "observations", "obs", "action", "actio
 _TYPES: Final = frozenset(("ai", "function", "human", "system", "tool"))
 _CONTENTS: Final = ("text", "parts")
 _DISPLAY: Final = "messages_display"
+# tau2-bench: the results of a run have simulations, or name the files that have them.
+_SIMULATIONS: Final = "simulations"
+_SIMULATION_INDEX: Final = "simulation_index"
+_TERMINATION: Final = "termination_reason"
+_STOPS: Final = frozenset(("agent_stop", "user_stop"))
 _PAIR: Final = ("chosen", "rejected")
 _COMPLETIONS: Final = ("completion", "response", "completions", "responses", *_PAIR)
 _FRAMEWORKS: Final = {
@@ -88,7 +97,6 @@ _COLUMNS: Final[Mapping[str, type | tuple[type, ...]]] = {
     "terminated": bool,
     "truncated": bool,
 }
-_DIGITS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,8 @@ def is_transcript(record: Any) -> bool:
         return True
     if isinstance(record.get("traj"), list) and "task_id" in record:
         return True
+    if is_run_of_simulations(record):
+        return True
     # A table of steps may keep a history in each of its rows.
     is_step = bool(_STEP & record.keys())
     lists = _LISTS[:-2] if is_step else _LISTS
@@ -132,6 +142,28 @@ def is_transcript(record: Any) -> bool:
     answers = [record[name] for name in _COMPLETIONS if _is_side(record.get(name))]
     # Without a prompt, the messages of an answer have to hold it.
     return any(_is_side(record.get("prompt")) or _is_message(answer[0]) for answer in answers)
+
+
+def is_run_of_simulations(record: Any) -> bool:
+    """Whether a value is the results of a run of tau2-bench: simulations and their tasks."""
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("tasks"), list)
+        and any(isinstance(record.get(n), list) for n in (_SIMULATIONS, _SIMULATION_INDEX))
+    )
+
+
+def list_simulations(run: Mapping[str, Any]) -> list[Any]:
+    """Return the simulations of a run, each with its task and what is known of the run."""
+    tasks = {str(task.get("id")): task for task in run["tasks"] if isinstance(task, dict)}
+    shared = {k: v for k, v in run.items() if k not in ("tasks", _SIMULATIONS, _SIMULATION_INDEX)}
+    simulations = run.get(_SIMULATIONS) or []
+    return [
+        {**one, "run": shared, "task": tasks.get(str(one.get("task_id")))}
+        if isinstance(one, dict)
+        else one
+        for one in simulations
+    ]
 
 
 def is_generated(message: Mapping[str, Any]) -> bool:
@@ -148,6 +180,10 @@ def parse_dialogues(record: Any) -> list[Dialogue]:
         record = {"messages": record}
     if not isinstance(record, dict):
         raise _unknown_record_error(record)
+    if is_run_of_simulations(record):
+        return [one for own in list_simulations(record) for one in parse_dialogues(own)]
+    if _TERMINATION in record and "task_id" in record:
+        return [_parse_simulation(record)]
     if _DISPLAY in record:
         return [_dialogue(record, _parse_display(record[_DISPLAY]), "tau-bench", _DISPLAY)]
     if all(_is_side(record.get(name)) for name in _PAIR):
@@ -190,6 +226,30 @@ def _dialogue(
         model=parse_text(record, "model"),
         metadata=collect_metadata(record, used),
     )
+
+
+def _parse_simulation(record: Mapping[str, Any]) -> Dialogue:
+    """Return the dialogue of a simulation of tau2-bench, whose tools the user may call, too."""
+    messages: list[Message] = []
+    for message in _messages(record.get("messages"), "messages"):
+        several = message.get("tool_messages")
+        for one in _messages(several, "tool_messages") if several is not None else [message]:
+            answered = one.get("id") if one["role"] == "tool" else None
+            messages.append(one if answered is None else {**one, "tool_call_id": answered})
+    info = record.get("reward_info")
+    reward = info.get("reward") if isinstance(info, dict) else None
+    reason = record.get(_TERMINATION)
+    own = {**record, "reward": reward, "status": reason}
+    own |= {"terminated": reason in _STOPS, "truncated": reason not in _STOPS}
+    dialogue = _dialogue(own, messages, "tau2-bench", "messages", _TERMINATION)
+    return replace(dialogue, model=_find_model(record))
+
+
+def _find_model(record: Mapping[str, Any]) -> str | None:
+    found: Any = record
+    for name in ("run", "info", "agent_info", "llm"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, str) and is_encodable(found) else None
 
 
 def _completions(record: Mapping[str, Any]) -> list[Dialogue]:
@@ -258,7 +318,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and (
         isinstance(value.get("role"), str)
         or (isinstance(value.get("from"), str) and "value" in value)
-        or (value.get("type") in _TYPES and "content" in value)
+        or (isinstance(kind := value.get("type"), str) and kind in _TYPES and "content" in value)
     )
 
 
@@ -321,9 +381,6 @@ def _unknown_record_error(record: Any) -> SourceInvalidError:
     )
 
 
-GIVEN, DERIVED, NONE = "given", "derived", "none"
-
-
 def parse_task_end(record: Mapping[str, Any]) -> tuple[str | None, bool, bool]:
     """Return status, terminated and truncated of a tau-bench result.
 
@@ -368,10 +425,7 @@ def parse_group(
         return first_id(record, ("group_id",)), record["group_id_source"]
     if (own_id := first_id(record, _GROUPS)) is not None:
         return own_id, GIVEN
-    if not prompt:
-        return None, NONE
-    key = [[message["role"], message.get("content")] for message in prompt]
-    return hashlib.sha256(dump_json(key).encode()).hexdigest()[:_DIGITS], DERIVED
+    return derive_group(prompt)
 
 
 def parse_rewards(record: Mapping[str, Any], num_turns: int) -> list[float | None]:
@@ -431,9 +485,3 @@ def parse_text(record: Mapping[str, Any], name: str) -> str | None:
     """Return a text, or None where there is none, or one that UTF-8 cannot hold."""
     value = record.get(name)
     return value if isinstance(value, str) and is_encodable(value) else None
-
-
-def shorten(value: Any) -> str:
-    """Return a value for a message."""
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -1,4 +1,4 @@
-"""Transcripts: dialogues of chat and tool use as JSON or JSON lines, one row a generated turn.
+"""Transcripts: dialogues of chat and tool use, one row a generated turn: JSON (lines) or Parquet.
 
 Nothing in them is run: calls of tools are kept as text.
 """
@@ -15,70 +15,60 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import DatasetSpec
-from replaylake.datastore.episodes.spaces import Text
 from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
 from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
-from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
-from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource, is_encodable
-from replaylake.datastore.interchange.formats.transcripts.dialogues import (
-    GENERATED,
-    Dialogue,
-    Message,
-    is_generated,
-    is_transcript,
-    parse_dialogues,
-)
-from replaylake.datastore.interchange.formats.transcripts.json_values import (
+from replaylake.datastore.interchange.formats.generations.json_values import (
     MAX_VALUE_CHARS,
     JsonValue,
     dump_json,
     json_values,
+)
+from replaylake.datastore.interchange.formats.generations.messages import Message, clean_text
+from replaylake.datastore.interchange.formats.generations.rows import (
+    COMPLETION_MESSAGES,
+    EXTRAS,
+    FINAL_MESSAGES,
+    PROMPT_MESSAGES,
+    ROW_SCHEMA,
+    EpisodeIds,
+    describe_generation,
+    empty_row,
+    read_generations,
+)
+from replaylake.datastore.interchange.formats.generic.parquet import is_parquet, parquet_schema
+from replaylake.datastore.interchange.formats.generic.parquet_values import (
+    drop_nulls,
+    read_row,
+    to_json_value,
+)
+from replaylake.datastore.interchange.formats.generic.parquet_values import (
+    iter_rows as iter_table_rows,
+)
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
+from replaylake.datastore.interchange.formats.transcripts.dialogues import (
+    GENERATED,
+    Dialogue,
+    is_generated,
+    is_run_of_simulations,
+    is_transcript,
+    list_simulations,
+    parse_dialogues,
 )
 from replaylake.datastore.interchange.sources.source import SourceFile
 
 _CHUNK_CHARS: Final = 8 << 20
 # What a first look at a file reads at most, when its format is asked for.
 _LOOK_CHARS: Final = 8 << 20
+_HEAD_BYTES: Final = 1 << 16
+_RUN_FIELDS: Final = (b'"num_trials"', b'"agent_info"', b'"environment_info"')
 _NOTE_EXAMPLES: Final = 3
-PROMPT_MESSAGES: Final = "prompt_messages"
-COMPLETION_MESSAGES: Final = "completion_messages"
-FINAL_MESSAGES: Final = "final_messages"
-# The further columns of such datasets; messages, calls and metadata are JSON text.
-EXTRAS: Final = {
-    "role": pa.string(),
-    PROMPT_MESSAGES: pa.string(),
-    COMPLETION_MESSAGES: pa.string(),
-    FINAL_MESSAGES: pa.string(),
-    "tool_name": pa.string(),
-    "tool_calls": pa.string(),
-    "group_id": pa.string(),
-    "group_id_source": pa.string(),
-    "sample_id": pa.string(),
-    "source_framework": pa.string(),
-    "status": pa.string(),
-    "metadata": pa.string(),
-}
-ROW_SCHEMA: Final = pa.schema(
-    {
-        "episode_id": pa.string(),
-        "agent_id": pa.string(),
-        "step": pa.int64(),
-        "env_step": pa.int64(),
-        "prompt_text": pa.string(),
-        "final_text": pa.string(),
-        "completion_text": pa.string(),
-        "reward": pa.float64(),
-        "terminated": pa.bool_(),
-        "truncated": pa.bool_(),
-        "policy": pa.string(),
-        **EXTRAS,
-    }
-)
-# The texts for people are what a step saw and did.
-FIELDS: Final = {
-    "observation": "prompt_text",
-    "final_observation": "final_text",
-    "action": "completion_text",
+# An example of what a column of Parquet may hold.
+_EXAMPLES: Final[Mapping[str, Any]] = {
+    "text": "a",
+    "texts": ["a"],
+    "role": [{"role": "user", "content": "a"}],
+    "from": [{"from": "human", "value": "a"}],
+    "other": 0,
 }
 _CONSTANT: Final = ("group_id", "group_id_source", "sample_id", "source_framework", "status")
 
@@ -91,8 +81,8 @@ class TranscriptTables(TableSource):
         self.notes: list[str] = []
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
-        ids = _EpisodeIds()
-        silent: list[str] = []
+        ids = EpisodeIds()
+        unused: list[str] = []
         unsaid = num_rows = 0
         for file in self._files:
             first_row, num_chars = 0, 0
@@ -104,7 +94,8 @@ class TranscriptTables(TableSource):
                     damage[len(rows)] = fault
                 for turns in dialogues:
                     if not turns:
-                        silent.append(f"{file.name} line {value.line}")
+                        place = f"line {value.line}" if value.line else f"row {value.number}"
+                        unused.append(f"{file.name} {place}")
                     unsaid += _count_lost_calls(value, turns)
                     rows += turns
                     num_rows += len(turns)
@@ -114,10 +105,14 @@ class TranscriptTables(TableSource):
                     first_row += len(rows)
                     rows, num_chars, damage = [], 0, {}
             yield Chunk(file, first_row, _table(rows), damage)
-        self.notes[:] = [*_silent_notes(silent), *ids.notes(), *_lost_call_notes(unsaid)]
-        if silent and not num_rows:
+        self.notes[:] = [
+            *_note_without_steps(unused),
+            *ids.notes(),
+            *_lost_call_notes(unsaid),
+        ]
+        if unused and not num_rows:
             raise SourceInvalidError(
-                f"{silent[0]}: found no turn of an assistant in any of {len(silent)} transcripts, "
+                f"{unused[0]}: found no turn of an assistant in any of {len(unused)} transcripts, "
                 f"expected a message of role {', '.join(sorted(GENERATED))}: each row is such a "
                 "turn. Rename the role of the policy's messages."
             )
@@ -127,29 +122,31 @@ class TranscriptsFormat:
     """OpenAI's messages, ShareGPT's conversations, prompts and completions, tau-bench's results."""
 
     name = "transcripts"
-    about = "dialogues of chat and tool use: messages as JSON or JSON lines, tau-bench's results"
+    about = (
+        "dialogues of chat and tool use: messages as JSON (lines) or Parquet; tau-bench's results"
+    )
     is_folder = False
     suffix = ".jsonl"
 
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
+        if is_parquet(files[0]):
+            return _is_dialogue_table(files[0])
         if files[0].head(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] not in (b"{", b"["):
             return False
         try:
+            first = next(json_values(files[0], max_chars=_LOOK_CHARS), None)
+            if first is not None and is_run_of_simulations(first.value):
+                return True
             first = next(_values(files[0], _LOOK_CHARS), None)
         except SourceInvalidError:
-            return False
+            # Too long for a look: a run of tau2-bench is one value.
+            head = files[0].head(_HEAD_BYTES)
+            return all(name in head for name in _RUN_FIELDS)
         return first is not None and is_transcript(first.value)
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         tables = TranscriptTables(files)
-        declared = Declaration(
-            fields=FIELDS,
-            spaces=None if {*FIELDS} & options.mapping.keys() else (Text(), Text()),
-            notes=tables.notes,
-            rewards_optional=True,
-            observed=FIELDS["observation"],
-        )
-        return TabularReader(tables, options, files[0].name, declared)
+        return read_generations(tables, tables.notes, files, options)
 
     def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
         """Write a line for each dialogue; the episodes of its agents come one after the other.
@@ -168,45 +165,78 @@ class TranscriptsFormat:
         return WriteResult(num_episodes, num_steps, notes if num_later else ())
 
 
-class _EpisodeIds:
-    """Gives each dialogue an id of its own: the record's, or its number in the source."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._number = 0
-        self._duplicates: list[str] = []
-
-    def next(self, own_id: str | None) -> str:
-        self._number += 1
-        candidate = str(self._number - 1) if own_id is None else own_id
-        name = candidate
-        while name in self._counts:
-            self._counts[candidate] += 1
-            name = f"{candidate}#{self._counts[candidate]}"
-        self._counts[name] = 1
-        if name != candidate:
-            self._duplicates.append(candidate)
-        return name
-
-    def notes(self) -> list[str]:
-        if not self._duplicates:
-            return []
-        first = self._duplicates[0]
-        return [
-            f"{len(self._duplicates)} transcripts have the id of one before them, such as {first}: "
-            f"they are {first}#2 and so on"
-        ]
-
-
 def _values(file: SourceFile, max_chars: int = MAX_VALUE_CHARS) -> Iterator[JsonValue]:
     """Read a file's records, whether it is an array of them, or lines, also of lists of messages.
 
     Raises: SourceInvalidError.
     """
+    if is_parquet(file):
+        return _parquet_values(file)
     first = next(json_values(file, max_chars=max_chars), None)
     # An array whose elements are messages is a record itself.
     is_lists = first is not None and _is_bare_message(first.value)
-    return json_values(file, as_lines=is_lists, max_chars=max_chars)
+    return _iter_records(json_values(file, as_lines=is_lists, max_chars=max_chars))
+
+
+def _iter_records(values: Iterator[JsonValue]) -> Iterator[JsonValue]:
+    """Yield values, those that are runs of simulations as one value for each of these."""
+    for value in values:
+        if is_run_of_simulations(value.value):
+            for number, one in enumerate(list_simulations(value.value)):
+                yield JsonValue(number, value.line, one)
+        else:
+            yield value
+
+
+def _parquet_values(file: SourceFile) -> Iterator[JsonValue]:
+    """Read rows as records; they are numbered, and stand in no line."""
+    for number, row in enumerate(iter_table_rows(file)):
+        try:
+            value = {k: v for k, v in read_row(row).items() if v is not None}
+        except (OverflowError, SourceInvalidError, ValueError, pa.ArrowException) as error:
+            yield JsonValue(number, 0, None, str(error))
+        else:
+            plain = to_json_value(drop_nulls(value))
+            yield JsonValue(number, 0, {k: _with_content(v) for k, v in plain.items()})
+
+
+def _with_content(value: Any) -> Any:
+    """Return messages with the content that each has in JSON, if only as null."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {"content": None, **one} if isinstance(one, dict) and "role" in one else one
+        for one in value
+    ]
+
+
+def _is_dialogue_table(file: SourceFile) -> bool:
+    """Whether a Parquet file has a column of messages, or of prompts and answers, and no actions.
+
+    Tables of steps may have a column of messages besides.
+    """
+    try:
+        schema = parquet_schema(file)
+    except SourceInvalidError:
+        return False
+    # A record with an example of each column: of messages, of text, or of something else.
+    record = {field.name: _EXAMPLES.get(_kind_of(field.type)) for field in schema}
+    return is_transcript({name: value for name, value in record.items() if value is not None})
+
+
+def _kind_of(kind: pa.DataType) -> str:
+    """Return whether a column is of texts, of messages by role or by speaker, or of others."""
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "text"
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return "other"
+    inner = kind.value_type
+    if not pa.types.is_struct(inner):
+        return "texts" if _kind_of(inner) == "text" else "other"
+    names = {inner.field(i).name for i in range(inner.num_fields)}
+    if {"role", "content"} <= names:
+        return "role"
+    return "from" if {"from", "value"} <= names else "other"
 
 
 def _is_bare_message(value: Any) -> bool:
@@ -214,10 +244,12 @@ def _is_bare_message(value: Any) -> bool:
 
 
 def _dialogues(
-    value: JsonValue, file: SourceFile, ids: _EpisodeIds
+    value: JsonValue, file: SourceFile, ids: EpisodeIds
 ) -> tuple[list[list[dict[str, Any]]], str | None]:
     """Return the rows of each dialogue of a record; for a malformed one an empty row, and why."""
     try:
+        if value.fault is not None:
+            raise SourceInvalidError(value.fault)
         dialogues = parse_dialogues(value.value)
         return [[*iter_rows(one, ids.next(one.episode_id))] for one in dialogues], None
     except (SourceInvalidError, RecursionError, ValueError) as error:
@@ -231,7 +263,12 @@ def _table(rows: list[dict[str, Any]]) -> pa.Table:
 def _describe_malformed(value: JsonValue, file: SourceFile, error: Exception) -> str:
     """Return what is wrong with a record, after the name of the check."""
     found = error if isinstance(error, SourceInvalidError) else f"found {error}"
-    return f"malformed\0{file.name} record {value.number} (line {value.line}): {found}"
+    return f"malformed\0{file.name} {_place(value)}: {found}"
+
+
+def _place(value: JsonValue) -> str:
+    where = f"record {value.number} (line {value.line})"
+    return where if value.line else f"row {value.number}"
 
 
 def _num_chars(row: Mapping[str, Any]) -> int:
@@ -244,7 +281,7 @@ def _count_lost_calls(value: JsonValue, turns: Sequence[dict[str, Any]]) -> int:
     return sum('"content":null' in row["completion_messages"] for row in turns)
 
 
-def _silent_notes(places: Sequence[str]) -> list[str]:
+def _note_without_steps(places: Sequence[str]) -> list[str]:
     if not places:
         return []
     more = ", ..." if len(places) > _NOTE_EXAMPLES else ""
@@ -277,26 +314,17 @@ def iter_rows(dialogue: Dialogue, episode_id: str) -> Iterator[dict[str, Any]]:
         start = i + 1
         final = dialogue.messages[start:] if i == turns[-1] else []
         counts[agent] = counts.get(agent, -1) + 1
-        calls = _calls(message)
         is_last = lasts[agent] == number
         yield {
             "episode_id": episode_id,
             "agent_id": agent,
             "step": counts[agent],
             "env_step": number,
-            "prompt_text": _format_messages(prompt),
-            "final_text": _format_messages(final) if final else None,
-            "completion_text": _message_text(message),
+            **describe_generation(prompt, message, final),
             "reward": dialogue.rewards[number],
             "terminated": is_last and dialogue.terminated,
             "truncated": is_last and dialogue.truncated,
             "policy": dialogue.model,
-            "role": _clean(message["role"]),
-            PROMPT_MESSAGES: dump_json(prompt),
-            COMPLETION_MESSAGES: dump_json([message]),
-            FINAL_MESSAGES: dump_json(final) if final else None,
-            "tool_name": next((_clean(name) for name, _ in map(_call, calls) if name), None),
-            "tool_calls": dump_json(calls) if calls else None,
             "group_id": dialogue.group_id,
             "group_id_source": dialogue.group_id_source,
             "sample_id": dialogue.sample_id,
@@ -306,18 +334,10 @@ def iter_rows(dialogue: Dialogue, episode_id: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def empty_row(episode_id: str) -> dict[str, Any]:
-    """Return a row that stands for a record of which nothing could be read."""
-    row = {"episode_id": episode_id, "agent_id": "", "step": 0, "env_step": 0}
-    texts = ("prompt_text", "completion_text", PROMPT_MESSAGES, COMPLETION_MESSAGES)
-    ends = {"terminated": False, "truncated": False}
-    return {**dict.fromkeys(ROW_SCHEMA.names), **row, **dict.fromkeys(texts, ""), **ends}
-
-
 def make_record(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Return one dialogue's record, with `messages` whole, from the episodes of its agents.
 
-    It reads as what `rows_of` made these episodes of. Raises: SpaceUnsupportedError for episodes
+    `iter_rows` makes the same episodes from it. Raises: SpaceUnsupportedError for episodes
     that are no transcripts.
     """
     first = episodes[0]
@@ -383,60 +403,4 @@ def _rewards(rewards: Sequence[float]) -> dict[str, Any]:
 
 def _name(message: Mapping[str, Any]) -> str:
     name = message.get("name")
-    return _clean(name) if isinstance(name, str) else ""
-
-
-def _calls(message: Mapping[str, Any]) -> list[Any]:
-    """Return the calls of tools: OpenAI's, its older `function_call`, or Anthropic's parts."""
-    if isinstance(calls := message.get("tool_calls"), list):
-        return calls
-    if isinstance(call := message.get("function_call"), dict):
-        return [call]
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return []
-    return [part for part in parts if isinstance(part, dict) and part.get("type") == "tool_use"]
-
-
-def _call(call: Any) -> tuple[str, str]:
-    """Return the name and the arguments of a call; empty where it does not say."""
-    inner = call.get("function", call) if isinstance(call, dict) else {}
-    if not isinstance(inner, dict):
-        return "", ""
-    name, arguments = inner.get("name"), inner.get("arguments", inner.get("input", ""))
-    return str(name or ""), arguments if isinstance(arguments, str) else dump_json(arguments)
-
-
-def _format_messages(messages: Sequence[Message]) -> str:
-    """Return messages for people, as lines of `role: text`."""
-    return "\n".join(f"{_clean(message['role'])}: {_message_text(message)}" for message in messages)
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, then its calls as `name(arguments)`."""
-    content = message.get("content")
-    parts = [content] if isinstance(content, str) else []
-    if isinstance(content, list):
-        parts = [text for part in content if (text := _part(part))]
-    elif content is not None and not isinstance(content, str):
-        parts = [dump_json(content)]
-    parts += ["{}({})".format(*_call(call)) for call in _calls(message)]
-    return _clean("\n".join(parts))
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict) or part.get("type") == "tool_use":
-        return ""
-    text = part.get("text")
-    if part.get("type") == "tool_result" and "content" in part:
-        return _message_text({"content": part["content"]})
-    return text if isinstance(text, str) else f"[{part.get('type', 'part')}]"
-
-
-def _clean(text: str) -> str:
-    """Return a text that every engine can show; the JSON beside it has it as it was."""
-    if not is_encodable(text):
-        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-    return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
+    return clean_text(name) if isinstance(name, str) else ""

@@ -62,6 +62,7 @@ class StreamIngester:
         self._waiting: list[StreamRow] = []
         self._num_bytes = 0
         self._num_lines = 0
+        self._num_without_steps = 0
         self._refused: list[tuple[StreamRow, Finding]] = []
         self._counts: dict[str, int] = {}
         self._examples: dict[str, str] = {}
@@ -96,7 +97,8 @@ class StreamIngester:
             )
             self._reject(row, found)
         else:
-            self._new.append(found)
+            self._num_without_steps += not found
+            self._new += found
 
     def flush(self, now: float, *, is_last: bool = False) -> None:
         """Commit what can be, and give up what has waited too long. Raises: StorageError."""
@@ -138,10 +140,26 @@ class StreamIngester:
             num_commits=pieces.num_commits,
             version=pieces.version,
             reasons=tuple(Reason(check, n, self._examples[check]) for check, n in ordered),
-            notes=tuple(pieces.notes),
+            num_lines=self._num_lines,
+            notes=(*pieces.notes, *self._note_without_steps(), *self._note_equal_samples()),
             renames=dict(self._grammar.renames),
             keys=pieces.keys,
         )
+
+    def _note_without_steps(self) -> list[str]:
+        if not self._num_without_steps:
+            return []
+        num = self._num_without_steps
+        return [f"{num:,} lines without a turn of an assistant, and so without a step"]
+
+    def _note_equal_samples(self) -> list[str]:
+        kind = self._grammar.kind
+        if kind is None or not kind.has_numbered_ids or not self._pieces.num_present:
+            return []
+        return [
+            f"{self._pieces.num_present:,} steps of samples without an id equal stored ones, and "
+            "are taken for these; a log is read from its first line to tell equal samples apart"
+        ]
 
     def _place_rows(self) -> list[StreamRow]:
         placed = []
@@ -198,7 +216,8 @@ class StreamIngester:
         if reached is None:
             following = rows[indices[0]].step
             has_waited = any(rows[i].arrived_s <= cutoff for i in indices)
-            if following not in self._starts and not has_waited:
+            is_start = following in self._starts or self._grammar.is_decision
+            if not is_start and not has_waited:
                 return [], [], []
             if following == 1:
                 # Steps of this stream count from 1: its episodes need not wait for a step 0.

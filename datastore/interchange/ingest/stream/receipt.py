@@ -32,13 +32,16 @@ class Reason:
 class StreamReceipt:
     """What became of every line; `lines.read` is the sum of the other counts.
 
-    reasons: the checks that failed, in how many lines, with an example of each. keys: what became
-    of steps whose keys were there; they are counted with what is already present, or rejected.
+    For dialogues, which have several steps per line, `lines` counts steps, and lines that could not
+    be read. num_lines: the number of lines that are not empty. reasons: the checks that failed,
+    in how many lines, with an example of each. keys: what became of steps whose keys were there;
+    they are counted with what is already present, or rejected.
     """
 
     dataset: str
     stream: str
     lines: Counts
+    num_lines: int = 0
     num_commits: int = 0
     version: int | None = None
     reasons: tuple[Reason, ...] = ()
@@ -52,6 +55,7 @@ class StreamReceipt:
             "version": self.version,
             "stream": self.stream,
             "lines": self.lines.to_json(),
+            "num_lines": self.num_lines,
             "keys": self.keys.to_json(),
             "commits": self.num_commits,
             "rejections": [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
-from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.episode import Episode, with_valid_tokens
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import (
     AGENT_ID,
@@ -19,6 +19,9 @@ from replaylake.datastore.episodes.schema import (
     SOURCE_EPISODE_ID,
     STEP,
 )
+from replaylake.datastore.episodes.tokens import has_tokens
+from replaylake.datastore.interchange.ingest.stream.grammar import Grammar
+from replaylake.datastore.interchange.ingest.stream.line_kinds import normalize_json
 from replaylake.datastore.lake.dataset import Dataset
 
 Key = tuple[str, str]
@@ -43,16 +46,22 @@ class StreamPosition:
 
 
 class StoredSteps:
-    """What a dataset has of a stream's episodes, by (episode, agent) under the stream's prefix."""
+    """What a dataset has of a stream's episodes, by (episode, agent) under the stream's prefix.
 
-    def __init__(self, dataset: Dataset, prefix: str) -> None:
+    Empty if the grammar is keyed: then the dataset finds stored rows when rows are appended.
+    """
+
+    def __init__(self, dataset: Dataset, prefix: str, grammar: Grammar) -> None:
         self._dataset = dataset
         self._prefix = prefix
+        self._grammar = grammar
         self._reached: OrderedDict[Key, StreamPosition | None] = OrderedDict()
 
     def find(self, keys: Iterable[Key]) -> dict[Key, StreamPosition | None]:
         """Return how far each is; None for one that is not there. Cost: at most one scan."""
         unique_keys = list(dict.fromkeys(keys))
+        if self._grammar.is_keyed:
+            return dict.fromkeys(unique_keys)
         unknown = [key for key in unique_keys if key not in self._reached]
         if unknown and self._dataset.exists():
             stored = self._look_up({episode for episode, _ in unknown})
@@ -68,6 +77,8 @@ class StoredSteps:
 
     def add(self, episode: Episode, key: Key) -> None:
         """Note a piece that was committed."""
+        if self._grammar.is_keyed:
+            return
         before = self._reached.get(key)
         first = episode.first_step if before is None else before.first
         ended = episode.terminated or episode.truncated
@@ -97,12 +108,20 @@ class StoredSteps:
             {"ids": [name[0] for name in names], "steps": [name[2] for name in names]},
         )
         # Each under an id of its own: one step may have come several times.
-        come = encode([_renumber(one, i) for i, (_, one) in enumerate(pieces)], snapshot.spec)
+        own = [_renumber(one, i) for i, (_, one) in enumerate(pieces)]
+        # The sum of a step's log-probs is stored where its line does not state one.
+        own = [
+            with_valid_tokens(one, snapshot.spec.tokenizer) if has_tokens(one.extras) else one
+            for one in own
+        ]
+        come = encode(own, snapshot.spec)
         places = _places(stored)
         at = [places.get(name) for name in names]
         there = [i for i, row in enumerate(at) if row is not None]
         same = np.ones(len(names), bool)
-        same[there] = _equal(come.take(there), stored.take([at[i] for i in there]))
+        kind = self._grammar.kind
+        json_columns = () if kind is None else kind.json_columns
+        same[there] = _equal(come.take(there), stored.take([at[i] for i in there]), json_columns)
         return [bool(one) for one in same]
 
     def _cache(self, key: Key, reached: StreamPosition | None) -> None:
@@ -152,7 +171,7 @@ def _places(stored: pa.Table) -> dict[tuple[str, str, int], int]:
     return {key: i for i, key in enumerate(zip(*columns, strict=True))}
 
 
-def _equal(come: pa.Table, stored: pa.Table) -> Any:
+def _equal(come: pa.Table, stored: pa.Table, json_columns: Collection[str]) -> Any:
     """Compare row by row; a column that one of them lacks counts as null."""
     equal = np.ones(come.num_rows, bool)
     for name in dict.fromkeys([*come.column_names, *stored.column_names]):
@@ -164,6 +183,8 @@ def _equal(come: pa.Table, stored: pa.Table) -> Any:
             equal &= np.asarray(come.column(name).is_null())
         else:
             one, other = come.column(name).to_pylist(), stored.column(name).to_pylist()
+            if one != other and name in json_columns:
+                one, other = [*map(normalize_json, one)], [*map(normalize_json, other)]
             if one != other:
                 equal &= np.asarray([a == b for a, b in zip(one, other, strict=True)])
     return equal

@@ -1,4 +1,6 @@
-"""Stream: JSON lines that keep arriving, one step each, into a dataset, each step once.
+"""Stream: ingests JSON lines into a dataset as they arrive, each step once.
+
+A line is a step, a decision (an episode of one step), or a dialogue or rollout (an episode).
 
 Lines are held for a flush interval, put in order, and committed as pieces of their episodes: each
 piece follows on what the dataset has of its episode. A step whose predecessor has not come yet
@@ -21,8 +23,10 @@ from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.key_options import parse_ingest_key
 from replaylake.datastore.interchange.ingest.stream.grammar import Grammar
 from replaylake.datastore.interchange.ingest.stream.ingester import StreamIngester
+from replaylake.datastore.interchange.ingest.stream.line_kinds import AUTO, find_line_kind
 from replaylake.datastore.interchange.ingest.stream.lines import Lines
 from replaylake.datastore.interchange.ingest.stream.receipt import StreamProgress, StreamReceipt
+from replaylake.datastore.interchange.ingest.stream.writer import find_written_format
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.unique_keys import OnConflict
 
@@ -40,6 +44,7 @@ def follow(
     lines: Lines,
     dataset: str,
     *,
+    format: str = AUTO,
     stream: str | None = None,
     options: ReadOptions | None = None,
     spaces: tuple[Space, Space] | None = None,
@@ -59,8 +64,12 @@ def follow(
         lake: where the dataset is; both are made with the first commit.
         lines: where lines come from.
         dataset: its name.
+        format: kind of the lines: `jsonl`, steps, which need an episode id and a step; `bandit`,
+            decisions, which need an id or `unique`; `transcripts`, dialogues; `nemorl`, `verifiers`
+            and `verl`, rollouts; `auto`: that of the stream's earlier commits, or else recognized
+            from the first line, which is a step if it has an episode id, a step and an action.
         stream: the stream's name, the same at each start; by default the dataset's.
-        options: how to read the lines; an episode id and a step are needed.
+        options: how to read the lines.
         spaces: an environment's observation and action space. Without them, a new dataset gets
             those of the first flush, which later steps have to fit.
         flush_every_s: seconds that a line waits for its commit, at most.
@@ -74,8 +83,8 @@ def follow(
         late: as for `ingest`.
         on_conflict: as for `ingest`.
 
-    Raises: ConfigInvalidError, SourceInvalidError if the first lines have no such columns,
-    StorageError.
+    Raises: ConfigInvalidError, also for a format that cannot be followed; SourceInvalidError if the
+    first lines lack the columns that identify steps; StorageError.
     """
     name = stream or dataset
     if not _NAME.fullmatch(name):
@@ -85,11 +94,16 @@ def follow(
             parameter="stream",
         )
     wait = max(_WAIT_FLUSHES * flush_every_s, _MIN_WAIT_S) if wait_s is None else wait_s
-    grammar = Grammar(lines.name, options or ReadOptions())
     handle = lake.dataset(dataset)
+    options = options or ReadOptions()
+    written = find_written_format(handle, name) or AUTO
+    kind = find_line_kind(format, options) or find_line_kind(written, options)
     key = parse_ingest_key(handle, unique, late)
     if key is not None and handle.exists():
         key = handle.set_unique(key)
+    known = key or (handle.spec.unique if handle.exists() else None)
+    columns = () if known is None else tuple(known.columns)
+    grammar = Grammar(lines.name, options, kind, columns)
     follower = StreamIngester(
         lake, dataset, name, grammar, spaces, wait, on_rejected, readmit, key, on_conflict
     )

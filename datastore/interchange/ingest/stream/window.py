@@ -61,7 +61,9 @@ class Window:
         numbers = [str(n) for n, group in enumerate(groups) for _ in group]
         table = self._table.take(pa.array(indices, pa.int64()))
         table = table.append_column(GROUP, pa.array(numbers, pa.string()))
-        reading = TabularReader(_Rows(table, grammar.name), grammar.read_options, grammar.name)
+        reading = TabularReader(
+            _Rows(table, grammar.name), grammar.read_options, grammar.name, grammar.declared
+        )
         results: list[Episode | Finding] = [
             Finding("missing", f"{grammar.name}: no step was found in these lines") for _ in groups
         ]
@@ -81,8 +83,9 @@ class Window:
         known = self._grammar.types[name]
         if self._grammar.are_actions_whole and name in self._known_actions:
             values = [self._reject_fraction(name, i, value) for i, value in enumerate(values)]
+        kind = self._grammar.kind
         try:
-            column = pa.array(values)
+            column = pa.array(values, None if kind is None else kind.types.get(name))
         except (pa.ArrowException, OverflowError, TypeError, ValueError):
             column = pa.array(self._reject_other_kinds(name, values, known))
         return column.cast(known) if pa.types.is_null(column.type) else column

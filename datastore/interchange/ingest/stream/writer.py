@@ -20,7 +20,12 @@ from replaylake.datastore.episodes.spaces import (
     describe,
     take,
 )
-from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError, StorageError
+from replaylake.datastore.errors import (
+    EpisodeInvalidError,
+    NotFoundError,
+    SchemaMismatchError,
+    StorageError,
+)
 from replaylake.datastore.interchange.formats.checks import Finding
 from replaylake.datastore.interchange.formats.format import RejectedEpisode
 from replaylake.datastore.interchange.ingest.source_validator import SourceValidator
@@ -42,9 +47,27 @@ from replaylake.datastore.names import new_ulid
 
 # In each commit's info: which process made it. Two of one stream may take one sequence.
 _WRITER: Final = "writer"
+# And the format of the lines, which a stream keeps.
+_FORMAT: Final = "format"
 _ATTEMPTS: Final = 4
 _FIRST_PAUSE_S: Final = 0.5
 _PLACE: Final = re.compile(r"^\S+ row \d+")
+
+
+def find_written_format(dataset: Dataset, stream: str) -> str | None:
+    """Return the format of the lines that a stream committed last; None where it is not known."""
+    if not dataset.exists():
+        return None
+    producer = _make_producer(stream)
+    version = dataset.find_commit(producer, dataset.next_sequence(producer) - 1)
+    try:
+        return None if version is None else dataset.commit_info(version).get(_FORMAT)
+    except NotFoundError:
+        return None  # dropped from the log
+
+
+def _make_producer(stream: str) -> str:
+    return f"stream/{stream}"
 
 
 class StreamWriter:
@@ -66,7 +89,7 @@ class StreamWriter:
         self._lake = lake
         self._handle = lake.dataset(dataset)
         self._prefix = f"{name}/"
-        self._producer = f"stream/{name}"
+        self._producer = _make_producer(name)
         self._id = new_ulid()
         self._readmit = readmit
         self._grammar = grammar
@@ -74,7 +97,7 @@ class StreamWriter:
         self._sequence: int | None = None
         self._reported_drops = DropCounts()
         self._quarantines = 0
-        self.present = StoredSteps(self._handle, self._prefix)
+        self.present = StoredSteps(self._handle, self._prefix, grammar)
         self.dataset = dataset
         self.version: int | None = None
         self.num_commits = self.num_steps = self.num_present = self.num_rejected = 0
@@ -163,7 +186,7 @@ class StreamWriter:
                 producer=self._producer,
                 sequence=self._next(),
                 drops=drops - self._reported_drops,
-                info={_WRITER: self._id},
+                info=self._info,
             )
             if self._is_own(commit):
                 self._reported_drops = drops
@@ -182,6 +205,11 @@ class StreamWriter:
                 prefix=self._prefix,
                 readmit=self._readmit,
             )
+
+    @property
+    def _info(self) -> dict[str, Any]:
+        kind = self._grammar.kind
+        return {_WRITER: self._id, **({} if kind is None else {_FORMAT: kind.format})}
 
     @property
     def _drop_counts(self) -> DropCounts:
@@ -203,7 +231,9 @@ class StreamWriter:
     def _with_own_id(self, window: Window, run: Sequence[int], episode: Episode) -> Episode:
         row = window.rows[run[0]]
         return replace(
-            episode, episode_id=f"{self._prefix}{row.episode}", source_episode_id=row.episode
+            episode,
+            episode_id=f"{self._prefix}{row.episode}",
+            source_episode_id=row.source or row.episode,
         )
 
     def _append(self, episodes: list[Episode]) -> Commit | None:
@@ -219,7 +249,7 @@ class StreamWriter:
                     episodes,
                     producer=self._producer,
                     sequence=self._next(),
-                    info={_WRITER: self._id},
+                    info=self._info,
                     spec=spec,
                     drops=drops - self._reported_drops,
                     readmit=self._readmit,
@@ -383,7 +413,8 @@ class PieceAssembler:
         episodes = []
         for n, (one, group) in enumerate(zip(items, groups, strict=True)):
             if not isinstance(one, Finding):
-                own = {"episode_id": str(n), "source_episode_id": window.rows[group[0]].episode}
+                row = window.rows[group[0]]
+                own = {"episode_id": str(n), "source_episode_id": row.source or row.episode}
                 episodes.append(Episode(**{**episode_fields(one), **own}))
                 items[n] = Finding("space", f"{self._grammar.name}: found a step that does not fit")
         if not episodes:
@@ -424,20 +455,17 @@ class PieceAssembler:
             self._validator = SourceValidator(
                 spec,
                 self._spaces,
-                rewards_optional=self._rewards_optional,
+                self._grammar.declared.spaces,
+                rewards_optional=self._grammar.rewards_optional,
                 unique=self._unique,
             )
         return self._validator
-
-    @property
-    def _rewards_optional(self) -> bool:
-        return self._grammar.options.reward_unknown
 
     def new_spec(self) -> DatasetSpec:
         """Return what a new dataset has to hold, once rows have been checked."""
         grammar = self._grammar
         spec = self.open_validator().spec(grammar.num_actions)
-        if self._spaces is None:
+        if self._spaces is None and grammar.declared.spaces is None:
             observation, action = describe(spec.observation_space), describe(spec.action_space)
             self.notes.append(
                 f"the spaces of the new dataset come from the first lines: observations "

@@ -171,7 +171,7 @@ def test_impressions_of_one_row_are_no_slates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"episode_by": ("device",)}, {"order_by": ("age",)}])
 def test_what_would_change_nothing_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigInvalidError, match="are separate episodes"):
+    with pytest.raises(ConfigInvalidError, match="each row of this format is one episode"):
         _read(_log(tmp_path), mapping=_MAP, **options)
 
 

@@ -107,6 +107,19 @@ def test_version_1_marks_ends_in_a_dataset_of_its_own(tmp_path: Path) -> None:
     assert ends == [(2, True, False), (3, False, True), (1, False, False)]
 
 
+@pytest.mark.parametrize("ends", [np.zeros((6, 2)), np.asarray([b"x"] * 6), np.zeros(5)])
+def test_ends_of_version_1_that_are_no_flags_are_refused(tmp_path: Path, ends: Any) -> None:
+    path = tmp_path / "v1.h5"
+    with h5py.File(path, "w") as file:
+        file["observations"] = np.zeros((6, 3), np.float32)
+        file["actions"] = np.zeros((6, 1), np.int32)
+        file["rewards"] = np.zeros(6, np.float32)
+        file["terminals"] = np.zeros(6, np.float32)
+        file["episode_terminals"] = ends
+    with pytest.raises(SourceInvalidError, match=r"v1\.h5: found no dataset 'episode_terminals'"):
+        list(_open(path))
+
+
 def _ours(i: int, *, discrete: bool = False, pair: bool = False) -> Episode:
     num = 4 + i
     rng = np.random.default_rng(i)

@@ -20,6 +20,7 @@ from replaylake.datastore.interchange.formats.format import (
     RejectedEpisode,
     SourceReader,
 )
+from replaylake.datastore.interchange.formats.tabular.tables import CachedTables
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import open_lake
@@ -130,6 +131,15 @@ def test_an_open_episode_does_not_go_on_in_the_next_file(tmp_path: Path) -> None
     episodes = _episodes(_open(*paths))
     assert [len(e) for e in episodes] == [3, 3, 3, 4, 3, 5]
     assert len({e.episode_id for e in episodes}) == 6
+
+
+def test_open_episodes_of_several_large_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such files are read again for the ends of episodes, of which they have no column."""
+    monkeypatch.setattr(CachedTables.__init__, "__defaults__", (1, None))
+    paths = [_write(tmp_path / f"{i}.hdf5", _log(6 + i, terminals=(2,))) for i in range(2)]
+    assert [len(e) for e in _episodes(_open(*paths))] == [3, 3, 3, 4]
 
 
 def test_images_and_discrete_actions_keep_shape_and_type(tmp_path: Path) -> None:

@@ -211,6 +211,49 @@ def _reagent_log(path: Path) -> Path:
     return path / "log.json"
 
 
+def _areal_log(path: Path) -> Path:
+    record = {"task_id": 1, "seqlen": 2, "tail_version": 3, "reward": 1.0}
+    texts = {"prompt": "1+1?", "completion": "2"}
+    records = [
+        {**record, **texts, "sample_idx": i, "probe": value} for i, value in enumerate(_PROBE)
+    ]
+    (path / "1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path / "1.jsonl"
+
+
+def _easyr1_log(path: Path) -> Path:
+    block = "[prompt] 1+1?\n[output] 2\n[ground_truth] 2\n[score] {}\n\n"
+    (path / "generations.log").write_text("".join(map(block.format, _PROBE)))
+    return path / "generations.log"
+
+
+def _skyrl_log(path: Path) -> Path:
+    record = {"input_prompt": "1+1?", "output_response": "2", "score": 1.0}
+    kinds = {"env_class": "math", "data_source": "sums"}
+    records = [{**record, **kinds, "probe": value} for value in _PROBE]
+    (path / "sums.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path / "sums.jsonl"
+
+
+def _art_log(path: Path) -> Path:
+    said = {"role": "assistant", "content": "a", "tool_calls": None, "trainable": True}
+    rows = [{"group_index": i, "reward": 1.0, "messages": [said] * 3} for i in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), path / "log.parquet")
+    return path / "log.parquet"
+
+
+def _atif_log(path: Path) -> Path:
+    def write(number: int) -> str:
+        agent = {"name": "a", "version": "1"}
+        steps = [{"step_id": i + 1, "source": "agent", "message": "x"} for i in range(3)]
+        extra = {"probe": _PROBE[number]}
+        document = {"schema_version": "ATIF-v1.8", "agent": agent, "steps": steps, "extra": extra}
+        return json.dumps(document) + "\n"
+
+    (path / "log.jsonl").write_text("".join(map(write, range(4))))
+    return path / "log.jsonl"
+
+
 def _nemorl_log(path: Path) -> Path:
     record = {
         "input_lengths": [2],
@@ -224,6 +267,29 @@ def _nemorl_log(path: Path) -> Path:
     return file
 
 
+def _otlp_log(path: Path) -> Path:
+    return _FIXTURES / "otlp" / "agents.jsonl"
+
+
+def _roll_log(path: Path) -> Path:
+    texts = [f"{i}" for i in range(_NUM)]
+    columns = {"prompt": texts, "responses": texts, "scores": _PROBE, "global_step": [1] * _NUM}
+    (path / "1.jsonl").write_text(json.dumps({**columns, "probe": _PROBE}) + "\n")
+    return path / "1.jsonl"
+
+
+def _slime_log(path: Path) -> Path:
+    torch = pytest.importorskip("torch")
+    sample = {"tokens": [1, 2], "response_length": 1, "reward": 1.0, "prompt": "1+1?"}
+    samples = [{**sample, "probe": value, "index": i} for i, value in enumerate(_PROBE)]
+    torch.save({"rollout_id": 1, "samples": samples}, path / "1.pt")
+    return path / "1.pt"
+
+
+def _tinker_log(path: Path) -> Path:
+    return _FIXTURES / "tinker" / "capture.db"
+
+
 def _transcripts_log(path: Path) -> Path:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     records = [{"messages": turns, "probe": value} for value in _PROBE]
@@ -231,32 +297,85 @@ def _transcripts_log(path: Path) -> Path:
     return path / "log.jsonl"
 
 
+def _trl_log(path: Path) -> Path:
+    texts = [f"{i}" for i in range(_NUM)]
+    columns = {"step": [1] * _NUM, "prompt": texts, "completion": texts, "advantage": _PROBE}
+    return _write_parquet(path / "log.parquet", {**columns, "probe": [*range(_NUM)]})
+
+
+def _verifiers_log(path: Path) -> Path:
+    nodes = [{"message": {"role": "user", "content": "Hi"}}]
+    for i in range(3):
+        message = {"role": "assistant", "content": "Hello"}
+        nodes.append({"parent": i, "message": message, "sampled": True})
+    task = {"type": "t", "data": {}}
+    records = [
+        {"task": task, "traces": [{"nodes": nodes, "task": task, "probe": value}]}
+        for value in _PROBE[:4]
+    ]
+    (path / "log.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path / "log.jsonl"
+
+
+def _verl_log(path: Path) -> Path:
+    record = {"input": "1+1?", "output": "2", "gts": "2", "score": 1.0, "step": 1}
+    records = [
+        {**record, "probe": value, "uid": f"u_{i // 3}_{i % 3}"} for i, value in enumerate(_PROBE)
+    ]
+    (path / "1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path / "1.jsonl"
+
+
 _LOGS: dict[str, Callable[[Path], Path]] = {
     "arrow": _arrow_log,
+    "areal": _areal_log,
+    "art": _art_log,
+    "atif": _atif_log,
     "bandit": _bandit_log,
     "csv": _csv_log,
     "d3rlpy": _d3rlpy_log,
     "d4rl": _d4rl_log,
+    "easyr1log": _easyr1_log,
     "jsonl": _jsonl_log,
     "lerobot": _lerobot_log,
     "minari": _minari_log,
     "nemorl": _nemorl_log,
     "npz": _npz_log,
+    "otlp": _otlp_log,
     "parquet": _parquet_log,
     "reagent": _reagent_log,
     "rlds": _rlds_log,
     "rllib": _rllib_log,
     "rllib batches": _rllib_batches,
     "rllib episodes": _rllib_episodes,
+    "roll": _roll_log,
+    "skyrl": _skyrl_log,
+    "slime": _slime_log,
+    "tinker": _tinker_log,
     "transcripts": _transcripts_log,
+    "trl": _trl_log,
+    "verifiers": _verifiers_log,
+    "verl": _verl_log,
 }
 # What a format's further column is called where it does not stand by itself.
 _PATHS = {
     "d3rlpy": "infos/probe",
     "rlds": "language_instruction",
     "rllib episodes": "t",
+    "areal": "metadata",
+    "art": "role",
+    "atif": "role",
+    "easyr1log": "metadata",
     "nemorl": "metadata",
+    "otlp": "metadata",
+    "roll": "metadata",
+    "skyrl": "metadata",
+    "slime": "metadata",
+    "tinker": "metadata",
     "transcripts": "metadata",
+    "trl": "metadata",
+    "verifiers": "metadata",
+    "verl": "metadata",
 }
 
 
@@ -357,7 +476,7 @@ def test_a_field_that_is_mapped_is_stored_or_refused(
     source = write(tmp_path / "log", {**columns, "theirs": values})
     options = ReadOptions(mapping={ours: "theirs"})
     if form == "bandit" and ours in ("terminated", "truncated"):
-        refused = f"mapping {ours}=theirs: found it with format bandit.*logged_{ours}"
+        refused = f"mapping {ours}=theirs: cannot be mapped with format bandit.*logged_{ours}"
         with pytest.raises(ConfigInvalidError, match=refused):
             ingest(lake, [source], "log", format=form, options=options)
         return
@@ -388,7 +507,8 @@ def test_mappings_of_which_one_would_do_nothing_are_refused(
 ) -> None:
     log = _write_jsonl(tmp_path / "log", {**_columns(), "p": [0.5] * _NUM, "q": [-0.5] * _NUM})
     with pytest.raises(
-        ConfigInvalidError, match=f"mapping {next(iter(mapping))}=p: found it beside"
+        ConfigInvalidError,
+        match=f"mapping {next(iter(mapping))}=p: (cannot be combined|has the same meaning)",
     ):
         ingest(lake, [log], "log", options=ReadOptions(mapping=mapping, **options))
 

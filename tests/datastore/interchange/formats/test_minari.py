@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -371,6 +372,38 @@ def _copied(shared_data: Path, tmp_path: Path, storage: str) -> Path:
     source = shared_data / "minari" / "lab" / f"cartpole-{storage}-v0"
     shutil.copytree(source, tmp_path / "copy")
     return tmp_path / "copy" / "data"
+
+
+def test_episodes_of_the_same_bytes_are_episodes_each(shared_data: Path, tmp_path: Path) -> None:
+    """A deterministic policy writes the same file twice; each is a part of the dataset."""
+    data = _copied(shared_data, tmp_path, "arrow")
+    for folder in sorted(path for path in data.iterdir() if path.is_dir()):
+        if folder.name not in ("0", "1"):
+            shutil.rmtree(folder)
+    shutil.copy(data / "0" / "part-0.arrow", data / "1" / "part-0.arrow")
+    lake = open_lake(tmp_path / "lake", create=True)
+    for _ in range(2):
+        receipt = ingest(lake, [data], "walk")
+        assert receipt.episodes.read == 2
+        assert lake.sql("SELECT count(*) AS n FROM walk.episodes").to_pylist() == [{"n": 2}]
+
+
+def test_a_length_that_a_file_declares_is_not_memory_that_it_takes(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    """A billion flags are a few bytes of a packed array: their episode is rejected unread."""
+    data = _copied(shared_data, tmp_path, "hdf5")
+    with h5py.File(data / "main_data.hdf5", "a") as file:
+        del file["episode_3/terminations"]
+        file.create_dataset("episode_3/terminations", (10**9,), bool, chunks=True)
+    tracemalloc.start()
+    try:
+        rejected = [one for one in _open(data) if isinstance(one, RejectedEpisode)]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "'terminations' 1000000000, expected equal lengths" in rejected[0].findings[0].message
+    assert peak < 100 << 20
 
 
 def test_unequal_lengths_reject_their_episode_alone(shared_data: Path, tmp_path: Path) -> None:

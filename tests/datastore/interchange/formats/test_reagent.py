@@ -179,6 +179,23 @@ def test_a_row_without_a_next_state_is_terminal(tmp_path: Path) -> None:
     assert any("1 rows have no next state: taken as terminal" in note for note in reading.notes)
 
 
+def test_metrics_of_one_name_are_refused(tmp_path: Path) -> None:
+    rows = [_row("a", number) for number in range(2)]
+    features = [[("9", -1.0), ("10", 0.5)]] * 2
+    table = pa.Table.from_pylist(
+        [{k: v for k, v in r.items() if "features" not in k} for r in rows]
+    )
+    table = table.append_column(
+        "state_features", pa.array(features, pa.map_(pa.string(), pa.float64()))
+    )
+    values = [pa.array([1.0, 2.0])] * 2
+    metrics = pa.StructArray.from_arrays(values, fields=[pa.field("a", pa.float64())] * 2)
+    path = tmp_path / "log.parquet"
+    pq.write_table(table.append_column("metrics", metrics), path)
+    with pytest.raises(SourceInvalidError, match="'metrics' has two fields of the same name"):
+        _episodes(_open(path))
+
+
 def test_not_terminal_is_believed(tmp_path: Path) -> None:
     path = _write(
         tmp_path / "log.json", _row("a", 0, not_terminal=True), _row("a", 1, not_terminal=False)

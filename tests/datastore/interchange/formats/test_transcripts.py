@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections import defaultdict
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -486,6 +488,7 @@ def test_rewards_of_each_turn_survive(tmp_path: Path) -> None:
     [
         ({"messages": 3}, "messages: found 3, expected a list of messages"),
         ({"messages": [ASK, {"content": "x"}]}, "as message 1, expected an object with a role"),
+        ({"messages": [ASK, {"type": ["ai"], "content": "x"}]}, "as message 1, expected an object"),
         ({"messages": [ASK, SAY], "reward": "good"}, "reward: found 'good', expected a number"),
         ({"messages": [ASK, SAY], "rewards": [1, 2]}, "expected a list of 1, one for each"),
         ({"messages": [ASK, SAY], "id": [1]}, "id: found [1], expected text or a whole number"),
@@ -679,3 +682,173 @@ def test_steps_that_keep_a_history_are_steps(tmp_path: Path) -> None:
     row = {"observation": [1.0], "action": 0, "reward": 1.0, "history": [ASK, SAY]}
     source = find_source([lines(tmp_path / "log.jsonl", row)])
     assert find_format("auto", source.files).name == "jsonl"
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return open_lake(tmp_path / "lake", create=True)
+
+
+def _write_dialogues(path: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_dialogues_of_parquet_are_those_of_json(lake: Lake, tmp_path: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talks = [
+        [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "7", "tool_call_id": "c"},
+            {"role": "assistant", "content": "It is 7."},
+        ],
+        [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}],
+    ]
+    records = [
+        {"id": "a", "messages": talks[0], "reward": 1.0, "level": 3},
+        {"id": "b", "messages": talks[1], "reward": None, "level": 4},
+    ]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, records)))
+    columns = {name: [one[name] for one in records] for name in records[0]}
+    receipt = ingest(lake, [_write_dialogues(tmp_path / "log.parquet", **columns)], "chats")
+    assert (receipt.format, receipt.episodes.committed) == ("transcripts", 2)
+    ingest(lake, [tmp_path / "log.jsonl"], "lines")
+    query = "SELECT * EXCLUDE (episode_id) FROM {}.steps ORDER BY source_episode_id, step"
+    found, expected = (lake.sql(query.format(name)).to_pylist() for name in ("chats", "lines"))
+    for row in (*found, *expected):  # Arrow orders fields as its schema does
+        for name in ("prompt_messages", "completion_messages"):
+            row[name] = json.loads(row[name])
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "actions"),
+    [
+        ({"prompt": ["p"], "chosen": ["c"], "rejected": ["r"]}, ["c", "r"]),
+        (
+            {"conversations": [[{"from": "human", "value": "p"}, {"from": "gpt", "value": "c"}]]},
+            ["c"],
+        ),
+        ({"prompt": ["p"], "completions": [["c", "d"]], "rewards": [[1.0, 0.0]]}, ["c", "d"]),
+    ],
+)
+def test_other_forms_of_dialogues_in_parquet(
+    lake: Lake, tmp_path: Path, columns: dict[str, Any], actions: list[str]
+) -> None:
+    receipt = ingest(lake, [_write_dialogues(tmp_path / "log.parquet", **columns)], "chats")
+    assert receipt.format == "transcripts"
+    found = lake.sql("SELECT action FROM chats.steps ORDER BY action")["action"].to_pylist()
+    assert found == actions
+
+
+def test_bytes_and_faults_in_parquet(lake: Lake, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    columns = {
+        "messages": [messages, [], messages],
+        "image": [b"x", None, None],
+        "reward": ["1", "2", None],
+    }
+    receipt = ingest(lake, [_write_dialogues(tmp_path / "log.parquet", **columns)], "chats")
+    assert (receipt.episodes.committed, receipt.episodes.rejected) == (1, 1)
+    (check,) = [one for one in receipt.checks if one.outcome == "rejected"]
+    assert "log.parquet row 0: reward: found '1', expected a number or null" in check.example
+    assert any("log.parquet row 1" in note for note in receipt.notes)
+    columns["reward"] = [None, None, "3"]
+    ingest(lake, [_write_dialogues(tmp_path / "b.parquet", **columns)], "images")
+    metadata = lake.sql("SELECT metadata FROM images.steps")["metadata"].to_pylist()[0]
+    digest = hashlib.sha256(b"x").hexdigest()
+    assert json.loads(metadata) == {"image": {"sha256": digest, "base64": "eA=="}}
+
+
+def test_a_table_of_steps_with_messages_is_no_dialogue(lake: Lake, tmp_path: Path) -> None:
+    messages = [[{"role": "user", "content": "Hi"}]] * 2
+    columns = {"episode_id": ["a", "a"], "step": [0, 1], "observation": [0.5, 1.5]}
+    rest = {"action": [0, 1], "reward": [1.0, 1.0], "terminated": [False, True]}
+    log = _write_dialogues(tmp_path / "log.parquet", **columns, **rest, trajectory=messages)
+    assert ingest(lake, [log], "logged").format == "parquet"
+
+
+def _simulation(number: int, **changes: Any) -> dict[str, Any]:
+    """Return a simulation in the form of tau2-bench's data model."""
+    call = {"id": "c", "name": "find", "arguments": {"id": 3}, "requestor": "assistant"}
+    own = {"id": "u", "name": "toggle", "arguments": {}, "requestor": "user"}
+    result = {"role": "tool", "id": "c", "content": "found", "requestor": "assistant"}
+    both = [{**result, "id": "u", "requestor": "user", "content": "on"}]
+    return {
+        "id": f"s{number}",
+        "task_id": "7",
+        "trial": number,
+        "termination_reason": "user_stop",
+        "reward_info": {"reward": 1.0, "db_check": None},
+        "messages": [
+            {"role": "assistant", "content": "Hi! How can I help?"},
+            {"role": "user", "content": "No data."},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            result,
+            {"role": "assistant", "content": "Toggle it."},
+            {"role": "user", "content": None, "tool_calls": [own]},
+            {"role": "tool", "tool_messages": both},
+            {"role": "assistant", "content": "Done."},
+            {"role": "user", "content": "###STOP###"},
+        ],
+        **changes,
+    }
+
+
+def _run(*simulations: Any) -> dict[str, Any]:
+    agent = {"implementation": "llm_agent", "llm": "gpt"}
+    info = {"git_commit": "0", "num_trials": 2, "agent_info": agent, "environment_info": {}}
+    return {"timestamp": "t", "info": info, "tasks": [{"id": "7"}], "simulations": [*simulations]}
+
+
+def test_runs_of_tau2_bench(lake: Lake, tmp_path: Path) -> None:
+    cut = _simulation(1, termination_reason="max_steps", reward_info=None)
+    run = _run(_simulation(0), cut, _simulation(2, messages=None))
+    (tmp_path / "results.json").write_text(json.dumps(run, indent=2))
+    receipt = ingest(lake, [tmp_path / "results.json"], "talks")
+    assert (receipt.format, receipt.episodes.committed) == ("transcripts", 2)
+    (check,) = [one for one in receipt.checks if one.outcome == "rejected"]
+    assert "results.json record 2 (line 1): messages: found None" in check.example
+    rows = lake.sql("SELECT * FROM talks.steps ORDER BY source_episode_id, step").to_pylist()
+    first = rows[:4]
+    assert [row["action"] for row in first] == [
+        "Hi! How can I help?",
+        'find({"id":3})',
+        "Toggle it.",
+        "Done.",
+    ]
+    assert first[3]["observation"] == "user: toggle({})\ntool: on"
+    assert first[3]["final_observation"] == "user: ###STOP###"
+    answered = json.loads(first[2]["prompt_messages"])[0]
+    assert (answered["tool_call_id"], answered["content"]) == ("c", "found")
+    assert [row["reward"] for row in first] == [0.0, 0.0, 0.0, 1.0]
+    ends = [(row["terminated"], row["truncated"], row["status"]) for row in (rows[3], rows[7])]
+    assert ends == [(True, False, "user_stop"), (False, True, "max_steps")]
+    assert {(row["group_id"], row["policy"]) for row in rows} == {("7", "gpt")}
+    metadata = json.loads(rows[0]["metadata"])
+    assert metadata["task"] == {"id": "7"}
+    assert metadata["run"]["info"]["num_trials"] == 2
+    assert metadata["reward_info"] == {"reward": 1.0, "db_check": None}
+
+
+def test_a_folder_of_simulations_of_tau2_bench(lake: Lake, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "simulations").mkdir(parents=True)
+    run = {**_run(), "simulation_index": [{"id": "s0"}, {"id": "s1"}]}
+    del run["simulations"]
+    (folder / "results.json").write_text(json.dumps(run))
+    for number in range(2):
+        one = json.dumps(_simulation(number))
+        (folder / "simulations" / f"s{number}.json").write_text(one)
+    receipt = ingest(lake, [folder], "talks")
+    assert (receipt.format, receipt.episodes.committed) == ("transcripts", 2)
+    frameworks = lake.sql("SELECT DISTINCT source_framework AS f FROM talks.steps")["f"]
+    assert frameworks.to_pylist() == ["tau2-bench"]
+
+
+def test_a_long_run_is_recognized(tmp_path: Path) -> None:
+    text = "x" * (9 << 20)
+    run = _run(_simulation(0, note=text))
+    (tmp_path / "results.json").write_text(json.dumps(run))
+    assert find_format("auto", find_source([tmp_path / "results.json"]).files).name == "transcripts"

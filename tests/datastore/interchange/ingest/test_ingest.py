@@ -529,6 +529,16 @@ def test_what_the_writer_would_refuse_is_refused_before_anything_is_made(
     assert not lake.dataset("log").exists()
 
 
+def test_final_observations_of_another_kind_are_refused(lake: Lake, tmp_path: Path) -> None:
+    step = {"episode_id": "e", "observation": {"speed": 0.5}, "action": 1, "reward": 1.0}
+    log = tmp_path / "log.jsonl"
+    end = {"terminated": True, "final_observation": [0.0]}
+    log.write_text(json.dumps({**step, **end}) + "\n")
+    with pytest.raises(EpisodeInvalidError, match=r"both structs \(fields speed\) and arrays"):
+        ingest(lake, [log], "log")
+    assert not lake.dataset("log").exists()
+
+
 def test_a_probability_a_little_over_one_is_one(lake: Lake, tmp_path: Path) -> None:
     """As a softmax in float32 gives it."""
     text = "episode_id,observation,action,reward,action_logp\ne,0.5,0,1,0.00001\n"

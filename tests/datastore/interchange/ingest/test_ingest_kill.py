@@ -134,7 +134,7 @@ def test_killed_ingests_lose_and_double_nothing(tmp_path: Path) -> None:
     _kill_and_complete(tmp_path, num_kills=3, seed=0)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_many_killed_ingests_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
     _kill_and_complete(tmp_path, num_kills=8, seed=seed)

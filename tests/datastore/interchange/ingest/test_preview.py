@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.errors import SourceInvalidError
@@ -58,6 +60,19 @@ def test_the_first_rows_are_shown_and_the_rest_is_not_read(log: Path, tmp_path: 
     assert json.loads(json.dumps(seen.to_json()))["mapping"]["action"] == "item"
     with pytest.raises(SourceInvalidError, match="torn"):
         ingest(_lake(tmp_path), [log], "log", options=options)
+
+
+def test_times_in_an_unknown_zone_are_shown_in_utc(tmp_path: Path) -> None:
+    times = pa.array([0, 1_000_000], pa.timestamp("us", "UTD"))
+    columns = {"observation": [0.5, 1.5], "action": [0, 1], "reward": [1.0, 1.0]}
+    table = pa.table({"episode_id": ["a", "a"], **columns, "sent": times})
+    pq.write_table(table, tmp_path / "log.parquet", store_schema=True)
+    seen = preview(_lake(tmp_path), [tmp_path / "log.parquet"], "log")
+    (sent,) = [one for one in seen.columns if one.column == "sent"]
+    assert (sent.least, sent.greatest) == (
+        "1970-01-01 00:00:00.000000Z",
+        "1970-01-01 00:00:01.000000Z",
+    )
 
 
 def test_a_wrong_mapping_is_found_at_once(log: Path, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_null_keys_and_wrong_columns(lake: Lake, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigInvalidError, match=match):
             _ingest(lake, path, unique=names)
-    with pytest.raises(ConfigInvalidError, match="late: found it for a dataset"):
+    with pytest.raises(ConfigInvalidError, match="late: requires `unique`"):
         _ingest(lake, path, unique=(), late=["score"])
     assert not lake.dataset("d").exists()
 

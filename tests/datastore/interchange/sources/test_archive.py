@@ -115,6 +115,19 @@ def test_an_npz_stays_one_file(tmp_path: Path) -> None:
         assert set(arrays) == {"obs", "acts"}
 
 
+def test_a_file_of_torch_save_stays_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("a/data.pkl", "a/byteorder", "a/data/0", "a/version"):
+            archive.writestr(name, "x")
+    (file,) = find_source([path]).files
+    assert file.path == path.resolve()
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        archive.write(path, "a.pt")
+    (inside,) = find_source([tmp_path / "b.zip"]).files
+    assert inside.sha256 == file.sha256
+
+
 def test_real_zip_with_litter(shared_data: Path) -> None:
     source = find_source([shared_data / "reagent" / "dqn_workflow.zip"])
     assert len(source.files) == 12
@@ -132,6 +145,14 @@ def test_paths_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
     _hostile(tmp_path / "a.zip", name)
     with pytest.raises(SourceInvalidError, match=r"a\.zip: member .* leads out of the archive"):
         find_source([tmp_path / "a.zip"])
+
+
+def test_a_member_without_a_name_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    _hostile(path, "q.csv")
+    path.write_bytes(path.read_bytes().replace(b"q.csv", b"\0.csv"))
+    with pytest.raises(SourceInvalidError, match=r"a\.zip: member '': found no name, expected the"):
+        find_source([path])
 
 
 def test_other_hostile_members_are_refused(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_protection(registry: Registry) -> None:
     assert registry.marks.protect("cql", 2)
     assert not registry.marks.protect("cql", 2)
     assert registry.entry("cql", 2)["protected"]
-    with pytest.raises(ConfigInvalidError, match="cql:2: found it protected"):
+    with pytest.raises(ConfigInvalidError, match="cql:2: is protected"):
         registry.marks.delete("cql", 2)
     assert registry.marks.protect("cql", 2, False)
     assert not registry.entry("cql", 2)["protected"]

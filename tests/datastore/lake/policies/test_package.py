@@ -108,6 +108,39 @@ def test_one_flipped_bit_is_found(package, name):
         load_policy(package)
 
 
+def test_a_file_name_that_no_folder_can_hold_is_refused(package):
+    path = package / MANIFEST
+    body = json.loads(path.read_text())
+    body["files"]["\0"] = body["files"][GRAPH]
+    path.write_text(json.dumps(body))
+    with pytest.raises(PackageInvalidError, match="names in the package's own folder"):
+        check_package(package)
+
+
+@pytest.mark.parametrize("space", [{"n": "2"}, {"n": 2, "start": " "}, {"n": 2.5}])
+def test_a_space_of_texts_is_refused(package, space):
+    path = package / MANIFEST
+    body = json.loads(path.read_text())
+    body["policy"]["action_space"] = {"type": "discrete", **space}
+    path.write_text(json.dumps(body))
+    with pytest.raises(PackageInvalidError, match="cannot be interpreted as an integer"):
+        check_package(package)
+
+
+def test_a_graph_of_another_rank_is_refused_when_it_runs(tmp_path):
+    shape = helper.make_tensor_value_info("observations", TensorProto.FLOAT, ["N"])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N"])
+    node = helper.make_node("Neg", ["observations"], ["logits"])
+    opset = [helper.make_opsetid("", 17)]
+    graph = helper.make_graph([node], "policy", [shape], [logits])
+    model = helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+    spec = PolicySpec(Box((2,)), Discrete(2), "categorical")
+    save_package(tmp_path / "p", onnx=model, spec=spec, manifest={}, learner_weights=None)
+    policy = load_policy(tmp_path / "p")
+    with pytest.raises(PackageInvalidError, match=r"cannot run it: .*[Rr]ank"):
+        policy.act(np.zeros((1, 2), np.float32))
+
+
 def test_a_missing_file_is_named(package):
     (package / GRAPH).unlink()
     with pytest.raises(PackageInvalidError, match=GRAPH):

@@ -144,7 +144,7 @@ def test_aliases_are_compared_and_set(registry: Registry, package: Path) -> None
     assert registry.set_alias("cql", "champion", 1, expected=0) is None
     assert registry.set_alias("cql", "champion", 2, expected=1) == 1
     with pytest.raises(
-        CommitConflictError, match="cql@champion: found it at version 2, expected version 1"
+        CommitConflictError, match="cql@champion: found version 2, expected version 1"
     ):
         registry.set_alias("cql", "champion", 3, expected=1)
     with pytest.raises(CommitConflictError):

@@ -76,6 +76,14 @@ def test_one_name_needs_no_list(filled: Lake) -> None:
     )
 
 
+def test_new_columns_of_which_each_shard_has_values_of_another(filled: Lake) -> None:
+    labels = pa.table({"decision_id": ["a1", "b2"], "x": [1, None], "y": [None, 2]})
+    receipt = annotate(filled, "d", labels, on=["decision_id"], add=["x", "y"])
+    assert (receipt.version, receipt.steps) == (3, 2)
+    assert column(filled, "x") == [None, 1, None, None, None, None]
+    assert column(filled, "y") == [None, None, None, None, None, 2]
+
+
 @pytest.mark.slow
 def test_a_reward_by_expression_over_label_and_step(filled: Lake) -> None:
     labels = pa.table({"decision_id": ["a0", "a2"], "reward": [10.0, 20.0], "score": [1.0, 2.0]})

@@ -24,7 +24,7 @@ from replaylake.datastore.maintenance.vacuum import vacuum
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.replay.array_allocator import is_mapped
 from replaylake.datastore.replay.cache.cache_writer import CacheWriter
-from replaylake.datastore.replay.cache.cached_view import collect_arrays, make_metadata
+from replaylake.datastore.replay.cache.cached_view import collect_arrays, make_metadata, open_cached
 from replaylake.datastore.replay.cache.draft import Draft, DraftStoppedError, find_abandoned_drafts
 from replaylake.datastore.replay.cache.view_cache import ViewCache
 from replaylake.datastore.replay.layout import RecordLayout
@@ -74,6 +74,10 @@ def written(cache: ViewCache, packed: Packed, shards: list[str]) -> Draft:
     about = make_metadata(packed, arrays, has_masked_actions=False)
     draft.complete(arrays, about, shards, threading.Event())
     return draft
+
+
+def is_whole(view: ReplayView) -> Callable[[Path], bool]:
+    return lambda folder: open_cached(folder, layout_of(view)) is not None
 
 
 def layout_of(view: ReplayView) -> RecordLayout:
@@ -141,14 +145,14 @@ def test_a_view_that_is_finished_after_its_purge_does_not_stay(filled: Lake) -> 
     cache = ViewCache(filled.storage, "d")
     shards = [entry.path for entry in snapshot.files]
     before, after = written(cache, view.packed, shards), written(cache, view.packed, shards)
-    cache.publish(before, "a" * 64, layout_of(view), shards)
+    cache.publish(before, "a" * 64, shards, is_whole(view))
     filled.storage.delete([f"d/{shards[1]}"])
     with pytest.raises(NotFoundError, match="1 of its 3 shards were removed while it was written"):
-        cache.publish(after, "b" * 64, layout_of(view), shards)
+        cache.publish(after, "b" * 64, shards, is_whole(view))
     assert views_of(filled) == ["a" * 64]
     cache.clear()
     with pytest.raises(FileNotFoundError):
-        cache.publish(after, "b" * 64, layout_of(view), shards)
+        cache.publish(after, "b" * 64, shards, is_whole(view))
     assert not home_of(filled).exists()
 
 
@@ -201,13 +205,13 @@ def test_the_least_recently_used_views_go_beyond_the_limit(filled: Lake) -> None
     size = sum(array.nbytes for array in collect_arrays(view.packed).values())
     cache = ViewCache(filled.storage, "d", max_bytes=2 * size + size // 2)
     for second, key in enumerate(["a" * 64, "b" * 64, "c" * 64]):
-        folder = cache.publish(written(cache, view.packed, []), key, layout_of(view), [])
+        folder = cache.publish(written(cache, view.packed, []), key, [], is_whole(view))
         os.utime(folder / "view.json", (second, second))
         if second == 1:
             assert cache.open("a" * 64, layout_of(view)) is not None, "and so it is used now"
     assert views_of(filled) == ["a" * 64, "c" * 64]
     one = ViewCache(filled.storage, "d", max_bytes=1)
-    one.publish(written(one, view.packed, []), "d" * 64, layout_of(view), [])
+    one.publish(written(one, view.packed, []), "d" * 64, [], is_whole(view))
     assert views_of(filled) == ["d" * 64], "the one just made stays in any case"
 
 
@@ -226,9 +230,9 @@ def test_who_is_second_uses_what_is_there(filled: Lake) -> None:
     view = filled.snapshot("d").replay(cache=False)
     cache = ViewCache(filled.storage, "d")
     one, other = written(cache, view.packed, []), written(cache, view.packed, [])
-    folder = cache.publish(one, "a" * 64, layout_of(view), [])
+    folder = cache.publish(one, "a" * 64, [], is_whole(view))
     made = (folder / "records").stat().st_ino
-    assert cache.publish(other, "a" * 64, layout_of(view), []) == folder
+    assert cache.publish(other, "a" * 64, [], is_whole(view)) == folder
     assert (folder / "records").stat().st_ino == made
     assert not other.folder.exists()
 

@@ -36,6 +36,35 @@ def _gathered(words, positions, length):
 
 
 @pytest.mark.usefixtures("_implementation")
+class TestCopyRanges:
+    def test_copies_and_pads(self):
+        source, out = np.arange(10, dtype=np.uint8), np.full(9, 99, np.uint8)
+        ranges = [np.array(values) for values in ([7, 0, 4], [2, 0, 3], [4, 8, 1], [4, 1, 3])]
+        starts, lengths, places, widths = ranges
+        kernels.copy_ranges(source, starts, lengths, out, places, widths)
+        assert out.tolist() == [99, 4, 5, 6, 7, 8, 0, 0, 0]
+
+    @pytest.mark.parametrize(
+        ("start", "length", "place", "width"),
+        [
+            (-1, 2, 0, 2),
+            (3, 2, 0, 2),
+            (0, 2, -1, 2),
+            (0, 2, 2, 2),
+            (0, 2, 0, 1),
+            (2**63 - 1, 2, 0, 2),
+        ],
+    )
+    def test_refuses_other_ranges_and_writes_nothing(self, start, length, place, width):
+        source, out = np.ones(4, np.uint8), np.zeros(3, np.uint8)
+        ranges = ([0, start], [1, length], [0, place], [1, width])
+        starts, lengths, places, widths = map(np.array, ranges)
+        with pytest.raises(IndexError, match=f"range 1 has {length} bytes from {start} to"):
+            kernels.copy_ranges(source, starts, lengths, out, places, widths)
+        assert not out.any()
+
+
+@pytest.mark.usefixtures("_implementation")
 class TestGather:
     def test_takes_consecutive_records(self):
         words = np.array([[0, 1], [10, 11], [20, 21], [30, 31]], np.uint64)

@@ -267,7 +267,7 @@ def test_the_oldest_fall_out(datasets: Any, commits: list[list[Piece]], max_step
     check_eviction(next(datasets), commits, max_steps)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @settings(max_examples=40, deadline=None)
 @given(layouts(), st.integers(1, 30))
 def test_the_oldest_of_many_fall_out(
@@ -276,7 +276,7 @@ def test_the_oldest_of_many_fall_out(
     check_eviction(next(datasets), commits, max_steps)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @settings(max_examples=60, deadline=None)
 @given(layouts(), drops, st.booleans())
 def test_what_sql_says_of_many(
@@ -302,7 +302,7 @@ def test_pieces_in_order_make_what_a_snapshot_has(
     check_snapshot(next(datasets), commits, frame_stack, ITEMS, early=early)
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 @settings(max_examples=40, deadline=None)
 @given(layouts(in_order=True), layouts(), st.sampled_from([1, 3]), st.booleans())
 def test_many_pieces_make_what_a_snapshot_has(

@@ -17,7 +17,12 @@ from replaylake.offline.evaluation.ope.verdict import has_skewed_weights
 from replaylake.offline.evaluation.ope.weights import EstimatorInputs
 
 REPEATS = 1200
-RANGES = {"empirical_bernstein": (0.95, 1.0), "wider": (0.93, 0.975)}
+# What a share of 95% of so many repeats lies in, but once in 500 times; of bounds that are wider
+# by construction it may be more. Intervals at 90% fail both.
+RANGES = {
+    400: {"empirical_bernstein": (0.935, 1.0), "wider": (0.91, 0.99), None: (0.905, 0.985)},
+    REPEATS: {"empirical_bernstein": (0.95, 1.0), "wider": (0.93, 0.975), None: (0.93, 0.97)},
+}
 GAMMA, HORIZON, STOP = 0.95, 6, 0.3
 
 # Three contexts, five actions. The policies' overlap, sum of min(pi, mu), is 0.7.
@@ -140,7 +145,7 @@ def test_these_are_the_intervals_of_estimate(assert_same_interval):
                 assert_same_interval(differences[method], interval)
 
 
-def coverage(problem, truth, repeats=REPEATS):
+def coverage(problem, truth, repeats):
     """Share of repeats whose interval holds the truth, by estimator, method, value or difference.
 
     The estimators are given a wrong model, which theirs must correct; a model alone has none.
@@ -167,13 +172,20 @@ def coverage(problem, truth, repeats=REPEATS):
     return {key: np.mean(hits) for key, hits in held.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "truth"), [(bandit, bandit_truth), (mdp, mdp_truth)])
-def test_intervals_hold_the_truth_as_often_as_they_say(problem, truth):
-    found = coverage(problem, truth())
+@pytest.mark.parametrize(
+    "repeats",
+    [
+        pytest.param(400, marks=pytest.mark.slow),
+        pytest.param(REPEATS, marks=pytest.mark.chaos),
+    ],
+)
+def test_intervals_hold_the_truth_as_often_as_they_say(problem, truth, repeats):
+    found = coverage(problem, truth(), repeats)
     assert len(found) >= 7 * 3 * 2
+    ranges = RANGES[repeats]
     for (name, method, what), share in found.items():
-        least, most = RANGES.get(method, (0.93, 0.97))
+        least, most = ranges.get(method, ranges[None])
         assert least <= share <= most, (name, method, what, share)
 
 

@@ -78,3 +78,21 @@ def test_masks_hold_for_the_policy_unless_they_are_ignored(lake):
         "50.0% of the policy's probability is on actions that the log" in report.assessment.reason
     )
     assert [note for note in report.notes if note.startswith("the log's action masks are ignored")]
+
+
+def test_masks_that_forbid_nothing_are_not_noted(lake):
+    lake.dataset("log").create(Discrete(1), Discrete(2), mask_size=2)
+    lake.dataset("log").append(
+        Episode(
+            f"e/{i}",
+            observations=np.zeros(1, np.int64),
+            actions=np.array([i % 2]),
+            rewards=np.zeros(1),
+            terminated=True,
+            action_masks=np.array([[True, True]]),
+            behavior_log_probs=np.log([0.5]).astype(np.float32),
+        )
+        for i in range(4)
+    )
+    report = evaluate_policy(lake, EvaluationRequest("log", "random", estimators=CHEAP))
+    assert [note for note in report.notes if "mask" in note] == []

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyarrow import feather
 
@@ -16,7 +17,9 @@ from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic.arrow import ArrowFormat, ArrowTables
+from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.sources.source import find_source
+from replaylake.datastore.lake.lake import open_lake
 
 
 def _steps(num: int) -> pa.Table:
@@ -50,6 +53,31 @@ def test_files_streams_and_feather_are_read(tmp_path: Path, write: Any) -> None:
     (episode,) = list(ArrowFormat().read(files, ReadOptions()))
     assert isinstance(episode, Episode)
     assert np.asarray(episode.observations).ravel().tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_views_of_texts_are_read_as_texts(tmp_path: Path, suffix: str) -> None:
+    texts = pa.array(["a", None, "", "a text of more than twelve bytes", "b"], pa.string_view())
+    lists = pa.ListArray.from_arrays([0, 1, 1, 2, 4, 5], texts)
+    actions = pa.array([*"ababa"], pa.string_view())
+    table = _steps(5).drop_columns("action").append_column("action", actions)
+    table = (
+        table.append_column("place", actions)
+        .append_column("note", texts)
+        .append_column("notes", lists)
+    )
+    table = table.append_column("info", pa.StructArray.from_arrays([texts], ["text"]))
+    path = tmp_path / f"log.{suffix}"
+    if suffix == "arrow":
+        _file(path, table)
+    else:
+        pq.write_table(table, path)
+    lake = open_lake(tmp_path / "lake", create=True)
+    ingest(lake, [path], "d", options=ReadOptions(mapping={"observation": "observation,place"}))
+    found = lake.sql("select note, notes, info from d.steps order by step").to_pylist()
+    assert [row["note"] for row in found] == texts.to_pylist()
+    assert [row["notes"] for row in found] == lists.to_pylist()
+    assert [row["info"]["text"] for row in found] == texts.to_pylist()
 
 
 def test_a_large_batch_comes_in_parts(tmp_path: Path) -> None:

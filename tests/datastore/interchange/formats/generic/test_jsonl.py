@@ -42,6 +42,14 @@ def test_deep_nesting_is_one_clear_line(tmp_path: Path, depth: int, text: str) -
         list(JsonlFormat().read(files, ReadOptions()))
 
 
+@pytest.mark.parametrize("text", ["null", "null\n", ' null\n{"a": 1}\n', "nullnull"])
+def test_a_block_that_begins_with_null_is_refused_by_its_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(SourceInvalidError, match=r"log\.jsonl line 1: found"):
+        list(json_chunks(find_source([path]).files[0]))
+
+
 def test_brackets_within_texts_are_no_depth() -> None:
     assert is_shallow(b'{"a": "' + b"[" * 5000 + b'\\"[[["}')
     assert is_shallow(b'{"a": [[1]]}\n' * 3000)

@@ -112,6 +112,21 @@ def test_spaces_that_cannot_be_read_are_one_clear_line(tmp_path: Path) -> None:
             ParquetFormat().read(find_source([tmp_path / "p.parquet"]).files, ReadOptions())
 
 
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = _steps(3)
+    pq.write_table(table.append_column("reward", table["reward"]), tmp_path / "p.parquet")
+    with pytest.raises(SourceInvalidError, match=r"p\.parquet: found the columns reward twice"):
+        _read(tmp_path / "p.parquet")
+
+
+def test_two_fields_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = _steps(3)
+    twice = pa.StructArray.from_arrays([table["reward"].combine_chunks()] * 2, ["a", "a"])
+    pq.write_table(table.append_column("infos", twice), tmp_path / "p.parquet")
+    with pytest.raises(SourceInvalidError, match=r"column 'infos' has two fields .* a, a"):
+        _read(tmp_path / "p.parquet")
+
+
 def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
     whole = _exported(tmp_path / "o.parquet").read_bytes()
     rng = np.random.default_rng(0)

@@ -1,0 +1,107 @@
+"""`replaylake explore`: the lake in a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replaylake.cli.options import (
+    ACCESS_OPTIONS,
+    DEFAULT_LAKE,
+    AllowedHostOption,
+    DebugOption,
+    InsecureOption,
+    JsonOption,
+    LakeOption,
+)
+from replaylake.cli.output.command_output import CommandOutput, result_stream
+
+if TYPE_CHECKING:
+    from replaylake.serve.explorer.config import ExplorerConfig
+
+
+def explore(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="LAKE",
+            show_default=False,
+            help="Path or URL of the lake; by default that of --lake.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(
+            "--port",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 takes a free one.",
+        ),
+    ] = 8080,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Open the lake's page in the browser.")
+    ] = False,
+    path_prefix: Annotated[
+        str,
+        typer.Option(
+            "--path-prefix",
+            metavar="PATH",
+            show_default=False,
+            help="Path prefix of the requests that a proxy forwards, for example /lake.",
+        ),
+    ] = "",
+    admin_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--admin-token-file",
+            rich_help_panel=ACCESS_OPTIONS,
+            metavar="FILE",
+            help="File with bearer tokens that allow reading the whole lake, one per line.",
+        ),
+    ] = None,
+    insecure: InsecureOption = False,
+    allowed_host: AllowedHostOption = None,
+    lake: LakeOption = DEFAULT_LAKE,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show the lake in a browser.
+
+    Serves pages of datasets, episodes, runs and policies, and a SQL console, until interrupted.
+    The explorer reads the lake and does not change it.
+
+    Example:
+      replaylake explore --open
+      replaylake explore s3://bucket/lake --port 0
+    """
+    from replaylake.serve.explorer.config import ExplorerConfig
+    from replaylake.serve.explorer.server import run_explorer
+
+    report = CommandOutput(as_json)
+    config = ExplorerConfig(
+        lake=lake if path is None else path,
+        host=host,
+        port=port,
+        path_prefix=path_prefix.rstrip("/"),
+        admin_token_file=admin_token_file,
+        insecure=insecure,
+        allowed_hosts=tuple(allowed_host or ()),
+    )
+
+    def answer(ready: ExplorerConfig) -> None:
+        body = {"lake": ready.lake, "host": ready.host, "port": ready.port, "url": ready.url}
+        report.print_result(body, [])
+        result_stream().flush()
+        if open_browser:
+            import webbrowser
+
+            if not webbrowser.open(ready.url):
+                report.print_message(f"found no browser to open: the address is {ready.url}")
+
+    raise typer.Exit(run_explorer(config, answer))

@@ -1,0 +1,383 @@
+"""Dialogue: a stored episode of generations for people, turn by turn, with its tokens."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+
+from replaylake.datastore.episodes import schema, tokens
+from replaylake.datastore.episodes.tokenizer import Tokenizer
+from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
+from replaylake.datastore.interchange.formats.generations.messages import (
+    clean_text,
+    find_calls,
+    parse_call,
+)
+from replaylake.datastore.interchange.formats.generations.rows import (
+    COMPLETION_MESSAGES,
+    FINAL_MESSAGES,
+    PROMPT_MESSAGES,
+    REWARD_COMPONENTS,
+)
+from replaylake.datastore.lake.snapshot import Snapshot
+
+_MAX_TOKENIZER_BYTES: Final = 1 << 30
+_COLUMNS: Final = (
+    schema.EPISODE_ID,
+    "source_episode_id",
+    schema.AGENT_ID,
+    schema.STEP,
+    "env_step",
+    "observation",
+    "action",
+    "final_observation",
+    "reward",
+    "terminated",
+    "truncated",
+    "policy",
+    "policy_version",
+    "group_id",
+    PROMPT_MESSAGES,
+    COMPLETION_MESSAGES,
+    FINAL_MESSAGES,
+    REWARD_COMPONENTS,
+    *tokens.TOKEN_TYPES,
+)
+_HASH_DIGITS: Final = 16
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A message as text: its content, calls of tools as `name(arguments)`, and its media."""
+
+    role: str
+    text: str
+    calls: Sequence[str] = ()
+    media: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """A token of a generation. text: None where it is not known. log_prob: of the behavior policy.
+
+    is_trainable: whether a loss covers it.
+    """
+
+    id: int
+    text: str | None
+    log_prob: float | None
+    is_trainable: bool
+
+
+@dataclass(frozen=True)
+class DialogueTurn:
+    """A generation: the messages since its agent's last one, and its own.
+
+    parent: agent and step that it branches from, if they are not the step before it.
+    num_observation_tokens, num_tokens, num_trainable: None where the step has no tokens.
+    """
+
+    agent_id: str
+    step: int
+    parent: tuple[str, int] | None
+    is_continuation: bool | None
+    observation: Sequence[Utterance]
+    action: Sequence[Utterance]
+    final_observation: Sequence[Utterance]
+    reward: float | None
+    reward_components: Sequence[Mapping[str, Any]]
+    terminated: bool
+    truncated: bool
+    policy: str | None
+    policy_version: int | None
+    num_observation_tokens: int | None
+    num_tokens: int | None
+    num_trainable: int | None
+    mean_log_prob: float | None
+    tokens: Sequence[SampledToken] = ()
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """An episode, its turns in the order in which they happened.
+
+    reward: the sum of all turns' rewards, None where one is unknown.
+    """
+
+    dataset: str
+    version: int
+    episode_id: str
+    source_episode_id: str | None
+    group_id: str | None
+    reward: float | None
+    turns: Sequence[DialogueTurn]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_dialogue(
+    snapshot: Snapshot,
+    episode_id: str,
+    *,
+    with_tokens: bool = False,
+    texts: Sequence[str | None] = (),
+    max_turns: int | None = None,
+    max_bytes: int | None = None,
+) -> Dialogue:
+    """Return an episode by its id, or by the id that its source gave it.
+
+    with_tokens: whether turns have their tokens; else only their numbers. texts: the text of each
+    id, from `read_token_texts`. max_turns, max_bytes: of a longer episode, the first turns alone,
+    by their number and the size of their texts; the reward is then of these. The first turn is
+    there whatever its size. Cost: the steps in memory.
+
+    Raises: NotFoundError for an unknown id, and for one that several sources gave.
+    """
+    found = snapshot.sql(
+        "SELECT DISTINCT episode_id FROM steps WHERE episode_id = $id OR source_episode_id = $id",
+        {"id": episode_id},
+    )["episode_id"].to_pylist()
+    own = [name for name in found if name == episode_id] or sorted(found)
+    if len(own) != 1:
+        name = f"{snapshot.dataset}@{snapshot.version}"
+        what = f"no episode {episode_id!r}"
+        if own:
+            what = f"{len(own)} episodes with the source id {episode_id!r}: {', '.join(own[:5])}"
+        raise NotFoundError(
+            f"episode: {name} has {what}, expected one. SELECT episode_id FROM "
+            f"{snapshot.dataset}.episodes lists the ids.",
+            parameter="episode",
+        )
+    schema_of_steps = snapshot.sql("SELECT * FROM steps LIMIT 0").schema
+    known = schema_of_steps.names
+    columns = ", ".join(name for name in _COLUMNS if name in known)
+    order = f"ORDER BY {'env_step, ' if 'env_step' in known else ''}agent_id, step"
+    parameters: dict[str, object] = {"id": own[0]}
+    limits = []
+    if max_turns is not None:
+        limits.append("row_number() OVER turns <= $max_turns")
+        parameters["max_turns"] = max_turns
+    if max_bytes is not None:
+        texts_of_turn = [
+            f"coalesce(strlen({name}), 0)"
+            for name in _COLUMNS
+            if name in known and pa.types.is_string(schema_of_steps.field(name).type)
+        ]
+        limits.append(
+            f"(row_number() OVER turns = 1 OR sum({' + '.join(texts_of_turn)}) OVER turns "
+            "<= $max_bytes)"
+        )
+        parameters["max_bytes"] = max_bytes
+    cut = f"WINDOW turns AS ({order}) QUALIFY {' AND '.join(limits)}" if limits else ""
+    rows = snapshot.sql(
+        f"SELECT {columns} FROM steps WHERE episode_id = $id {cut} {order}", parameters
+    ).to_pylist()
+    turns = [_make_turn(row, with_tokens, texts) for row in rows]
+    rewards = [turn.reward for turn in turns]
+    first = rows[0]
+    return Dialogue(
+        dataset=snapshot.dataset,
+        version=snapshot.version,
+        episode_id=first["episode_id"],
+        source_episode_id=first.get("source_episode_id"),
+        group_id=first.get("group_id"),
+        reward=None if None in rewards else sum(r for r in rewards if r is not None),
+        turns=turns,
+    )
+
+
+def read_token_texts(path: Path, tokenizer: Tokenizer | None) -> list[str | None]:
+    """Return the text of each token id in a `tokenizer.json`; None for ids that it lacks.
+
+    A token that is a part of a character has the replacement character. tokenizer: what the dataset
+    states of its tokenizer.
+
+    Raises: ConfigInvalidError for another file, and one whose sha256 is not the dataset's.
+    """
+    try:
+        if path.stat().st_size > _MAX_TOKENIZER_BYTES:
+            raise ValueError("it has more than 1 GiB")
+        data = path.read_bytes()
+        model = json.loads(data)
+        vocabulary = model["model"]["vocab"]
+        added = {one["content"]: one["id"] for one in model.get("added_tokens") or []}
+        if isinstance(vocabulary, list):  # of a unigram model: texts with their scores
+            vocabulary = {one[0]: number for number, one in enumerate(vocabulary)}
+        ids = {**vocabulary, **added}
+        largest = max(ids.values(), default=-1)
+        if not all(isinstance(n, int) and 0 <= n < 1 << 24 for n in ids.values()):
+            raise ValueError("an id is not a whole number below 16,777,216")
+    except (OSError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigInvalidError(
+            f"tokenizer: {path}: found {type(error).__name__} ({error}), expected the "
+            "tokenizer.json of a Hugging Face tokenizer. Correct the path.",
+            parameter="tokenizer",
+        ) from error
+    digest = hashlib.sha256(data).hexdigest()
+    stated = None if tokenizer is None else tokenizer.sha256
+    if stated is not None and stated != digest:
+        raise ConfigInvalidError(
+            f"tokenizer: {path}: found the sha256 {digest[:12]}..., expected {stated[:12]}..., "
+            "which the dataset states of its tokenizer. Give that tokenizer's file.",
+            parameter="tokenizer",
+        )
+    is_byte_level = "ByteLevel" in json.dumps([model.get("decoder"), model.get("pre_tokenizer")])
+    texts: list[str | None] = [None] * (largest + 1)
+    for text, number in ids.items():
+        is_plain = text in added
+        texts[number] = text if is_plain else _decode_token(text, is_byte_level)
+    return texts
+
+
+def describe_part(part: Any) -> str | None:
+    """Return what a part of a message's content is, if it is media: kind, size and sha256."""
+    if not isinstance(part, dict):
+        return None
+    kind = str(part.get("type", "part"))
+    inner = next(
+        (part[n] for n in ("image_url", "input_audio", "source", "image") if n in part), part
+    )
+    body = inner if isinstance(inner, dict) else {"url": inner}
+    media_type = next((body[n] for n in ("media_type", "mime_type", "format") if n in body), None)
+    reference = next((body[n] for n in ("url", "uri", "path", "file_id") if n in body), None)
+    data = next((body[n] for n in ("data", "content") if isinstance(body.get(n), str)), None)
+    if isinstance(reference, str) and reference.startswith("data:"):
+        header, _, data = reference[5:].partition(",")
+        media_type, reference = header.split(";")[0] or media_type, None
+    if reference is None and (data is None or kind in ("text", "input_text", "output_text")):
+        return None
+    what = kind if media_type is None else f"{kind} {media_type}"
+    if data is None:
+        stated = body.get("sha256", part.get("sha256"))
+        known = f", sha256 {str(stated)[:_HASH_DIGITS]}" if stated else ""
+        return clean_text(f"[{what}: {reference}{known}]")
+    try:
+        content = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        content = data.encode("utf-8", "surrogatepass")
+    digest = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
+    return clean_text(f"[{what}: {len(content):,} bytes, sha256 {digest}]")
+
+
+def _make_turn(
+    row: Mapping[str, Any], with_tokens: bool, texts: Sequence[str | None]
+) -> DialogueTurn:
+    ids = row.get(tokens.ACTION_TOKENS)
+    sampled = [] if ids is None else _read_tokens(row, ids, texts)
+    read = row.get(tokens.OBSERVATION_TOKENS)
+    log_probs = [one.log_prob for one in sampled if one.log_prob is not None]
+    agent_id, step = row["agent_id"], row["step"]
+    parent = None
+    if (parent_step := row.get(tokens.PARENT_STEP)) is not None:
+        named = row.get(tokens.PARENT_AGENT_ID)
+        parent = (agent_id if named is None else named, parent_step)
+    reward = row["reward"]
+    return DialogueTurn(
+        agent_id=agent_id,
+        step=step,
+        parent=None if parent == (agent_id, step - 1) else parent,
+        is_continuation=row.get(tokens.IS_CONTINUATION),
+        observation=_read_messages(row, PROMPT_MESSAGES, "observation", ""),
+        action=_read_messages(row, COMPLETION_MESSAGES, "action", ""),
+        final_observation=_read_messages(row, FINAL_MESSAGES, "final_observation", ""),
+        reward=None if reward is None or reward != reward else reward,
+        reward_components=row.get(REWARD_COMPONENTS) or (),
+        terminated=row["terminated"],
+        truncated=row["truncated"],
+        policy=row.get("policy"),
+        policy_version=row.get("policy_version"),
+        num_observation_tokens=None if read is None else len(read),
+        num_tokens=None if ids is None else len(ids),
+        num_trainable=None if ids is None else sum(one.is_trainable for one in sampled),
+        mean_log_prob=sum(log_probs) / len(log_probs) if log_probs else None,
+        tokens=sampled if with_tokens else (),
+    )
+
+
+def _read_tokens(
+    row: Mapping[str, Any], ids: Sequence[int], texts: Sequence[str | None]
+) -> list[SampledToken]:
+    unknown = [None] * len(ids)
+    log_probs = row.get(tokens.ACTION_LOG_PROBS) or unknown
+    mask = row.get(tokens.ACTION_LOSS_MASK) or [True] * len(ids)
+    is_trainable = row.get(tokens.IS_TRAINABLE) is not False
+    return [
+        SampledToken(
+            token,
+            texts[token] if token < len(texts) else None,
+            log_prob,
+            bool(flag) and is_trainable,
+        )
+        for token, log_prob, flag in zip(ids, log_probs, mask, strict=True)
+    ]
+
+
+def _read_messages(row: Mapping[str, Any], name: str, other: str, role: str) -> list[Utterance]:
+    """Return the messages of a column of JSON, else the value of the field that it describes."""
+    if text := row.get(name):
+        return [_read_message(one) for one in json.loads(text)]
+    value = row.get(other)
+    if value is None or (name in row and row[name] is not None):
+        return []
+    return [Utterance(role, value if isinstance(value, str) else str(value))]
+
+
+def _read_message(message: Mapping[str, Any]) -> Utterance:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts: list[str] = []
+    media: list[str] = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and part.get("type") == "tool_result":
+            inner = _read_message({"role": "tool", "content": part.get("content")})
+            texts.append(inner.text)
+            media += inner.media
+        elif (described := describe_part(part)) is not None:
+            media.append(described)
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+    calls = ["{}({})".format(*parse_call(call)) for call in find_calls(message)]
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning:
+        texts.insert(0, f"(reasoning) {reasoning}")
+    return Utterance(
+        clean_text(str(message["role"])),
+        clean_text("\n".join(texts)),
+        [clean_text(call) for call in calls],
+        media,
+    )
+
+
+def _decode_token(text: str, is_byte_level: bool) -> str:
+    if not is_byte_level:
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            try:
+                return bytes([int(text[3:5], 16)]).decode("utf-8", "replace")
+            except ValueError:
+                return text
+        return text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+    table = _byte_table()
+    if not all(letter in table for letter in text):
+        return text
+    return bytes(table[letter] for letter in text).decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=1)
+def _byte_table() -> dict[str, int]:
+    """Return the byte that each letter of a byte-level token stands for, as GPT-2 defines them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}

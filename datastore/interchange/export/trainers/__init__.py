@@ -1,0 +1,1 @@
+"""Trainers: files in the forms that the trainers of language models read."""

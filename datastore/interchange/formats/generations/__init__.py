@@ -1,0 +1,1 @@
+"""Generations: values, messages and rows that the formats of language agents' logs share."""

@@ -1,0 +1,1 @@
+"""Scoring: values of functions, reward models and judges, written to the steps that they rate."""

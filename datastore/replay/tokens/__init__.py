@@ -1,0 +1,1 @@
+"""Token sequences of language agents, decoded once, and batches of them."""

@@ -1,0 +1,1 @@
+"""Collecting: a server without a policy, which takes in what was acted elsewhere."""

@@ -1,0 +1,1 @@
+"""Explorer: pages of a lake for people, in a browser."""

@@ -1,0 +1,416 @@
+"""The explorer's ASGI app: who may read, which page an address is, and in which form."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from http import HTTPStatus
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import parse_qs, quote, unquote
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
+
+from replaylake.datastore.errors import (
+    InvalidNameError,
+    NotFoundError,
+    ReplayLakeError,
+    StorageError,
+)
+from replaylake.datastore.lake.lake import Lake
+from replaylake.serve.explorer.console_page import send_result, show_console
+from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
+from replaylake.serve.explorer.episode_page import send_frame, show_episode
+from replaylake.serve.explorer.episodes_page import show_episodes
+from replaylake.serve.explorer.lake_page import show_lake
+from replaylake.serve.explorer.page import (
+    Download,
+    Page,
+    Panel,
+    empty_state,
+    to_csv,
+    to_html,
+    to_json,
+)
+from replaylake.serve.explorer.policies_page import list_policies, show_policy
+from replaylake.serve.explorer.profiles import ProfileMemory
+from replaylake.serve.explorer.runs_page import list_runs, show_run
+from replaylake.serve.explorer.sandbox_queue import SandboxQueue
+from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
+from replaylake.serve.messages import RequestRefusedError
+from replaylake.serve.pages.markup import tag
+from replaylake.serve.safety.hosts import AllowedHosts
+from replaylake.serve.safety.tokens import Tokens
+
+_logger = logging.getLogger(__name__)
+PageFunction = Callable[[Visit], Page | Download]
+_HTML: Final = "text/html; charset=utf-8"
+_JSON: Final = "application/json"
+_FORMS: Final = {
+    ".json": _JSON,
+    ".csv": "text/csv; charset=utf-8",
+    ".parquet": "application/vnd.apache.parquet",
+}
+_COOKIE: Final = "replaylake_explorer"
+_ROLE: Final = "admin"
+_MAX_FORM_BYTES: Final = 4096
+_CHECK_S: Final = 0.2
+# What a query may have as it is (RFC 3986), with the sign of what is quoted already.
+_QUERY_SAFE: Final = "%/?:@!$&'()*+,;=~"
+# Nothing but what the explorer itself serves: no script, style or frame of another origin, and none
+# written into a page. Images of frames are files of the explorer, too.
+_SECURITY_HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
+    "frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+_ASSETS: Final = {
+    "explorer.css": ("explorer.static", "text/css; charset=utf-8"),
+    "explorer.js": ("explorer.static", "text/javascript; charset=utf-8"),
+    "icon.svg": ("explorer.static", "image/svg+xml"),
+    "page.css": ("pages", "text/css; charset=utf-8"),
+    "uplot.css": ("explorer.static", "text/css; charset=utf-8"),
+    "uplot.js": ("explorer.static", "text/javascript; charset=utf-8"),
+}
+PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
+    ("/", show_lake),
+    ("/datasets/{name}", show_dataset),
+    ("/datasets/{name}/diff", show_diff),
+    ("/datasets/{name}/episodes", show_episodes),
+    ("/datasets/{name}/episode", show_episode),
+    ("/datasets/{name}/frame", send_frame),
+    ("/policies", list_policies),
+    ("/policies/{name}", show_policy),
+    ("/runs", list_runs),
+    ("/runs/{run}", show_run),
+    ("/sql", show_console),
+)
+# Pages that run SQL of the reader's where their address has it, and in which parameter. The forms
+# of `/sql` as a file always run it.
+READERS_SQL: Final = {
+    "/datasets/{name}/episodes": "where",
+    "/datasets/{name}/episode": "where",
+    "/sql": "q",
+}
+
+
+def create_explorer(
+    lake: Lake,
+    *,
+    tokens: Tokens | None = None,
+    allowed_hosts: AllowedHosts | None = None,
+    path_prefix: str = "",
+) -> Explorer:
+    """Return the ASGI app of a lake's pages."""
+    return Explorer(lake, tokens or Tokens(), allowed_hosts or AllowedHosts(), path_prefix)
+
+
+class Explorer:
+    """An ASGI app. It only reads: the lake is the same after any request."""
+
+    def __init__(self, lake: Lake, tokens: Tokens, hosts: AllowedHosts, prefix: str) -> None:
+        self._lake = lake
+        self._tokens = tokens
+        self._hosts = hosts
+        self._prefix = prefix
+        self._links = Links(prefix)
+        self._memory = QueryMemory()
+        self._profiles = ProfileMemory()
+        self.sandboxes = SandboxQueue()
+        # Of this process: after a restart everybody signs in again.
+        self._cookie_key = secrets.token_bytes(32)
+        self._routes = [Route(path, _never, name=path) for path, _ in PAGES]
+        self._pages = dict(PAGES)
+        self._files: dict[str, tuple[bytes, str]] = {}
+        self._assets: dict[str, str] = {}
+        for name, (folder, kind) in _ASSETS.items():
+            content = files(f"replaylake.serve.{folder}").joinpath(name).read_bytes()
+            digest = hashlib.sha256(content).hexdigest()[:12]
+            self._files[f"/static/{digest}/{name}"] = (content, kind)
+            self._assets[name] = self._links("static", digest, name)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; of the lifespan, there is nothing to start or stop."""
+        if scope["type"] == "lifespan":
+            await _answer_lifespan(receive, send)
+            return
+        request = Request(scope, receive)
+        response = await self._answer(request)
+        for name, value in _SECURITY_HEADERS.items():
+            response.headers[name] = value
+        response.headers.setdefault("cache-control", "no-store")
+        await response(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        path = request.scope["path"]
+        if self._prefix and path == self._prefix:
+            return Response(status_code=308, headers={"location": self._links()})
+        if self._prefix and not path.startswith(f"{self._prefix}/"):
+            return self._error(request, path, 404, f"{path} is not below {self._prefix}/.")
+        path = path[len(self._prefix) :]
+        try:
+            self._check_host(request)
+            is_cross_site = _check_site(request)
+            if path.startswith("/static/"):
+                return self._send_file(request, path)
+            if path == "/sign-in":
+                return await self._sign_in(request)
+            if not self._is_signed_in(request):
+                return self._ask_for_token(request, _to_address(path, request.url.query))
+            return await self._show(request, path, is_cross_site=is_cross_site)
+        except RequestRefusedError as error:
+            return self._error(request, path, error.status, f"{error.message}.")
+        except ReplayLakeError as error:
+            return self._error(request, path, _status_of(error), str(error))
+        except Exception:
+            number = secrets.token_hex(4)
+            _logger.exception("error %s at %s", number, path)
+            text = (
+                f"This page could not be made: a fault in ReplayLake, number {number} in the log "
+                "of `replaylake explore`. Other pages are not affected."
+            )
+            return self._error(request, path, 500, text)
+
+    async def _show(self, request: Request, path: str, *, is_cross_site: bool) -> Response:
+        suffix = next((form for form in _FORMS if path.endswith(form)), "")
+        stem = path.removesuffix(suffix)
+        stem = "/" if suffix and stem == "/index" else stem
+        scope = {**request.scope, "path": stem, "root_path": ""}
+        for route in self._routes:
+            match, child = route.matches(scope)
+            if match is Match.NONE:
+                continue
+            if request.method not in ("GET", "HEAD"):
+                text = f"{request.method} is not possible here: pages are only read, with GET."
+                return self._error(request, path, 405, text)
+            lists = parse_qs(request.url.query, keep_blank_values=True)
+            values = {name: several[0] for name, several in lists.items()}
+            visit = Visit(
+                self._lake,
+                self._links,
+                self._memory,
+                self._profiles,
+                child["path_params"],
+                values,
+                lists,
+                is_cross_site=is_cross_site,
+            )
+            function = self._find_page(route.path, suffix)
+            if (suffix and route.path == "/sql") or values.get(READERS_SQL.get(route.path, "")):
+                async with self.sandboxes.turn(request.is_disconnected):
+                    page = await _run_while_connected(request, visit, function)
+            else:
+                page = await _run_while_connected(request, visit, function)
+            if isinstance(page, Download):
+                return _send_download(page)
+            return await run_in_threadpool(self._render, request, page, suffix, stem)
+        return self._error(request, path, 404, f"There is no page {path}.")
+
+    def _find_page(self, path: str, suffix: str) -> PageFunction:
+        if path == "/sql" and suffix:
+            # The rows of a result alone, in the types that they have.
+            return partial(send_result, form=suffix.removeprefix("."))
+        return self._pages[path]
+
+    def _render(self, request: Request, page: Page, suffix: str, stem: str) -> Response:
+        if suffix == ".json":
+            return Response(to_json(page), page.status, media_type=_JSON)
+        if suffix:
+            if page.rows is None or suffix != ".csv":
+                address = f"{stem}{suffix}"
+                text = f"There is no {address}: this page has .json" + (
+                    " alone." if page.rows is None else " and .csv."
+                )
+                return self._error(request, address, 404, text)
+            return Response(to_csv(page), media_type=_FORMS[suffix])
+        query = request.url.query
+        address = f"{self._prefix}{stem}" + (f"?{query}" if query else "")
+        return self._page(page, address, page.status)
+
+    def _page(self, page: Page, address: str, status: int = 200) -> Response:
+        text = to_html(page, self._links, lake=self._lake.url, address=address, assets=self._assets)
+        return Response(text.encode("utf-8", "replace"), status, media_type=_HTML)
+
+    def _send_file(self, request: Request, path: str) -> Response:
+        if path not in self._files:
+            return self._error(request, path, 404, f"There is no file {path}.")
+        content, kind = self._files[path]
+        # Its address has a digest of it.
+        headers = {"cache-control": "public, max-age=31536000, immutable"}
+        return Response(content, media_type=kind, headers=headers)
+
+    def _check_host(self, request: Request) -> None:
+        headers = dict(request.scope["headers"])
+        server = request.scope.get("server")
+        self._hosts.check(
+            headers.get(b"host"), headers.get(b"origin"), None if server is None else server[0]
+        )
+
+    def _is_signed_in(self, request: Request) -> bool:
+        if self._tokens.is_empty:
+            return True
+        cookie = request.cookies.get(_COOKIE, "").encode()
+        for token, _ in self._tokens.pairs:
+            if hmac.compare_digest(self._cookie_of(token), cookie):
+                return True
+        authorization = request.headers.get("authorization")
+        if authorization is None:
+            return False
+        self._tokens.check(_ROLE, authorization.encode("latin-1"))
+        return True
+
+    def _cookie_of(self, token: bytes) -> bytes:
+        return hmac.new(self._cookie_key, token, hashlib.sha256).hexdigest().encode()
+
+    async def _sign_in(self, request: Request) -> Response:
+        if request.method != "POST":
+            return self._ask_for_token(request, "/", status=200)
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MAX_FORM_BYTES:
+                return self._error(request, "/sign-in", 413, "The form is larger than a token.")
+        form = parse_qs(body.decode("latin-1"))
+        presented = form.get("token", [""])[0].strip().encode("latin-1", "replace")
+        to = form.get("to", ["/"])[0]
+        known = [token for token, _ in self._tokens.pairs if hmac.compare_digest(token, presented)]
+        if not known:
+            return self._ask_for_token(request, to, wrong=True)
+        response = Response(status_code=303, headers={"location": self._find_target(to)})
+        # A browser says in Origin how it reached the page, also where a proxy speaks HTTPS for us.
+        is_secure = request.headers.get("origin", "").startswith("https://")
+        response.set_cookie(
+            _COOKIE,
+            self._cookie_of(known[0]).decode(),
+            path=f"{self._prefix}/",
+            httponly=True,
+            secure=is_secure or request.url.scheme == "https",
+            # A link in a chat leads to its page; what else other sites request is refused.
+            samesite="lax",
+        )
+        return response
+
+    def _find_target(self, to: str) -> str:
+        """Return the address to go to after signing in: a page of the explorer, and none other."""
+        path, _, query = to.partition("?")
+        address = _to_address(unquote(path), query)
+        scope = {"type": "http", "method": "GET", "path": unquote(path), "root_path": ""}
+        is_page = any(route.matches(scope)[0] is Match.FULL for route in self._routes)
+        return f"{self._prefix}{address}" if is_page else self._links()
+
+    def _ask_for_token(
+        self, request: Request, to: str, *, wrong: bool = False, status: int = 401
+    ) -> Response:
+        if to.partition("?")[0].endswith(tuple(_FORMS)):
+            text = "This lake needs a token: send it as `Authorization: Bearer TOKEN`."
+            return self._error(request, to.partition("?")[0], 401, text)
+        form = tag(
+            "form",
+            tag("label", "Token", for_="token"),
+            tag(
+                "input",
+                type="password",
+                id="token",
+                name="token",
+                required=True,
+                autofocus=True,
+                autocomplete="current-password",
+            ),
+            tag("input", type="hidden", name="to", value=to),
+            tag("button", "Sign in", type="submit"),
+            tag("p", "That is none of this explorer's tokens.", class_="wrong", role="alert")
+            if wrong
+            else None,
+            method="post",
+            action=self._links("sign-in"),
+            class_="sign-in",
+        )
+        lead = "Whoever started this explorer has its token."
+        page = Page("Sign in", section="sign-in", lead=lead, panels=[Panel("Token", form)])
+        text = to_html(page, self._links, lake="", address=self._links(), assets=self._assets)
+        return Response(text, status, media_type=_HTML)
+
+    def _error(self, request: Request, path: str, status: int, text: str) -> Response:
+        phrase = HTTPStatus(status).phrase
+        if path.endswith(tuple(_FORMS)):
+            page = Page(phrase, data={"error": {"status": status, "message": text}})
+            return Response(to_json(page), status, media_type=_JSON)
+        body = empty_state(text, hint=tag("a", "Go to the lake", href=self._links()))
+        page = Page(phrase, section="error", panels=[Panel("Why", body)])
+        return self._page(page, self._links(), status)
+
+
+def _check_site(request: Request) -> bool:
+    """Return whether a link on another site led here; refuse what else such a site requests.
+
+    A browser says where a request comes from (Fetch Metadata) also where it sends no Origin, as for
+    images. Raises: RequestRefusedError.
+    """
+    headers = request.headers
+    if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+        return False
+    is_link = (
+        headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    )
+    if not is_link or request.method not in ("GET", "HEAD"):
+        message = "a page of another site sent this request; open its address in the browser"
+        raise RequestRefusedError(403, "sec-fetch-site", message)
+    return True
+
+
+def _to_address(path: str, query: str) -> str:
+    """Return a path, which is not quoted, and a query, which is, as an address in ASCII."""
+    return quote(path, safe="/@:~") + (f"?{quote(query, safe=_QUERY_SAFE)}" if query else "")
+
+
+async def _run_while_connected(
+    request: Request, visit: Visit, function: PageFunction
+) -> Page | Download:
+    """Make a page in a thread. If the reader leaves, the query that it waits for is cancelled."""
+    work = asyncio.ensure_future(run_in_threadpool(function, visit))
+    while not work.done():
+        await asyncio.wait([work], timeout=_CHECK_S)
+        if not work.done() and await request.is_disconnected():
+            visit.cancellation.cancel()
+    return work.result()
+
+
+def _send_download(file: Download) -> Response:
+    response = Response(file.content, media_type=file.media_type)
+    if file.name is not None:
+        response.headers["content-disposition"] = f'attachment; filename="{file.name}"'
+    if file.is_fixed:
+        response.headers["cache-control"] = "private, max-age=600"
+    return response
+
+
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message: Mapping[str, Any] = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+async def _never(request: Request) -> Response:
+    raise AssertionError("routes are only matched")
+
+
+def _status_of(error: ReplayLakeError) -> int:
+    if isinstance(error, NotFoundError | InvalidNameError):
+        return 404
+    return 503 if isinstance(error, StorageError) else 400

@@ -1,0 +1,379 @@
+"""The episodes of a dataset, as a table that is sorted, filtered by SQL and read page by page.
+
+A page begins after the last row of the one before it (keyset): its cost does not grow with how far
+it is down the table, as that of OFFSET does, and rows neither repeat nor go missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRefusedError
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.query.episode_views import EPISODE_COLUMNS
+from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
+from replaylake.serve.explorer.page import Page, Panel, empty_state
+from replaylake.serve.explorer.visit import Query, Visit
+from replaylake.serve.pages.markup import Child, Markup, join, tag
+from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
+from replaylake.serve.pages.texts import count
+
+_PAGE_ROWS: Final = 100
+# By its name in an address: the column's title, its SQL and its type.
+SORTS: Final[Mapping[str, tuple[str, str, str]]] = {
+    "episode": ("Episode", "episode_id", "VARCHAR"),
+    "return": ("Return", '"return"', "DOUBLE"),
+    "steps": ("Steps", "num_steps", "BIGINT"),
+    "version": ("Policy version", "max_policy_version", "BIGINT"),
+    "started": ("Started", "started_at", "TIMESTAMPTZ"),
+}
+_COLUMNS: Final = (
+    'episode_id, agent_id, num_steps, "return", terminated, truncated, complete, policy, '
+    "max_policy_version, started_at"
+)
+
+
+@dataclass(frozen=True)
+class EpisodeKey:
+    """The place of an episode in an order: the text of what it is sorted by, None where unknown."""
+
+    value: str | None
+    episode_id: str
+    agent_id: str
+
+    def to_text(self) -> str:
+        return json.dumps([self.value, self.episode_id, self.agent_id])
+
+
+@dataclass(frozen=True)
+class EpisodeList:
+    """Which episodes, in which order: what an address says.
+
+    where: SQL over the columns of `episodes`, empty for all. It is somebody else's, and so runs in
+    the sandbox alone.
+    """
+
+    snapshot: Snapshot
+    where: str = ""
+    sort: str = "episode"
+    is_descending: bool = False
+
+    @property
+    def column(self) -> str:
+        return SORTS[self.sort][1]
+
+    def page_query(self, after: EpisodeKey | None, limit: int) -> Query:
+        """Return the query of the rows after a place; without one of the first, with the count."""
+        num = f"(SELECT count(*) FROM {self._source()})" if after is None else "NULL"
+        text = (
+            f"SELECT {_COLUMNS}, CAST({self.column} AS VARCHAR) AS sort_key, {num} AS num_matching "
+            f"FROM {self._source(self._bound(after, is_forward=True))} "
+            f"ORDER BY {self._order(is_forward=True)} LIMIT {limit}"
+        )
+        return self._query(text, after)
+
+    def neighbor_query(self, key: EpisodeKey) -> Query:
+        """Return the query of the episodes before and after one."""
+        parts = [
+            f"(SELECT '{name}' AS place, episode_id, agent_id "
+            f"FROM {self._source(self._bound(key, is_forward=is_forward))} "
+            f"ORDER BY {self._order(is_forward=is_forward)} LIMIT 1)"
+            for name, is_forward in (("previous", False), ("next", True))
+        ]
+        return self._query(" UNION ALL ".join(parts), key)
+
+    def run(self, visit: Visit, query: Query) -> list[dict[str, Any]]:
+        """Run one of these queries. Raises: QueryError, QueryRefusedError for the condition."""
+        if not self.where:
+            return visit.sql(query.text, self.snapshot, **query.parameters)
+        visit.queries.append(query)
+        result = visit.sql_of_reader(query)
+        rows: list[dict[str, Any]] = result.rows.to_pylist()
+        return rows
+
+    def link_values(self) -> dict[str, object]:
+        """Return what the addresses of its pages have after the question mark."""
+        return {
+            "where": self.where or None,
+            "sort": None if self.sort == "episode" else self.sort,
+            "order": "descending" if self.is_descending else None,
+        }
+
+    def _source(self, bound: str = "") -> str:
+        # A line of its own: the condition may end in a comment.
+        conditions = [f"({self.where}\n)"] if self.where else []
+        conditions += [bound] if bound else []
+        where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+        return f"{self.snapshot.dataset}.episodes{where}"
+
+    def _bound(self, key: EpisodeKey | None, *, is_forward: bool) -> str:
+        """Return the condition of the rows that come after a place, or before it.
+
+        Unknown values come last, in both orders.
+        """
+        if key is None:
+            return ""
+        sign = ">" if is_forward else "<"
+        tie = f"(episode_id, agent_id) {sign} ($id, $agent)"
+        if key.value is None:
+            first = "false" if is_forward else f"{self.column} IS NOT NULL"
+            return f"({first} OR ({self.column} IS NULL AND {tie}))"
+        value = f"CAST($value AS {SORTS[self.sort][2]})"
+        further = ">" if is_forward != self.is_descending else "<"
+        unknown = f"{self.column} IS NULL OR " if is_forward else ""
+        return f"({unknown}{self.column} {further} {value} OR ({self.column} = {value} AND {tie}))"
+
+    def _order(self, *, is_forward: bool) -> str:
+        down = "DESC" if is_forward == self.is_descending else "ASC"
+        last, ties = ("ASC", "ASC") if is_forward else ("DESC", "DESC")
+        return (
+            f"{self.column} IS NULL {last}, {self.column} {down}, "
+            f"episode_id {ties}, agent_id {ties}"
+        )
+
+    def _query(self, text: str, key: EpisodeKey | None) -> Query:
+        parameters: dict[str, object] = {}
+        if key is not None:
+            parameters = {"id": key.episode_id, "agent": key.agent_id}
+            if key.value is not None:
+                parameters["value"] = key.value
+        return Query(text, parameters, {self.snapshot.dataset: self.snapshot.version})
+
+
+def read_list(visit: Visit, snapshot: Snapshot) -> EpisodeList:
+    """Return the list that an address names. Raises: ConfigInvalidError."""
+    sort = visit.values.get("sort") or "episode"
+    if sort not in SORTS:
+        raise ConfigInvalidError(
+            f"sort: found {sort!r}, expected one of {', '.join(SORTS)}.", parameter="sort"
+        )
+    return EpisodeList(
+        snapshot,
+        where=visit.values.get("where", "").strip(),
+        sort=sort,
+        is_descending=visit.values.get("order") == "descending",
+    )
+
+
+def show_episodes(visit: Visit) -> Page:
+    """Return the page of `/datasets/NAME/episodes`."""
+    snapshot = find_snapshot(visit)
+    listed = read_list(visit, snapshot)
+    after = _read_key(visit.values.get("after"))
+    name, at = snapshot.dataset, at_of(visit)
+    page = Page(
+        f"Episodes of {name}@{snapshot.version}",
+        section="datasets",
+        crumbs=[("Lake", visit.link()), (name, visit.link("datasets", name, at=at))],
+    )
+    form = _filter_form(visit, listed)
+    try:
+        rows = listed.run(visit, listed.page_query(after, _PAGE_ROWS + 1))
+        found = [_make_row(row) for row in rows]
+    except (QueryError, QueryRefusedError, KeyError) as error:
+        queries = visit.take_queries()
+        said = "Its result has other columns." if isinstance(error, KeyError) else str(error)
+        message = join(
+            tag("p", "The condition could not be used: ", tag("span", said, class_="wrong")),
+            tag("p", "It is SQL over the columns ", _column_names(), "."),
+        )
+        panel = Panel("Episodes", [form, tag("div", message, role="alert")], queries=queries)
+        return replace(page, panels=[panel], data={"error": {"message": said}}, status=400)
+    is_last = len(found) <= _PAGE_ROWS
+    shown = found[:_PAGE_ROWS]
+    follows = None
+    if not is_last:
+        last = EpisodeKey(rows[_PAGE_ROWS - 1]["sort_key"], *_id_of(shown[-1]))
+        # Of the same version: in a later one, rows could repeat or be missing.
+        follows = visit.link(
+            "datasets",
+            name,
+            "episodes",
+            **listed.link_values(),
+            at=snapshot.version,
+            after=last.to_text(),
+        )
+    num = rows[0]["num_matching"] if rows and after is None else None
+    body = [form, _episode_table(visit, listed, shown, at) if shown else _nothing(visit, listed)]
+    if follows is not None or after is not None:
+        first = visit.link("datasets", name, "episodes", **listed.link_values(), at=at)
+        body.append(
+            tag(
+                "div",
+                tag("a", "First", href=first, class_="button") if after is not None else None,
+                tag("a", f"Next {_PAGE_ROWS}", href=follows, class_="button", data_next=True)
+                if follows is not None
+                else None,
+                class_="more",
+            )
+        )
+    note = None if num is None else count(num, "episode") + (" match" if listed.where else "")
+    panel = Panel("Episodes", body, note=note, queries=visit.take_queries())
+    return replace(
+        page,
+        tools=tag(
+            "div",
+            tag("a", "Dataset", href=visit.link("datasets", name, at=at), class_="button"),
+            class_="tools",
+        ),
+        panels=[panel],
+        data={
+            "dataset": name,
+            "version": snapshot.version,
+            "num_matching": num if rows or after is not None else 0,
+            "episodes": shown,
+            "next": follows,
+        },
+        rows=shown,
+    )
+
+
+def _make_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without what its query is asked for besides. Raises: KeyError."""
+    names = _COLUMNS.replace('"', "").split(", ")
+    return {name: row[name] for name in names}
+
+
+def _id_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["episode_id"], row["agent_id"]
+
+
+def _read_key(text: str | None) -> EpisodeKey | None:
+    """Return the place in an address. Raises: ConfigInvalidError."""
+    if not text:
+        return None
+    try:
+        value, episode_id, agent_id = json.loads(text)
+        if not all(isinstance(one, str) for one in (value or "", episode_id, agent_id)):
+            raise ValueError(text)
+    except (ValueError, RecursionError, TypeError) as error:
+        raise ConfigInvalidError(
+            f"after: found {text[:80]!r}, expected what the link to the next page has. Begin with "
+            "the first page.",
+            parameter="after",
+        ) from error
+    return EpisodeKey(value, episode_id, agent_id)
+
+
+def _filter_form(visit: Visit, listed: EpisodeList) -> Markup:
+    name, at = listed.snapshot.dataset, at_of(visit)
+    hidden = {**listed.link_values(), "at": at, "where": None}
+    return tag(
+        "form",
+        tag(
+            "div",
+            tag("label", "Where (SQL over the columns of episodes)", for_="where"),
+            tag(
+                "input",
+                id="where",
+                name="where",
+                value=listed.where,
+                placeholder='"return" < 150 AND num_steps > 20',
+                spellcheck="false",
+                autocomplete="off",
+                data_complete=" ".join(sorted(EPISODE_COLUMNS)),
+            ),
+            class_="grow",
+        ),
+        [
+            tag("input", type="hidden", name=key, value=value)
+            for key, value in hidden.items()
+            if value is not None
+        ],
+        tag("button", "Filter", type="submit"),
+        tag("a", "All", href=visit.link("datasets", name, "episodes", at=at), class_="button")
+        if listed.where
+        else None,
+        action=visit.link("datasets", name, "episodes"),
+        class_="filter",
+        role="search",
+    )
+
+
+def _nothing(visit: Visit, listed: EpisodeList) -> Markup:
+    if listed.where:
+        return empty_state("No episode matches.", hint=join("Columns: ", _column_names(), "."))
+    command = f"`replaylake ingest LOG --dataset {listed.snapshot.dataset}`"
+    return empty_state("This version has no episodes.", command=command)
+
+
+def _column_names() -> Markup:
+    names = [
+        [", " if place else None, tag("code", f'"{name}"' if name == "return" else name)]
+        for place, name in enumerate(sorted(EPISODE_COLUMNS))
+    ]
+    return join(names)
+
+
+def _episode_table(
+    visit: Visit, listed: EpisodeList, rows: Sequence[Mapping[str, Any]], at: str | None
+) -> Markup:
+    has_agents = any(row["agent_id"] for row in rows)
+
+    def head(sort: str, *, is_number: bool = True) -> Column:
+        is_sorted = listed.sort == sort
+        order = "descending" if listed.is_descending else "ascending"
+        # Numbers are first looked at from the greatest down.
+        turned = replace(
+            listed, sort=sort, is_descending=not listed.is_descending if is_sorted else is_number
+        )
+        address = visit.link(
+            "datasets", listed.snapshot.dataset, "episodes", **turned.link_values(), at=at
+        )
+        link = tag("a", SORTS[sort][0], href=address)
+        return Column(
+            link, is_number=is_number and sort != "started", sort=order if is_sorted else None
+        )
+
+    columns: list[Column | str] = [
+        head("episode", is_number=False),
+        *(["Agent"] if has_agents else []),
+        head("return"),
+        head("steps"),
+        "End",
+        "Policy",
+        head("version"),
+        head("started"),
+    ]
+    cells: list[list[Child]] = [
+        [
+            tag(
+                "a",
+                row["episode_id"] or "(empty)",
+                href=link_episode(visit, listed, row, at),
+                class_="id",
+            ),
+            *([row["agent_id"]] if has_agents else []),
+            quiet_number(row["return"]),
+            f"{row['num_steps']:,}",
+            describe_end(row),
+            row["policy"] or "",
+            "" if row["max_policy_version"] is None else f"{row['max_policy_version']:,}",
+            join(time_tag(row["started_at"])),
+        ]
+        for row in rows
+    ]
+    return table(columns, cells, label="Episodes", identity="episodes")
+
+
+def link_episode(visit: Visit, listed: EpisodeList, row: Mapping[str, Any], at: str | None) -> str:
+    """Return the address of an episode within its list, so that its page has the neighbors."""
+    return visit.link(
+        "datasets",
+        listed.snapshot.dataset,
+        "episode",
+        id=row["episode_id"],
+        agent=row["agent_id"] or None,
+        **listed.link_values(),
+        at=at,
+    )
+
+
+def describe_end(row: Mapping[str, Any]) -> str:
+    """Return how an episode ended."""
+    if row["terminated"]:
+        return "terminated"
+    return "truncated" if row["truncated"] else "open"

@@ -1,0 +1,49 @@
+"""The server of `replaylake explore`: one process, from its listening socket to its end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.serve.explorer.app import create_explorer
+from replaylake.serve.explorer.config import ExplorerConfig
+from replaylake.serve.http.listener import open_listener, resolve_host, run_app
+
+_LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [explorer] %(message)s"
+# A page takes seconds at most; what is open longer is cut.
+_DRAIN_S: Final = 3
+
+
+def run_explorer(
+    config: ExplorerConfig, on_ready: Callable[[ExplorerConfig], None] | None = None
+) -> int:
+    """Show a lake's pages until SIGINT or SIGTERM, then return 0.
+
+    One line on stderr says where; `on_ready` is then called with the config and the port that it
+    listens on. Raises: NotFoundError if there is no lake; ServeError if the port is in use;
+    ConfigInvalidError if other machines could reach it without a token.
+    """
+    lake = open_lake(config.lake)
+    address = resolve_host(config.host)
+    tokens = config.read_tokens(os.environ)
+    config.check_exposure(address, tokens)
+    with open_listener(address, config.port) as listener:
+        config = replace(config, port=listener.getsockname()[1])
+        logging.basicConfig(format=_LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S%z")
+        app = create_explorer(
+            lake,
+            tokens=tokens,
+            allowed_hosts=config.hosts,
+            path_prefix=config.path_prefix,
+        )
+        sys.stderr.write(f"{lake.url} is at {config.url}; stop with Ctrl-C\n")
+        sys.stderr.flush()
+        if on_ready is not None:
+            on_ready(config)
+        run_app(app, listener, lifespan="off", drain_s=_DRAIN_S)
+    return 0

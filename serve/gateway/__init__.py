@@ -1,0 +1,1 @@
+"""Gateway: calls of language models passed on to an engine, each recorded as a step."""

@@ -1,0 +1,145 @@
+"""The server of `replaylake gateway`: one process, from its listening socket to its end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
+
+from replaylake.datastore.errors import ReplayLakeError
+from replaylake.datastore.feedback.journal import JournalConfig
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.storage.locations import check_shareable
+from replaylake.serve.gateway.call_log import CallLog
+from replaylake.serve.gateway.config import GatewayConfig
+from replaylake.serve.gateway.metrics import GatewayMetrics
+from replaylake.serve.gateway.proxy import Proxy
+from replaylake.serve.gateway.upstream import Upstream
+from replaylake.serve.http.connections import limit_connections
+from replaylake.serve.http.listener import open_listener, resolve_host, run_app
+from replaylake.serve.recording.outcome_log import OutcomeLog
+from replaylake.serve.safety.limits import check_exposure
+
+# How long calls in progress may take to end once the gateway is told to stop; they are cut then,
+# and recorded as aborted.
+DRAIN_S: Final = 30
+# As in serve/processes/worker.py: how long the thread that commits may hold up the event loop.
+_SWITCH_S: Final = 0.0005
+_LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [gateway] %(message)s"
+_logger = logging.getLogger(__name__)
+
+
+def create_gateway(
+    config: GatewayConfig, log: CallLog, on_ready: Callable[[], None] = lambda: None
+) -> Starlette:
+    """Return the ASGI app, which closes `log` when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        upstream = Upstream(config.upstream, silence_s=config.silence_s)
+        metrics = GatewayMetrics(lambda: log.journal.num_pending, lambda: len(log.conversations))
+        tokens = config.safety.tokens(config.dataset)
+        outcomes = await run_in_threadpool(
+            partial(
+                OutcomeLog,
+                log.dataset,
+                secrets.token_hex(8),
+                log.clock,
+                names=("completion_id", "episode_id"),
+                flush=log.journal.flush,
+                config=log.journal.config,
+                on_report=log.close_reported,
+            )
+        )
+        outcomes.start()
+        app.state.proxy = Proxy(config, upstream, log, outcomes, metrics, tokens)
+        # What is loaded stays: a collection need not walk through it.
+        gc.collect()
+        gc.freeze()
+        on_ready()
+        try:
+            yield
+        finally:
+            upstream.close()
+            await outcomes.stop()
+            try:
+                await run_in_threadpool(log.close)
+                await run_in_threadpool(outcomes.close)
+            except ReplayLakeError as error:
+                _logger.error("not committed at the end, the next start does it: %s", error)
+
+    return _App(lifespan=lifespan)
+
+
+class _App(Starlette):
+    """Hands requests to the proxy; Starlette has the lifespan."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            proxy: Proxy = self.state.proxy
+            return await proxy(scope, receive, send)
+        return await super().__call__(scope, receive, send)
+
+
+def open_call_log(config: GatewayConfig) -> CallLog:
+    """Open the journal, in a lake and a dataset that are created where they are absent.
+
+    Raises: SchemaMismatchError, ConfigInvalidError, StorageError.
+    """
+    lake = open_lake(config.lake, create=True)
+    return CallLog(
+        lake.dataset(config.dataset),
+        secrets.token_hex(8),
+        lake.signing_key(),
+        idle_s=config.idle_s,
+        config=JournalConfig(sync_every=config.sync_every),
+        redact=config.load_redact(),
+    )
+
+
+def run_gateway(
+    config: GatewayConfig, on_ready: Callable[[GatewayConfig], None] | None = None
+) -> int:
+    """Pass calls on and record them until SIGINT or SIGTERM, then return 0.
+
+    One line on stderr says when it is ready, and where; `on_ready` is then called with the config
+    and the port that it listens on. Raises: ServeError if the port is in use; ConfigInvalidError if
+    other machines could reach it without a token; whatever `open_call_log` raises.
+    """
+    start = time.monotonic()
+    address = resolve_host(config.host)
+    check_exposure(address, config.safety)
+    check_shareable(config.lake, "gateway")
+    Upstream(config.upstream)
+    config.read_upstream_key()
+    config.load_redact()
+    with open_listener(address, config.port) as listener:
+        config = replace(config, port=listener.getsockname()[1])
+        # Before uvicorn starts: it would say what is wrong in a traceback.
+        log = open_call_log(config)
+        logging.basicConfig(format=_LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S%z")
+        sys.setswitchinterval(_SWITCH_S)
+        limit_connections(config.safety.connection_limits)
+
+        def announce() -> None:
+            sys.stderr.write(
+                f"recording to {config.dataset} on {config.url}, upstream {config.upstream}, "
+                f"ready after {time.monotonic() - start:.1f} s; stop with Ctrl-C\n"
+            )
+            sys.stderr.flush()
+            if on_ready is not None:
+                on_ready(config)
+
+        run_app(create_gateway(config, log, announce), listener, lifespan="on", drain_s=DRAIN_S)
+    return 0

@@ -1,0 +1,93 @@
+"""Listener: the socket that a server accepts connections on, its host, and uvicorn run on it."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import signal
+import socket
+import time
+from typing import Any, Final, Literal
+
+from replaylake.datastore.errors import ServeError
+
+# Connections that wait to be accepted, in the kernel.
+BACKLOG: Final = 2048
+_POLL_S: Final = 0.02
+# The workers of a server that was killed hold its port for 0.1 s more, on a busy machine longer.
+_PORT_WAIT_S: Final = 2.0
+
+
+def resolve_host(host: str) -> str:
+    """Return the address of a host name. Raises: ServeError."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ServeError(
+            f"serve: `host`: found no address of {host!r} ({error}), expected a name or address "
+            "of this machine. To accept connections from this machine only, use 127.0.0.1.",
+            parameter="host",
+        ) from error
+
+
+def open_listener(address: str, port: int) -> socket.socket:
+    """Return a listening socket, on any free port if that is 0. Raises: ServeError."""
+    deadline = time.monotonic() + _PORT_WAIT_S
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    while True:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+            # Only now does a port that another server listens on say so, if both came at once.
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            is_in_use = error.errno == errno.EADDRINUSE
+            if is_in_use and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+            reason = "in use" if is_in_use else error.strerror
+            raise ServeError(
+                f"serve: port {port} on {address}: {reason}, expected a free port. Stop the "
+                "process that listens on it, or choose another `port`.",
+                parameter="port",
+            ) from error
+        return listener
+
+
+def run_app(
+    app: Any, listener: socket.socket, *, lifespan: Literal["on", "off"], drain_s: int
+) -> None:
+    """Run an ASGI app in this process under uvicorn until SIGINT or SIGTERM.
+
+    drain_s: how many seconds the requests in progress have to end then.
+    """
+    # Not on top: the process that supervises workers runs no app.
+    import uvicorn
+
+    settings = uvicorn.Config(
+        app,
+        loop="uvloop",
+        lifespan=lifespan,
+        ws="none",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=drain_s,
+    )
+    # uvicorn raises what stopped it again once it is done, for handlers that were there before.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _ignore)
+    uvicorn.Server(settings).run(sockets=[listener])
+
+
+def _ignore(number: int, frame: Any) -> None:
+    pass

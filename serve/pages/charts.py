@@ -1,0 +1,280 @@
+"""Charts: small SVG pictures, their texts in HTML around them, so that these keep their size.
+
+The colors are classes of page.css, which has them for light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from replaylake.serve.pages.markup import Markup, tag
+from replaylake.serve.pages.texts import number_text
+
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.profile.column_statistics import Histogram
+
+# Width of one bar, and height of the picture, in the units of its viewBox.
+_BAR: Final = 10
+_HEIGHT: Final = 100
+# So few whole numbers are bars of their own, each with its value below.
+_MAX_LABELED: Final = 12
+_NUM_COLORS: Final = 8
+
+
+def column_chart(
+    values: Sequence[float],
+    titles: Sequence[str],
+    *,
+    label: str,
+    axis: Sequence[str],
+    links: Sequence[str] | None = None,
+) -> Markup:
+    """Draw a column for each value, lowest 0.
+
+    titles: the text of each column, shown under the pointer. label: what the chart is of. axis: the
+    texts below it, spread over its width. links: where each column leads.
+    """
+    top = max(values, default=0) or 1
+    gap = 3.5 if len(values) <= 3 else 1.5 if len(values) <= _MAX_LABELED else 0.5
+    bars: list[Markup] = []
+    for place, (value, title) in enumerate(zip(values, titles, strict=True)):
+        # One that is there is seen, however low.
+        height = max(1.0, value / top * _HEIGHT) if value > 0 else 0
+        bar = tag(
+            "rect",
+            x=place * _BAR + gap,
+            y=_round(_HEIGHT - height),
+            width=_BAR - 2 * gap,
+            height=_round(height),
+            class_="bar",
+        )
+        if links is None:
+            bars.append(tag("g", tag("title", title), bar))
+            continue
+        area = tag("rect", x=place * _BAR, y=0, width=_BAR, height=_HEIGHT, class_="hit")
+        bars.append(tag("a", tag("title", title), area, bar, href=links[place], aria_label=title))
+    picture = tag(
+        "svg",
+        bars,
+        viewBox=f"0 0 {max(1, len(values)) * _BAR} {_HEIGHT}",
+        preserveAspectRatio="none",
+        role="img" if links is None else "group",
+        aria_label=label,
+    )
+    is_labeled = len(axis) == len(values)
+    places = "axis each" if is_labeled else "axis"
+    return tag(
+        "figure",
+        tag("figcaption", label, tag("span", f"max {number_text(top)}", class_="quiet")),
+        picture,
+        tag("div", [tag("span", text) for text in axis], class_=places),
+        class_="chart",
+    )
+
+
+def histogram_chart(
+    histogram: Histogram | None,
+    label: str,
+    unit: str = "episodes",
+    link: Callable[[float, float, bool], str] | None = None,
+) -> Markup | None:
+    """Draw a histogram; None where there is nothing to draw.
+
+    link: the address of the values from one edge up to another; its third argument is whether the
+    bin is the last one, which includes its upper edge.
+    """
+    if histogram is None:
+        return None
+    edges, counts = histogram.edges, histogram.counts
+    is_whole = len(counts) <= _MAX_LABELED and all(_is_half(edge) for edge in edges)
+    if is_whole:
+        names = [f"{edge + 0.5:,.0f}" for edge in edges[:-1]]
+    elif len(counts) == 1:
+        names = [number_text(float(edges[0]))]
+    else:
+        names = [
+            f"{number_text(float(low))} to {number_text(float(high))}"
+            for low, high in pairwise(edges)
+        ]
+    if is_whole or len(counts) == 1:
+        axis = names
+    else:
+        middle = (edges[0] + edges[-1]) / 2
+        axis = [number_text(float(f"{edge:.4g}")) for edge in (edges[0], middle, edges[-1])]
+    titles = [f"{name}: {num:,} {unit}" for name, num in zip(names, counts, strict=True)]
+    links = None
+    if link is not None:
+        last = len(counts) - 1
+        links = [link(edges[i], edges[i + 1], i == last) for i in range(len(counts))]
+    return column_chart(counts, titles, label=label, axis=axis, links=links)
+
+
+def bar_list(
+    rows: Sequence[tuple[str, float, str]], *, label: str, links: Sequence[str] | None = None
+) -> Markup:
+    """Draw a bar for each (name, value, text) with its name before and its text after it."""
+    top = max((value for _, value, _ in rows), default=0) or 1
+    items = []
+    for place, (name, value, text) in enumerate(rows):
+        width = max(0.6, value / top * _HEIGHT) if value > 0 else 0
+        bar = tag(
+            "svg",
+            tag("rect", x=0, y=0, width=_round(width), height=10, class_="bar"),
+            viewBox=f"0 0 {_HEIGHT} 10",
+            preserveAspectRatio="none",
+            aria_hidden="true",
+        )
+        shown = name or "(empty)"
+        named = tag("span", shown, class_="name", title=shown)
+        if links is not None:
+            named = tag("a", shown, href=links[place], class_="name", title=shown)
+        items.append(tag("li", named, bar, tag("span", text, class_="number")))
+    return tag("ul", items, class_="bars", aria_label=label)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value with its interval; without one, low and high are None. text: the numbers."""
+
+    name: str
+    value: float
+    low: float | None
+    high: float | None
+    text: str
+
+
+def interval_chart(
+    rows: Sequence[Interval], *, label: str, reference: tuple[str, float] | None = None
+) -> Markup:
+    """Draw intervals below each other on one axis (a forest plot), each with its numbers.
+
+    reference: the name and the value of a line through all rows. Values have to be finite.
+    """
+    ends = [end for row in rows for end in (row.value, row.low, row.high) if end is not None]
+    if reference is not None:
+        ends.append(reference[1])
+    low, high = min(ends, default=0.0), max(ends, default=0.0)
+    # Halves first: the difference of two finite numbers may overflow.
+    span = (high / 2 - low / 2) or 0.5
+
+    def place(value: float) -> str:
+        return f"{_round(4 + 92 * ((value / 2 - low / 2) / span))}%"
+
+    items = []
+    for row in rows:
+        shapes = []
+        if reference is not None:
+            x = place(reference[1])
+            shapes.append(tag("line", x1=x, x2=x, y1=0, y2="100%", class_="reference"))
+        if row.low is not None and row.high is not None:
+            x1, x2 = place(row.low), place(row.high)
+            shapes.append(tag("line", x1=x1, x2=x2, y1="50%", y2="50%", class_="interval"))
+            shapes += [tag("line", x1=x, x2=x, y1="30%", y2="70%", class_="end") for x in (x1, x2)]
+        shapes.append(tag("circle", cx=place(row.value), cy="50%", r=4, class_="bar"))
+        name = tag("span", row.name, class_="name", title=row.name)
+        picture = tag("svg", shapes, aria_hidden="true")
+        items.append(tag("li", name, picture, tag("span", row.text, class_="number")))
+    caption: list[Markup] = []
+    if reference is not None:
+        text = f"line: {reference[0]}, {number_text(reference[1])}"
+        caption.append(tag("span", text, class_="quiet"))
+    return tag(
+        "figure",
+        tag("figcaption", label, caption),
+        tag("ul", items, class_="bars forest", aria_label=label),
+        class_="chart",
+    )
+
+
+def stacked_chart(
+    parts: Sequence[tuple[str, Sequence[int], str]], *, label: str, axis: Sequence[str]
+) -> Markup:
+    """Draw columns of several parts, each (name, its value in every column, text), and a legend."""
+    num = len(parts[0][1]) if parts else 0
+    totals = [sum(values[i] for _, values, _ in parts) for i in range(num)]
+    top = max(totals, default=0) or 1
+    rects = []
+    for i in range(num):
+        below = 0.0
+        for number, (name, values, _) in enumerate(parts):
+            if not values[i]:
+                continue
+            height = values[i] / top * _HEIGHT
+            rects.append(
+                tag(
+                    "rect",
+                    tag("title", f"{name}: {values[i]:,}"),
+                    x=i * _BAR,
+                    y=_round(_HEIGHT - below - height),
+                    width=_BAR,
+                    height=_round(height),
+                    class_=_color(number),
+                )
+            )
+            below += height
+    picture = tag(
+        "svg",
+        rects,
+        viewBox=f"0 0 {max(1, num) * _BAR} {_HEIGHT}",
+        preserveAspectRatio="none",
+        shape_rendering="crispEdges",
+        role="img",
+        aria_label=label,
+    )
+    legend = [
+        tag("li", _swatch(number), tag("span", name, class_="name"), tag("span", text))
+        for number, (name, _, text) in enumerate(parts)
+    ]
+    return tag(
+        "figure",
+        tag("figcaption", label, tag("span", f"max {number_text(top)}", class_="quiet")),
+        picture,
+        tag("div", [tag("span", text) for text in axis], class_="axis"),
+        tag("ul", legend, class_="legend"),
+        class_="chart wide",
+    )
+
+
+def density_map(grid: Sequence[Sequence[int]], *, label: str) -> Markup:
+    """Draw counts of a grid, [column][row from below]; darker is more, nothing is left empty."""
+    top = math.log1p(max((max(column, default=0) for column in grid), default=0)) or 1
+    cells = []
+    for x, column in enumerate(grid):
+        for y, num in enumerate(column):
+            if num:
+                opacity = 0.15 + 0.85 * math.log1p(num) / top
+                cells.append(
+                    tag(
+                        "rect",
+                        x=x,
+                        y=len(column) - 1 - y,
+                        width=1,
+                        height=1,
+                        fill_opacity=_round(opacity),
+                    )
+                )
+    side = max(1, len(grid))
+    picture = tag("svg", cells, viewBox=f"0 0 {side} {side}", role="img", aria_label=label)
+    return tag("figure", tag("figcaption", label), picture, class_="chart map")
+
+
+def _swatch(number: int) -> Markup:
+    square = tag("rect", x=0, y=0, width=10, height=10, class_=_color(number))
+    return tag("svg", square, viewBox="0 0 10 10", class_="swatch", aria_hidden="true")
+
+
+def _color(number: int) -> str:
+    return f"c{number % _NUM_COLORS}"
+
+
+def _round(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def _is_half(edge: float) -> bool:
+    """Whether a bin edge is a whole number plus one half, as where the bins hold whole numbers."""
+    return abs(edge) < 1e15 and (edge - 0.5).is_integer()

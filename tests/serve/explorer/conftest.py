@@ -1,0 +1,165 @@
+"""A lake for the explorer, with hostile texts in every field, and pages of it."""
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.serve.explorer.app import create_explorer
+
+HOSTILE = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)>'\"&\u202e$x"
+
+
+class PageText(HTMLParser):
+    """A page taken apart: tags with their attributes, and texts. What is opened is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in ("meta", "link", "input", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    @property
+    def links(self) -> list[str]:
+        return [a["href"] for tag, a in self.tags if tag == "a"]
+
+
+class Reader:
+    """Reads pages of one lake."""
+
+    def __init__(self, lake: Lake, **options: Any) -> None:
+        self.lake = lake
+        self.app = create_explorer(lake, **options)
+        self.client = TestClient(self.app, base_url="http://localhost")
+
+    def page(self, path: str, status: int = 200) -> PageText:
+        answer = self._get(path, b'data-refresh="')
+        assert answer.status_code == status, answer.text
+        page = PageText(answer.text)
+        # Nothing of the data runs: scripts are files of the explorer, or blocks of JSON.
+        for tag, attributes in page.tags:
+            assert not [name for name in attributes if name.startswith("on") or name == "style"]
+            if tag == "script":
+                is_file = "/static/" in attributes.get("src", "")
+                assert is_file or attributes["type"] == "application/json"
+            assert tag != "img" or attributes["src"].startswith("/datasets/")
+        return page
+
+    def _get(self, path: str, unfinished: bytes) -> Any:
+        """Read an address, again while it says that its profile is being computed."""
+        deadline = time.monotonic() + 120
+        while unfinished in (answer := self.client.get(path)).content:
+            assert time.monotonic() < deadline
+        return answer
+
+    def json(self, path: str, status: int = 200) -> Any:
+        answer = self._get(path, b'"progress": [')
+        assert answer.status_code == status, answer.text
+        assert answer.headers["content-type"] == "application/json"
+        return json.loads(answer.content)
+
+
+def make_episode(name: str, num: int, *, seed: int = 0, text: str = "plain") -> Episode:
+    """Return an episode of two numbers and two actions, whose rewards are 0, 1, 2, ..."""
+    rng = np.random.default_rng(seed)
+    return Episode(
+        name,
+        observations=rng.normal(size=(num, 2)),
+        actions=rng.integers(0, 2, num),
+        rewards=np.arange(num, dtype=np.float64),
+        terminated=True,
+        behavior_log_probs=np.full(num, -0.7, np.float32),
+        policies=np.full(num, text, dtype=object),
+        policy_versions=np.full(num, 1),
+        extras={"remark": np.full(num, text, dtype=object)},
+    )
+
+
+@pytest.fixture(scope="session")
+def explored_lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    """`walks`: 12 episodes of 3 to 14 steps; `images`: frames; `hostile`: texts; `one`: a row."""
+    lake = open_lake(tmp_path_factory.mktemp("explored") / "lake", create=True)
+    walks = lake.dataset("walks")
+    walks.append([make_episode(f"w/{n:02}", n + 3, seed=n) for n in range(11)])
+    walks.append([make_episode("w/11", 14, seed=11, text="later")])
+    lake.tag("walks@1", "first")
+    lake.dataset("hostile").append([make_episode(HOSTILE, 5, text=HOSTILE)])
+    single = Episode("o/0", np.zeros((1, 2)), np.zeros(1, np.int64), np.zeros(1), terminated=True)
+    lake.dataset("one").append([single])
+    frames = np.random.default_rng(0).integers(0, 255, (6, 8, 10, 3), dtype=np.uint8)
+    seen = Episode("i/0", frames, np.zeros(6, np.int64), np.ones(6), terminated=True)
+    lake.dataset("images").append([seen])
+    lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "done"})
+    return lake
+
+
+@pytest.fixture(scope="session")
+def explored(explored_lake: Lake) -> Reader:
+    return Reader(explored_lake)
+
+
+@pytest.fixture(scope="session")
+def reader_type() -> type[Reader]:
+    return Reader
+
+
+@pytest.fixture(scope="session")
+def page_type() -> type[PageText]:
+    return PageText
+
+
+@pytest.fixture(scope="session")
+def episode_maker() -> Callable[..., Episode]:
+    return make_episode
+
+
+@pytest.fixture(scope="session")
+def hostile() -> str:
+    return HOSTILE
+
+
+@pytest.fixture(scope="session")
+def browser(chromium_path: str) -> Iterator[Any]:
+    """A Chromium for all tests that drive one."""
+    # pytest's importlib mode puts no test folder on the path.
+    path = Path(__file__).with_name("browser_client.py")
+    spec = importlib.util.spec_from_file_location("browser_client", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    chromium = module.Browser(chromium_path)
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Reader:
+    return Reader(open_lake(tmp_path / "empty", create=True))

@@ -1,0 +1,326 @@
+"""The explorer in a real Chromium: what runs, what fits, who can read it, and click paths.
+
+`make browser` runs these. Without Chromium they are deselected, and the report's header says so;
+with CI they fail.
+"""
+
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.lake.runs.metrics import MetricsLog
+from replaylake.serve.explorer import profiles
+from replaylake.serve.explorer.app import create_explorer
+
+pytestmark = pytest.mark.browser
+_AXE = Path(__file__).with_name("axe.min.js")
+_PAGES = {
+    "lake": "/",
+    "dataset": "/datasets/walks",
+    "hostile": "/datasets/hostile",
+    "one": "/datasets/one",
+    "diff": "/datasets/walks/diff?a=1&b=2",
+    "episodes": "/datasets/walks/episodes?sort=return&order=descending",
+    "episode": "/datasets/walks/episode?id=w/09",
+    "hostile episodes": "/datasets/hostile/episodes",
+    "frames": "/datasets/images/episode?id=i/0",
+    "console": "/sql",
+    "result": "/sql?q=SELECT+*+FROM+hostile.steps",
+    "runs": "/runs",
+    "run": "/runs/01run",
+    "policies": "/policies",
+    "unknown": "/nowhere",
+}
+# What is too wide, what is too small, and what lies outside of the window.
+_LAYOUT = """(() => {
+  const found = [];
+  const width = document.documentElement.clientWidth;
+  if (document.documentElement.scrollWidth > width) found.push('page wider than the window');
+  for (const element of document.body.querySelectorAll('*')) {
+    const box = element.getBoundingClientRect();
+    if (!box.width || !box.height || element.closest('.scroll, .skip, pre, svg')) continue;
+    const shown = `${element.tagName}.${element.className}: ${element.textContent.slice(0, 40)}`;
+    if (box.right > width + 1) found.push(`beyond the right edge: ${shown}`);
+  }
+  for (const box of document.querySelectorAll('.plot, .panel, .chart, .say')) {
+    if (box.scrollWidth > box.clientWidth + 1) found.push(`wider than its box: ${box.className}`);
+  }
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const parent = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || ['SCRIPT', 'STYLE'].includes(parent.tagName)) continue;
+    const size = parseFloat(getComputedStyle(parent).fontSize);
+    if (size < 12) found.push(`text of ${size} px: ${walker.currentNode.data.slice(0, 40)}`);
+  }
+  return found;
+})()"""
+_VIOLATIONS = """axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})
+.then(found => found.violations.map(one => one.id + ': ' + one.nodes.slice(0, 3)
+.map(node => node.html.slice(0, 160) + ' ' + (node.any[0]?.message ?? '')).join(' | ')))"""
+
+
+@pytest.fixture(scope="module")
+def address(explored_lake):
+    """Serve the lake on a free port."""
+    with MetricsLog(explored_lake.storage, "01run") as log:
+        for update in range(20):
+            log.add(update, {"loss": 1 / (1 + update)}, time.time())
+    with _serve(explored_lake) as address:
+        yield address
+
+
+@contextmanager
+def _serve(lake):
+    config = uvicorn.Config(
+        create_explorer(lake),
+        port=0,
+        lifespan="off",
+        log_level="error",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.02)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _open(browser, url):
+    browser.open(url)
+    # A dataset's page shows its profile once that is computed.
+    browser.wait_until("!document.querySelector('[data-refresh]')", 60)
+
+
+@pytest.mark.parametrize("name", list(_PAGES))
+def test_a_page_fits_and_can_be_read_by_all(browser, address, name):
+    for width, height in ((1280, 900), (390, 844)):
+        for dark in (False, True):
+            browser.show(width, height, dark=dark)
+            _open(browser, address + _PAGES[name])
+            where = (name, width, "dark" if dark else "light")
+            assert browser.run(_LAYOUT) == [], where
+            assert browser.run("document.title") != "owned"
+            said = browser.take_messages()
+            # A browser notes the status of a page that says what was not found.
+            assert [one for one in said if "404" not in one] == [], where
+            if width == 1280 or not dark:
+                # As a test's own: the pages' policy lets no script of others in.
+                browser.run(_AXE.read_text())
+                assert browser.run(_VIOLATIONS) == [], where
+
+
+def _check_all(browser, where):
+    """Check layout and accessibility in a wide and in a narrow window."""
+    for width, height in ((1280, 900), (390, 844)):
+        browser.show(width, height)
+        # Plots are drawn anew in a frame after the change of the window.
+        deadline = time.monotonic() + 10
+        while (found := browser.run(_LAYOUT)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert found == [], (where, width)
+        browser.run(_AXE.read_text())
+        assert browser.run(_VIOLATIONS) == [], (where, width)
+    browser.show(1280, 900)
+
+
+def test_a_run_is_followed_while_it_trains(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("replaylake.serve.explorer.runs_page._REFRESH_S", 0.2)
+    lake = open_lake(tmp_path / "lake", create=True)
+    record = {"run_id": "01run", "kind": "offline", "status": "running", "config": {"seed": 1}}
+    lake.registry.record_run("01run", record)
+    shown = "[...document.querySelectorAll('.panel td')].map(e => e.textContent).join(' ')"
+    pause = "[data-refresh] button"
+    with _serve(lake) as address, RunLease(lake.storage, "01run"):
+        browser.open(address + "/runs")
+        _check_all(browser, "runs")
+        browser.open(address + "/runs/01run")
+        browser.run("window.isSame = true; 0")
+        _check_all(browser, "a run without metrics")
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(1, {"loss": 0.75, "return": 3.0}, time.time())
+        browser.wait_until(f"{shown}.includes('0.75')")
+        browser.wait_until("document.querySelectorAll('.plot').length === 2")
+        _check_all(browser, "a run with metrics")
+        # What has the focus, is open or chosen stays.
+        browser.run(
+            "document.querySelector('details').open = true;"
+            "document.querySelector('.series input').click();"
+            "document.querySelector('.series input').focus(); scrollTo(0, 120)"
+        )
+        scrolled = browser.run("scrollY")
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(2, {"loss": 0.625, "return": 4.0}, time.time())
+        browser.wait_until(f"{shown}.includes('0.625')")
+        assert browser.run("document.querySelector('details').open")
+        assert browser.run("document.activeElement === document.querySelector('.series input')")
+        assert not browser.run("document.activeElement.checked")
+        assert browser.run("scrollY") == scrolled
+        browser.click(pause)
+        assert browser.run(f"document.querySelector('{pause}').textContent") == "Resume"
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(3, {"loss": 0.5, "return": 5.0}, time.time())
+        time.sleep(1)
+        assert "0.625" in browser.run(shown)
+        lake.registry.record_run("01run", {**record, "status": "done"})
+        browser.run(f"document.querySelector('{pause}').focus()")
+        browser.press("Enter")
+        browser.wait_until(f"{shown}.includes('0.5 ')")
+        browser.wait_until("!document.querySelector('[data-refresh]')")
+        assert browser.run("window.isSame")
+        assert browser.take_messages() == []
+
+
+def test_a_profile_takes_the_place_of_its_progress(browser, explored_lake, monkeypatch):
+    monkeypatch.setattr("replaylake.serve.explorer.dataset_page._REFRESH_S", 0.2)
+    monkeypatch.setattr(profiles, "_WAIT_S", 0.0)
+    compute, may_go = profiles.compute_profile, threading.Event()
+
+    def wait(*arguments):
+        assert may_go.wait(120)
+        return compute(*arguments)
+
+    monkeypatch.setattr(profiles, "compute_profile", wait)
+    with _serve(explored_lake) as address:
+        try:
+            browser.open(address + "/datasets/walks")
+            browser.run("window.isSame = true; 0")
+            _check_all(browser, "a profile in progress")
+            browser.run("document.querySelector('table').closest('[tabindex]').focus()")
+        finally:
+            may_go.set()
+        browser.wait_until("document.querySelector('.chart a')")
+        assert browser.run("window.isSame")
+        browser.wait_until("!document.querySelector('[data-refresh]')")
+        titles = "JSON.stringify([...document.querySelectorAll('h2')].map(e => e.textContent))"
+        followed = browser.run(titles)
+        assert "Returns" in followed or "Episodes" in followed
+        browser.open(address + "/datasets/walks")
+        assert browser.run(titles) == followed
+        assert browser.take_messages() == []
+
+
+def test_an_empty_lake_fits(browser, empty, address):
+    # Rendered by the app, shown under the address of the other lake.
+    browser.show(390, 844)
+    html = empty.client.get("/").text
+    browser.open(address + "/")
+    browser.run(f"document.body.innerHTML = {html.partition('<body>')[2]!r}; 0")
+    assert "no dataset yet" in browser.run("document.body.textContent")
+    assert browser.run(_LAYOUT) == []
+
+
+def test_a_bar_leads_to_the_worst_episodes_and_on(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/")
+    browser.follow("a[href='/datasets/walks']")
+    browser.wait_until("document.querySelector('.chart a')", 60)
+    browser.follow(".chart a")
+    assert browser.run("document.querySelectorAll('#episodes tbody tr').length") == 1
+    browser.follow("#episodes tbody a")
+    assert browser.run("document.querySelector('h1').textContent") == "w/00"
+    browser.open(address + "/datasets/walks/episodes")
+    browser.follow("#episodes thead th:nth-child(2) a")
+    assert browser.run("document.querySelector('#episodes tbody td').textContent") == "w/11"
+    browser.follow("#episodes thead th:nth-child(2) a")
+    browser.follow("#episodes tbody a")
+    browser.follow("a[rel=next]")
+    assert browser.run("document.querySelector('h1').textContent") == "w/01"
+
+
+def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episode?id=w/09")
+    browser.run("document.querySelector('#scrub').focus()")
+    for _ in range(3):
+        browser.press("ArrowRight")
+    browser.wait_until("document.querySelector('#scrubbed').textContent === '3 of 11'")
+    # The reward of step 3 is 3, and 3 + 4 + ... + 11 is 63.
+    values = browser.run("[...document.querySelectorAll('.series .value')].map(e => e.textContent)")
+    assert values[:2] == ["3", "63"]
+    _open(browser, address + "/datasets/images/episode?id=i/0")
+    browser.run("document.querySelector('#scrub').focus()")
+    browser.press("ArrowRight")
+    browser.wait_until("document.querySelector('img').src.endsWith('&step=1')")
+    browser.wait_until("document.querySelector('img').naturalWidth === 10")
+
+
+def test_times_are_in_the_zone_of_the_reader(browser, address):
+    browser.call("Emulation.setTimezoneOverride", timezoneId="Asia/Tokyo")
+    _open(browser, address + "/")
+    written, shown = browser.run(
+        "(() => { const e = document.querySelector('time'); return [e.dateTime, e.textContent] })()"
+    )
+    utc, tokyo = (int(text[11:13]) for text in (written, shown))
+    assert (tokyo - utc) % 24 == 9
+    browser.call("Emulation.setTimezoneOverride", timezoneId="")
+
+
+def test_rows_follow_on_scrolling(browser, address, monkeypatch):
+    monkeypatch.setattr("replaylake.serve.explorer.episodes_page._PAGE_ROWS", 5)
+    browser.show(1280, 300)
+    _open(browser, address + "/datasets/walks/episodes")
+    browser.run("scrollTo(0, 1e6)")
+    browser.wait_until("document.querySelectorAll('#episodes tbody tr').length === 12")
+    ids = browser.run("[...document.querySelectorAll('#episodes .id')].map(e => e.textContent)")
+    assert ids == [f"w/{n:02}" for n in range(12)]
+
+
+def test_the_console_completes_runs_cancels_and_remembers(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/sql")
+    browser.run("localStorage.clear()")
+    browser.click("#q")
+    browser.type_text("SELECT count(*) AS n FROM walks.ep")
+    browser.wait_until("!document.querySelector('.suggest').hidden")
+    browser.press("Enter")
+    assert browser.run("document.querySelector('#q').value").endswith("FROM walks.episodes")
+    browser.press("Enter", modifiers=2)
+    browser.wait_until("document.querySelector('#result td')", 30)
+    assert browser.run("document.querySelector('#result td').textContent") == "12"
+    assert "q=SELECT" in browser.run("location.search")
+    slow = "SELECT max(sin(a.range * b.range)) AS x FROM range(100000) a, range(1000000) b"
+    browser.run(f"document.querySelector('#q').value = {slow!r}; 0")
+    browser.press("Enter", modifiers=2)
+    browser.wait_until("!document.querySelector('#cancel').hidden")
+    browser.click("#cancel")
+    browser.wait_until("document.querySelector('#status').textContent === 'cancelled'")
+    assert browser.run("document.querySelectorAll('#history li').length") == 2
+    assert browser.take_messages() == []
+
+
+def test_the_checks_notice_what_they_are_for(browser, address):
+    browser.show(390, 844)
+    _open(browser, address + "/")
+    script = """document.querySelector('main').innerHTML +=
+        '<p id=small>small</p><p id=wide>wide</p><img src="/static/x.png"><p id=pale>pale</p>';
+        document.querySelector('#small').style.fontSize = '9px';
+        document.querySelector('#wide').style.width = '900px';
+        document.querySelector('#pale').style.color = '#eee'; 0"""
+    browser.run(script)
+    found = " ".join(browser.run(_LAYOUT))
+    assert "text of 9 px: small" in found
+    assert "beyond the right edge: P" in found
+    browser.run(_AXE.read_text())
+    violations = " ".join(browser.run(_VIOLATIONS))
+    assert "image-alt" in violations
+    assert "color-contrast" in violations
+    # A page cannot run what is written into it.
+    browser.run(
+        "document.body.append(Object.assign(document.createElement('script'), "
+        "{textContent: \"document.title = 'owned'\"})); 0"
+    )
+    assert browser.run("document.title") != "owned"
+    assert any("Content Security Policy" in one for one in browser.take_messages())

@@ -1,0 +1,122 @@
+"""A policy's page: what evaluations and gates said, also those that refused."""
+
+import re
+
+import numpy as np
+import pytest
+
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.policy import PolicySpec
+
+pytest.importorskip("torch")
+from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
+from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory, reader_type, kit):
+    """p:1 takes action 0, which earns nothing; p:2 takes 1, which earns 1. A gate refuses p:1."""
+    lake = open_lake(tmp_path_factory.mktemp("gated") / "lake", create=True)
+    refs = []
+    for place, values in enumerate(([[1.0, 0.0]], [[0.0, 1.0]])):
+        graph = kit.linear_graph(np.array(values, np.float32), "q_values", 1)
+        spec = PolicySpec(Box((1,)), Discrete(2), "q_values")
+        package = kit.save_policy(tmp_path_factory.mktemp("package") / str(place), spec, graph)
+        refs.append(lake.registry.register("p", package, run_id="r", lineage={"datasets": []}))
+    lake.registry.set_alias("p", "champion", 2)
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, 2, 400)
+    lake.dataset("log").create(Box((1,)), Discrete(2))
+    lake.dataset("log").append(
+        Episode(
+            f"e/{i:03}",
+            observations=np.ones((1, 1), np.float32),
+            actions=actions[i : i + 1],
+            rewards=actions[i : i + 1] + 0.1 * rng.standard_normal(1),
+            terminated=True,
+            behavior_log_probs=np.log([0.5]).astype(np.float32),
+        )
+        for i in range(400)
+    )
+    request = EvaluationRequest("log", "p:1", estimators=("ips", "snips"), unseen=True)
+    result = evaluate_gate(lake, *refs, request)
+    assert not result.passed
+    lake.registry.evaluations.save(
+        "gate",
+        {**result.to_json(), "alias": "champion"},
+        policy="p",
+        policy_version=1,
+        dataset="log",
+        dataset_version=1,
+        verdict="refused",
+        by="ada",
+    )
+    return reader_type(lake), result
+
+
+def test_a_refused_gate_says_why(gated):
+    reader, result = gated
+    page = reader.page("/policies/p")
+    assert "Gate of version 1 as champion" in page.texts
+    for reason in result.reasons:
+        # In the list of evaluations, and above the comparison.
+        assert page.texts.count(reason) == 2
+    for one in result.comparisons:
+        assert f"{one.difference:,.4g} ({one.low:,.4g} to {one.high:,.4g})" in page.texts
+    assert {"Candidate p:1 in the log", "Champion p:2 in the log"} <= set(page.texts)
+    size = result.candidate.diagnostics.weights.worst_step_size
+    assert f"{size:,.1f}" in page.texts
+    zeros = result.candidate.count_weights()["num_zero"]
+    assert any(text.endswith(f"; {zeros} more are 0") for text in page.texts)
+    body = reader.json("/policies/p.json")
+    (listed,) = body["evaluations"]
+    assert (listed["verdict"], listed["reasons"]) == ("refused", list(result.reasons))
+    assert body["shown_evaluation"]["report"]["comparisons"]
+    # The list's SQL finds the same.
+    query = next(
+        text for text in page.texts if text.startswith("SELECT") and "FROM evaluations" in text
+    )
+    assert reader.lake.sql(query).num_rows == 1
+
+
+def test_each_evaluation_has_an_address_and_any_report_is_shown(gated, hostile):
+    reader, _ = gated
+    about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}
+    saved = reader.lake.registry.evaluations
+    first = saved.list()[0].evaluation_id
+    odd = {
+        "reason": hostile,
+        "estimates": [{"estimator": hostile, "value": 1e308}, {"value": -1e308}, 5, {}],
+        "weights": {"edges": [1.0], "counts": [3, 4]},
+        "diagnostics": {"weights": "none"},
+        "refused": {"dr": hostile},
+    }
+    second = saved.save("ope", odd, **about, verdict="weak")
+    page = reader.page("/policies/p")
+    assert "Evaluation of version 2" in page.texts
+    assert hostile in page.texts
+    assert "1e+308, no interval" in page.texts
+    assert "Gate of version 1 as champion" in reader.page(f"/policies/p?evaluation={first}").texts
+    links = [link for link in page.links if link.endswith("#evaluation")]
+    assert links == [f"/policies/p?evaluation={one}#evaluation" for one in (second, first)]
+    reader.page("/policies/p?evaluation=01x", 404)
+
+
+def test_a_damaged_report_is_named_and_hides_no_other(gated):
+    reader, _ = gated
+    reader.lake.storage.put("_lake/evaluations/00x.json", b"{}")
+    try:
+        page = reader.page("/policies/p")
+    finally:
+        reader.lake.storage.delete(["_lake/evaluations/00x.json"])
+    assert any(re.match("Left out: evaluation 00x: .* is damaged", text) for text in page.texts)
+    assert "Gate of version 1 as champion" in page.text or "Evaluation of version" in page.text
+
+
+def test_without_an_evaluation_the_command_is_there(empty, kit, tmp_path):
+    package = kit.save_policy(tmp_path / "package")
+    empty.lake.registry.register("walker", package, run_id="r", lineage={})
+    page = empty.page("/policies/walker")
+    assert "replaylake promote walker --to champion --gate --dataset DATASET" in page.texts

@@ -1,0 +1,177 @@
+"""A gateway in a process of its own, before an engine in another."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from replaylake.datastore.lake.lake import open_lake
+
+ENGINE = Path(__file__).parent / "engine.py"
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "not within the time"
+        time.sleep(0.02)
+    return found
+
+
+def is_listening(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+@dataclass
+class Engine:
+    process: subprocess.Popen
+    url: str
+
+    def requests(self):
+        return httpx.get(f"{self.url}/requests").json()
+
+    def stop(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def start_engine(kind, port=None):
+    port = port or free_port()
+    process = subprocess.Popen([sys.executable, str(ENGINE), kind, str(port)])
+    wait_until(lambda: is_listening(port))
+    return Engine(process, f"http://127.0.0.1:{port}")
+
+
+@dataclass
+class Gateway:
+    process: subprocess.Popen
+    url: str
+    lake_path: Path
+    dataset: str
+    lines: list
+
+    @property
+    def lake(self):
+        return open_lake(self.lake_path)
+
+    def steps(self, columns="*", order="timestamp", num=None):
+        """Return the recorded steps, once there are as many as are expected."""
+
+        def read():
+            text = f"select {columns} from {self.dataset}.steps order by {order}"
+            rows = self.lake.sql(text).to_pylist()
+            return rows if num is None or len(rows) >= num else None
+
+        return wait_until(read) if num else read()
+
+    def stop(self, sig=signal.SIGTERM):
+        self.process.send_signal(sig)
+        return self.process.wait(40)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def start_gateway(upstream, lake, *arguments, dataset="agents", environment=None, preexec=None):
+    command = [str(Path(sys.executable).with_name("replaylake")), "gateway"]
+    command += ["--upstream", upstream, "--dataset", dataset, "--lake", str(lake), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        preexec_fn=preexec,
+    )
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "ready after" in line:
+            break
+    assert "ready after" in "".join(lines), "".join(lines)
+    url = lines[-1].split(" on ")[1].split(",")[0]
+    return Gateway(process, url, Path(lake), dataset, lines)
+
+
+def wait_for_rows(gateway, num, where, columns="*"):
+    """Return the recorded steps that meet a condition, once there are as many as expected."""
+    text = f"select {columns} from agents.steps where {where} order by timestamp"
+    deadline = time.monotonic() + 20
+    while len(rows := gateway.lake.sql(text).to_pylist()) < num:
+        assert time.monotonic() < deadline, rows
+        time.sleep(0.05)
+    assert len(rows) == num
+    return rows
+
+
+@pytest.fixture(scope="session")
+def engines():
+    """Engines by kind, started when they are asked for."""
+    running = {}
+
+    def get(kind):
+        if kind not in running:
+            running[kind] = start_engine(kind)
+        running[kind].requests()
+        return running[kind]
+
+    yield get
+    for engine in running.values():
+        engine.stop()
+
+
+@pytest.fixture(scope="session")
+def gateway(engines, tmp_path_factory):
+    """A gateway before an engine that answers as vLLM does; tests share its lake."""
+    one = start_gateway(engines("vllm").url, tmp_path_factory.mktemp("gateway") / "lake")
+    yield one
+    one.kill()
+    one.process.stderr.close()
+
+
+@pytest.fixture
+def gateways():
+    """Starts gateways, and stops them at the end."""
+    running = []
+
+    def start(*arguments, **options):
+        running.append(start_gateway(*arguments, **options))
+        return running[-1]
+
+    yield start
+    for one in running:
+        if one.process.poll() is None:
+            one.kill()
+        one.process.stderr.close()
+
+
+@pytest.fixture
+def run_gateway_command():
+    """Runs a gateway that does not start; returns its exit code and what it wrote to stderr."""
+
+    def run(*arguments):
+        command = [str(Path(sys.executable).with_name("replaylake")), "gateway", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, " ".join(done.stderr.split())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def kit():
+    return sys.modules[__name__]
