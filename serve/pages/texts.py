@@ -31,6 +31,17 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
+def duration_text(seconds: float | None) -> str:
+    """Return a time span as people say it: `12.3 s`, `4 min 05 s`, `1,200 h 07 min`."""
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+
+
 def cell_text(value: Any) -> str:
     """Return a value as a person reads it in a table."""
     if value is None:
