@@ -44,6 +44,7 @@ from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
 from replaylake.serve.explorer.runs_page import list_runs, show_run
 from replaylake.serve.explorer.sandbox_queue import SandboxQueue
+from replaylake.serve.explorer.serving_page import list_serving, show_serving
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.frame import FRAME_FILES, HTML, SECURITY_HEADERS, read_static
@@ -78,6 +79,8 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/policies/{name}", show_policy),
     ("/runs", list_runs),
     ("/runs/{run}", show_run),
+    ("/serving", list_serving),
+    ("/serving/{name}", show_serving),
     ("/sql", show_console),
 )
 # Pages that run SQL of the reader's where their address has it, and in which parameter. The forms

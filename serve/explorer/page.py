@@ -26,6 +26,7 @@ _SECTIONS: Final = (
     ("Lake", (), ("", "datasets")),
     ("Runs", ("runs",), ("runs",)),
     ("Policies", ("policies",), ("policies",)),
+    ("Serving", ("serving",), ("serving",)),
     ("SQL", ("sql",), ("sql",)),
 )
 

@@ -32,14 +32,21 @@ def size(num_bytes: int) -> str:
 
 
 def duration_text(seconds: float | None) -> str:
-    """Return a time span as people say it: `12.3 s`, `4 min 05 s`, `1,200 h 07 min`."""
+    """Return a time span as people say it: `742 ms`, `12.3 s`, `4 min 05 s`, `6 h`, `3 days`."""
     if seconds is None:
         return ""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds > 0 else "0 s"
     minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{seconds:.3g} s"
     hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
+    if not hours:
+        return f"{minutes} min" + (f" {rest:02} s" if rest else "")
+    days, hours = divmod(hours, 24)
+    if not days:
+        return f"{hours} h" + (f" {minutes:02} min" if minutes else "")
+    return count(days, "day") + (f" {hours} h" if hours else "")
 
 
 def cell_text(value: Any) -> str:

@@ -44,6 +44,13 @@ _PAGES = {
     "policies": "/policies",
     "unknown": "/nowhere",
 }
+# Pages of a lake that servers have logged to.
+_SERVED_PAGES = {
+    "policy": "/policies/clone",
+    "serving": "/serving",
+    "decision log": "/serving/live",
+    "hostile decision log": "/serving/fresh",
+}
 # What is too wide, what is too small, and what lies outside of the window.
 _LAYOUT = """(() => {
   const found = [];
@@ -82,6 +89,12 @@ def address(explored_lake):
         yield address
 
 
+@pytest.fixture(scope="module")
+def served_address(served_lake):
+    with _serve(served_lake) as address:
+        yield address
+
+
 @contextmanager
 def _serve(lake):
     with _run(create_explorer(lake)) as address:
@@ -116,12 +129,21 @@ def _open(browser, url):
     browser.wait_until("!document.querySelector('[data-refresh]')", 60)
 
 
+@pytest.mark.parametrize("name", list(_SERVED_PAGES))
+def test_a_page_of_what_was_served_fits(browser, served_address, name):
+    _check_page(browser, served_address + _SERVED_PAGES[name], name)
+
+
 @pytest.mark.parametrize("name", list(_PAGES))
 def test_a_page_fits_and_can_be_read_by_all(browser, address, name):
+    _check_page(browser, address + _PAGES[name], name)
+
+
+def _check_page(browser, url, name):
     for width, height in ((1280, 900), (390, 844)):
         for dark in (False, True):
             browser.show(width, height, dark=dark)
-            _open(browser, address + _PAGES[name])
+            _open(browser, url)
             where = (name, width, "dark" if dark else "light")
             assert browser.run(_LAYOUT) == [], where
             assert browser.run("document.title") != "owned"
