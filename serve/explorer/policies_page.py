@@ -12,6 +12,7 @@ from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.policies.evaluations import SavedEvaluation
 from replaylake.serve.explorer.page import Page, Panel, empty_state
 from replaylake.serve.explorer.runs_page import draw_tree, selection_link
+from replaylake.serve.explorer.trial_panel import build_trial
 from replaylake.serve.explorer.visit import Query, Visit
 from replaylake.serve.pages.charts import Interval, column_chart, interval_chart
 from replaylake.serve.pages.markup import Child, Markup, join, tag
@@ -98,6 +99,8 @@ def show_policy(visit: Visit) -> Page:
         *([] if shown is None else _evaluation_panels(visit, shown)),
         *_gate_panels(moves),
     ]
+    trial = build_trial(visit, entries)
+    panels.append(trial.panel)
     return Page(
         name,
         section="policies",
@@ -114,8 +117,10 @@ def show_policy(visit: Visit) -> Page:
             "evaluations": [_summarize_evaluation(one) for one in evaluations],
             "shown_evaluation": None if shown is None else shown.to_json(),
             "unreadable_evaluations": unreadable,
+            "trial": trial.data,
         },
         rows=versions,
+        status=trial.status,
     )
 
 

@@ -47,6 +47,8 @@ _PAGES = {
 # Pages of a lake that servers have logged to.
 _SERVED_PAGES = {
     "policy": "/policies/clone",
+    "trial": "/policies/clone?try=1&observation=[0.5,1]&temperature=2",
+    "refused trial": "/policies/clone?try=1&observation=[0.5,1",
     "serving": "/serving",
     "decision log": "/serving/live",
     "hostile decision log": "/serving/fresh",
@@ -149,7 +151,7 @@ def _check_page(browser, url, name):
             assert browser.run("document.title") != "owned"
             said = browser.take_messages()
             # A browser notes the status of a page that says what was not found.
-            assert [one for one in said if "404" not in one] == [], where
+            assert [one for one in said if "404" not in one and "422" not in one] == [], where
             if width == 1280 or not dark:
                 # As a test's own: the pages' policy lets no script of others in.
                 browser.run(_AXE.read_text())
@@ -370,6 +372,21 @@ def _below(prefix, app):
         await app(scope, receive, send)
 
     return forward
+
+
+def test_a_policy_acts_on_an_observation_by_the_keyboard_alone(browser, served_address):
+    browser.show(1280, 900)
+    _open(browser, served_address + "/policies/clone")
+    browser.run("document.querySelector('#observation').focus(); 0")
+    browser.run("document.querySelector('#observation').select(); 0")
+    browser.type_text("[0, 1]")
+    for _ in range(3):
+        browser.press("Tab")
+    assert browser.run("document.activeElement.textContent") == "Act"
+    browser.press("Enter")
+    browser.wait_until("document.querySelector('#action')")
+    assert browser.run("document.querySelector('#action dd').textContent") == "1"
+    assert browser.run("document.querySelector('#observation').value") == "[0, 1]"
 
 
 def test_a_policy_server_shows_itself_and_acts(browser, package, serving):
