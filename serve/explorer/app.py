@@ -31,11 +31,13 @@ from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
 from replaylake.serve.explorer.episode_page import send_frame, show_episode
 from replaylake.serve.explorer.episodes_page import show_episodes
 from replaylake.serve.explorer.lake_page import show_lake
+from replaylake.serve.explorer.live_pages import EVENT_STREAM, LivePages, Rendering
 from replaylake.serve.explorer.page import (
     Download,
     Page,
     Panel,
     empty_state,
+    render,
     to_csv,
     to_html,
     to_json,
@@ -115,6 +117,7 @@ class Explorer:
         self._memory = QueryMemory()
         self._profiles = ProfileMemory()
         self.sandboxes = SandboxQueue()
+        self.live = LivePages()
         # Of this process: after a restart everybody signs in again.
         self._cookie_key = secrets.token_bytes(32)
         self._routes = [Route(path, _never, name=path) for path, _ in PAGES]
@@ -182,34 +185,72 @@ class Explorer:
             if request.method not in ("GET", "HEAD"):
                 text = f"{request.method} is not possible here: pages are only read, with GET."
                 return self._error(request, path, 405, text)
-            lists = parse_qs(request.url.query, keep_blank_values=True)
-            values = {name: several[0] for name, several in lists.items()}
-            visit = Visit(
+            return await self._open(
+                request,
+                route.path,
+                child["path_params"],
+                stem,
+                suffix,
+                is_cross_site=is_cross_site,
+            )
+        return self._error(request, path, 404, f"There is no page {path}.")
+
+    async def _open(
+        self,
+        request: Request,
+        route: str,
+        parameters: Mapping[str, str],
+        stem: str,
+        suffix: str,
+        *,
+        is_cross_site: bool,
+    ) -> Response:
+        """Return a page in the form that was asked for, or the stream of what changes on it."""
+        lists = parse_qs(request.url.query, keep_blank_values=True)
+        values = {name: several[0] for name, several in lists.items()}
+        function = self._find_page(route, suffix)
+
+        def visit() -> Visit:
+            return Visit(
                 self._lake,
                 self._links,
                 self._memory,
                 self._profiles,
-                child["path_params"],
+                parameters,
                 values,
                 lists,
                 is_cross_site=is_cross_site,
             )
-            function = self._find_page(route.path, suffix)
-            if (suffix and route.path == "/sql") or values.get(READERS_SQL.get(route.path, "")):
-                async with self.sandboxes.turn(request.is_disconnected):
-                    page = await _run_while_connected(request, visit, function)
-            else:
-                page = await _run_while_connected(request, visit, function)
-            if isinstance(page, Download):
-                return _send_download(page)
-            return await run_in_threadpool(self._render, request, page, suffix, stem)
-        return self._error(request, path, 404, f"There is no page {path}.")
+
+        runs_sql = (suffix and route == "/sql") or values.get(READERS_SQL.get(route, ""))
+        if EVENT_STREAM in request.headers.get("accept", ""):
+            if suffix or runs_sql:
+                # Nothing to follow, and no reason for a browser to ask again.
+                return Response(status_code=204)
+            address = f"{stem}?{request.url.query}"
+            return self.live.follow(
+                address, lambda: run_in_threadpool(self._make_parts, visit(), function)
+            )
+        if runs_sql:
+            async with self.sandboxes.turn(request.is_disconnected):
+                page = await _run_while_connected(request, visit(), function)
+        else:
+            page = await _run_while_connected(request, visit(), function)
+        if isinstance(page, Download):
+            return _send_download(page)
+        return await run_in_threadpool(self._render, request, page, suffix, stem)
 
     def _find_page(self, path: str, suffix: str) -> PageFunction:
         if path == "/sql" and suffix:
             # The rows of a result alone, in the types that they have.
             return partial(send_result, form=suffix.removeprefix("."))
         return self._pages[path]
+
+    def _make_parts(self, visit: Visit, function: PageFunction) -> Rendering:
+        page = function(visit)
+        if isinstance(page, Download):
+            raise NotFoundError("This address is a file, which is not followed.")
+        return render(page, self._links)
 
     def _render(self, request: Request, page: Page, suffix: str, stem: str) -> Response:
         if suffix == ".json":

@@ -231,12 +231,16 @@ function startPlots() {
   if (scrub) show(0);
 }
 
-// Pages of what goes on are read again, and what has changed is replaced: the place of the window,
-// the focus, and what is open or chosen stay.
+// Pages of what goes on: the explorer sends what changes, and it is put in place: the place of the
+// window, the focus, and what is open or chosen stay. Where it sends nothing (too many pages are
+// followed, or a proxy is in the way), and in a window that is not seen, the page is read again.
 const HIDDEN_PAUSE_S = 60;
 const FOCUSABLE = "a[href], button, input, select, summary, textarea, [tabindex]";
 
 class Follower {
+  // The first event comes at once. Where it does not, a proxy holds events back.
+  static patienceMs = 10_000;
+
   constructor(box) {
     this.box = box;
     this.say = $("span", box);
@@ -245,17 +249,44 @@ class Follower {
     this.written = new Map();
     this.isPaused = false;
     this.isReading = false;
+    this.stream = null;
+    this.hasStreams = "EventSource" in window;
     this.button.addEventListener("click", () => this.pause(!this.isPaused));
-    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.read(); });
+    document.addEventListener("visibilitychange", () => this.start());
+    addEventListener("pagehide", () => this.stop());
+    addEventListener("pageshow", (event) => { if (event.persisted) this.start(); });
     box.hidden = false;
-    this.wait();
+    if (document.hidden) this.wait(); else this.start();
   }
 
   pause(isPaused) {
     this.isPaused = isPaused;
     this.button.textContent = isPaused ? "Resume" : "Pause";
     this.say.textContent = isPaused ? "This page is not updated" : this.words;
-    if (isPaused) clearTimeout(this.timer); else this.read();
+    if (isPaused) this.stop(); else this.start();
+  }
+
+  stop() {
+    this.stream?.close();
+    this.stream = null;
+    clearTimeout(this.timer);
+  }
+
+  // A browser opens few connections to one server, so only a window that is seen has a stream.
+  start() {
+    this.stop();
+    if (this.isPaused || !this.box.isConnected) return;
+    if (document.hidden) { this.wait(); return; }
+    if (!this.hasStreams) { this.read(); return; }
+    const stream = this.stream = new EventSource(location.href);
+    this.timer = setTimeout(() => { this.hasStreams = false; this.start(); }, Follower.patienceMs);
+    stream.addEventListener("page", (event) => {
+      clearTimeout(this.timer);
+      this.say.textContent = "This page is updated when it changes";
+      this.show(new DOMParser().parseFromString(JSON.parse(event.data), "text/html"));
+    });
+    stream.addEventListener("end", () => this.stop());
+    stream.onerror = () => { if (this.stream === stream) { this.stop(); this.read(); } };
   }
 
   wait() {
@@ -265,7 +296,7 @@ class Follower {
   }
 
   async read() {
-    if (this.isPaused || this.isReading || !this.box.isConnected) return;
+    if (this.isPaused || this.isReading || this.stream || !this.box.isConnected) return;
     this.isReading = true;
     try {
       const answer = await fetch(location.href);
@@ -277,7 +308,7 @@ class Follower {
       this.say.textContent = "The explorer does not answer, or no longer has this page";
     }
     this.isReading = false;
-    if (this.box.isConnected && !this.isPaused) this.wait();
+    if (this.box.isConnected && !this.isPaused && !this.stream) this.wait();
   }
 
   show(page) {
@@ -293,13 +324,18 @@ class Follower {
       const title = $("h2", fresh).textContent;
       const known = old.get(title);
       old.delete(title);
+      if ("same" in fresh.dataset) {
+        if (known && known !== place) panels.insertBefore(known, place);
+        if (known) place = known.nextElementSibling;
+        continue;
+      }
       if (!known) { panels.insertBefore(document.adoptNode(fresh), place); showLocalTimes(fresh); continue; }
       if (known !== place) panels.insertBefore(known, place);
       place = this.replace(title, known, fresh).nextElementSibling;
     }
     for (const gone of old.values()) gone.remove();
     if ($$("[data-plots]").some((box) => !plotGroups.has(box))) startPlots();
-    if (!$("[data-refresh]", page)) this.box.remove();
+    if (!$("[data-refresh]", page)) { this.stop(); this.box.remove(); }
   }
 
   // Returns what is there now: the old element where the server wrote the same before.

@@ -219,6 +219,86 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path, monkeypatch):
         assert browser.take_messages() == []
 
 
+def test_a_window_that_is_seen_has_a_stream_and_others_have_none(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("replaylake.serve.explorer.runs_page._REFRESH_S", 0.2)
+    lake = open_lake(tmp_path / "lake", create=True)
+    lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "running"})
+    shown = "[...document.querySelectorAll('.panel td')].map(e => e.textContent).join(' ')"
+    say = "document.querySelector('[data-refresh] span').textContent"
+    app = create_explorer(lake)
+
+    def hide(is_hidden):
+        browser.run(
+            "Object.defineProperty(document, 'hidden', "
+            f"{{value: {is_hidden}, configurable: true}});"
+            "document.dispatchEvent(new Event('visibilitychange')); 0"
+        )
+
+    with _run(app) as address, RunLease(lake.storage, "01run"):
+        browser.open(address + "/runs/01run")
+        browser.wait_until(f"{say} === 'This page is updated when it changes'")
+        assert app.live._num == 1
+        # What is sent takes the place of what was read: nothing is asked for beside the stream.
+        reads = "performance.getEntriesByType('resource').filter(e => e.initiatorType === 'fetch')"
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(1, {"loss": 0.75}, time.time())
+        browser.wait_until(f"{shown}.includes('0.75')")
+        assert browser.run(f"{reads}.length") == 0
+        hide("true")
+        _wait(lambda: app.live._num == 0)
+        hide("false")
+        _wait(lambda: app.live._num == 1)
+        browser.click("[data-refresh] button")
+        _wait(lambda: app.live._num == 0)
+        browser.click("[data-refresh] button")
+        _wait(lambda: app.live._num == 1)
+        # Where as many are followed as may be, the page is read again instead.
+        monkeypatch.setattr("replaylake.serve.explorer.live_pages._MAX_STREAMS", 0)
+        browser.open(address + "/runs/01run")
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(2, {"loss": 0.625}, time.time())
+        browser.wait_until(f"{shown}.includes('0.625')")
+        assert browser.run(f"{reads}.length") > 0
+        assert app.live._num == 0
+        assert all("503" in one for one in browser.take_messages())
+        browser.open("about:blank")
+
+
+def test_behind_a_proxy_that_holds_events_back_a_page_is_read(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("replaylake.serve.explorer.runs_page._REFRESH_S", 0.2)
+    lake = open_lake(tmp_path / "lake", create=True)
+    lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "running"})
+    explorer = create_explorer(lake)
+
+    async def app(scope, receive, send):
+        is_held = (b"accept", b"text/event-stream") in scope["headers"]
+
+        async def forward(message):
+            if not (is_held and message["type"] == "http.response.body"):
+                await send(message)
+
+        await explorer(scope, receive, forward)
+
+    shown = "[...document.querySelectorAll('.panel td')].map(e => e.textContent).join(' ')"
+    with _run(app) as address, RunLease(lake.storage, "01run"):
+        browser.open(address + "/runs/01run")
+        browser.run("Follower.patienceMs = 100; 0")
+        for _ in range(2):
+            browser.click("[data-refresh] button")
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(1, {"loss": 0.75}, time.time())
+        browser.wait_until(f"{shown}.includes('0.75')")
+        _wait(lambda: explorer.live._num == 0)
+        browser.open("about:blank")
+
+
+def _wait(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_profile_takes_the_place_of_its_progress(browser, explored_lake, monkeypatch):
     monkeypatch.setattr("replaylake.serve.explorer.dataset_page._REFRESH_S", 0.2)
     monkeypatch.setattr(profiles, "_WAIT_S", 0.0)
