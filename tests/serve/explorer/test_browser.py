@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlencode
 
 import numpy as np
 import pytest
@@ -414,6 +415,45 @@ def test_the_console_completes_runs_cancels_and_remembers(browser, address):
     browser.click("#cancel")
     browser.wait_until("document.querySelector('#status').textContent === 'cancelled'")
     assert browser.run("document.querySelectorAll('#history li').length") == 2
+    assert browser.take_messages() == []
+
+
+def test_a_result_is_drawn_by_the_keyboard_alone(browser, address):
+    label = "document.querySelector('#chart-canvas').getAttribute('aria-label')"
+    browser.show(1280, 900)
+    query = "SELECT step, reward, episode_id FROM walks.steps WHERE episode_id = 'w/09'"
+    _open(browser, address + "/sql?" + urlencode({"q": query}))
+    browser.run("document.querySelector('#chart summary').focus(); 0")
+    browser.press("Enter")
+    browser.wait_until("document.querySelector('#chart canvas')")
+    assert browser.run(label) == "reward by step: 12 points from 0 to 11"
+    browser.press("Tab")
+    for kind in ("bars", "points"):
+        browser.press("ArrowDown")
+        chosen = "document.activeElement.selectedOptions[0].textContent"
+        assert browser.run(chosen) == kind
+        _check_all(browser, kind)
+    browser.press("Tab")
+    browser.press("ArrowDown")
+    browser.press("ArrowDown")
+    assert browser.run(label) == "reward by episode_id: 12 points from 0 to 11"
+    _check_all(browser, "texts along the axis")
+    assert not browser.run("document.querySelector('#chart-note').offsetHeight")
+    # Bars of one text are one: 0 + 1 + ... + 11.
+    browser.run(
+        "document.querySelector('#chart-kind').value = 'bar';"
+        "document.querySelector('#chart-kind').dispatchEvent(new Event('change')); 0"
+    )
+    assert browser.run(label) == "reward by episode_id: 1 points from 66 to 66"
+    assert browser.run("document.querySelector('#chart-note').offsetHeight")
+    # The chart of the next result is another one.
+    browser.run("document.querySelector('#q').value = 'SELECT range AS n FROM range(5)'; 0")
+    browser.run("document.querySelector('#q').focus(); 0")
+    browser.press("Enter", modifiers=2)
+    browser.wait_until("document.querySelectorAll('#result tbody tr').length === 5", 30)
+    assert not browser.run("document.querySelector('#chart').open")
+    browser.click("#chart summary")
+    browser.wait_until(f"{label} === 'n by row: 5 points from 0 to 4'")
     assert browser.take_messages() == []
 
 
