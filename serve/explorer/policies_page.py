@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.policies.evaluations import SavedEvaluation
+from replaylake.serve.explorer.lineage_panel import draw_lineage
 from replaylake.serve.explorer.page import Page, Panel, empty_state
 from replaylake.serve.explorer.runs_page import draw_tree, selection_link
 from replaylake.serve.explorer.trial_panel import build_trial
@@ -98,6 +99,7 @@ def show_policy(visit: Visit) -> Page:
         _evaluations_panel(visit, evaluations, shown, unreadable),
         *([] if shown is None else _evaluation_panels(visit, shown)),
         *_gate_panels(moves),
+        draw_lineage(visit, entries),
     ]
     trial = build_trial(visit, entries)
     panels.append(trial.panel)

@@ -494,6 +494,23 @@ def _below(prefix, app):
     return forward
 
 
+def test_lines_of_a_flow_meet_its_boxes(browser, served_address):
+    browser.show(1280, 900)
+    _open(browser, served_address + "/policies/clone")
+    middles = """(() => {
+      const middle = (box) => box.getBoundingClientRect().top + box.offsetHeight / 2;
+      const svg = document.querySelectorAll('.flow svg')[1];
+      const top = svg.getBoundingClientRect().top;
+      const ends = [...svg.querySelectorAll('path')].map(
+        (line) => top + Number(line.getAttribute('d').split(' ').pop()));
+      const boxes = [...document.querySelectorAll('.flow .stage')[2].querySelectorAll('li')];
+      return [ends.sort(), boxes.map(middle).sort()];
+    })()"""
+    ends, boxes = browser.run(middles)
+    assert len(ends) == 2
+    assert ends == pytest.approx(boxes)
+
+
 def test_a_policy_acts_on_an_observation_by_the_keyboard_alone(browser, served_address):
     browser.show(1280, 900)
     _open(browser, served_address + "/policies/clone")
