@@ -22,6 +22,7 @@ from replaylake.datastore.lake.runs.summary import (
     summarize,
 )
 from replaylake.serve.explorer.page import Page, Panel, empty_state
+from replaylake.serve.explorer.sweep_panel import draw_sweep
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, data_block, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
@@ -100,10 +101,12 @@ def show_run(visit: Visit) -> Page:
     runs = [summarize(lake.storage, one) for one in records]
     curves = [read_curves(lake.storage, run.run_id) for run in runs]
     run = runs[0]
-    panels = [_curves_panel(visit, runs, curves)]
+    sweep = draw_sweep(visit, record) if len(runs) == 1 else []
+    # A sweep itself has no metrics: its trials have.
+    panels = [*sweep, *([] if sweep and not curves[0] else [_curves_panel(visit, runs, curves)])]
     if len(runs) > 1:
         panels += [_differences_panel(records, runs), _metrics_panel(runs, curves)]
-    else:
+    elif curves[0] or not sweep:
         panels.append(_metrics_panel(runs, curves))
     panels += [_data_panel(visit, records, runs), _options_panel(record), *_error_panels(record)]
 
