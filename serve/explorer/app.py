@@ -85,11 +85,12 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/serving/{name}", show_serving),
     ("/sql", show_console),
 )
-# Pages that run SQL of the reader's where their address has it, and in which parameter. The forms
-# of `/sql` as a file always run it.
+# Pages that run SQL of the reader's, or act with a policy, where their address has it, and in which
+# parameter: so few at a time. The forms of `/sql` as a file always run it.
 READERS_SQL: Final = {
     "/datasets/{name}/episodes": "where",
     "/datasets/{name}/episode": "where",
+    "/policies/{name}": "observation",
     "/sql": "q",
 }
 
@@ -223,7 +224,7 @@ class Explorer:
             )
 
         runs_sql = (suffix and route == "/sql") or values.get(READERS_SQL.get(route, ""))
-        if EVENT_STREAM in request.headers.get("accept", ""):
+        if EVENT_STREAM in request.headers.get("accept", "") and request.method == "GET":
             if suffix or runs_sql:
                 # Nothing to follow, and no reason for a browser to ask again.
                 return Response(status_code=204)

@@ -170,10 +170,22 @@ def test_there_are_so_many_streams_and_no_more(training, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", ["/runs.json", "/runs.csv", "/sql?q=SELECT+1", "/sql.csv?q=SELECT+1"]
+    "path",
+    [
+        "/runs.json",
+        "/runs.csv",
+        "/sql?q=SELECT+1",
+        "/sql.csv?q=SELECT+1",
+        "/policies/p?observation=1",
+    ],
 )
 def test_what_is_no_page_or_runs_a_readers_sql_is_not_followed(explored, path):
     assert explored.client.get(path, headers=STREAM).status_code == 204
+
+
+def test_the_head_of_a_page_is_no_stream(explored):
+    answer = explored.client.head("/policies", headers=STREAM)
+    assert answer.headers["content-type"].startswith("text/html")
 
 
 def test_a_page_that_does_not_change_is_sent_once(explored):

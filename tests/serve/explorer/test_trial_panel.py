@@ -13,6 +13,7 @@ from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinar
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.serve.explorer.sandbox_queue import SandboxQueue
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,14 @@ def test_a_link_on_another_site_acts_on_nothing(tried):
     assert answer.status_code == 200
     assert "Press Act to see the action." in answer.text
     assert "most likely" not in answer.text
+
+
+def test_so_many_trials_run_at_a_time_as_queries(served_lake, reader_type):
+    reader = reader_type(served_lake)
+    reader.app.sandboxes = SandboxQueue(max_running=0, max_waiting=0)
+    page = reader.page("/policies/clone?observation=[0,0]", 503)
+    assert "queries wait already" in page.text
+    reader.page("/policies/clone")
 
 
 def test_a_policy_without_a_density_has_its_action_alone(tmp_path, kit, reader_type):
