@@ -82,7 +82,7 @@ def test_the_first_page_says_what_is_served(client):
         assert text in page.text, text
     assert "logs to nothing" in page.text
     assert "explores no" in page.text
-    assert re.search(r"up for \d+\.\d s", page.text)
+    assert re.search(r"up for [\d.]+ m?s\b", page.text)
     assert "Follows" not in page.text
     assert "Held" not in page.text
 

@@ -239,6 +239,7 @@ def test_a_silent_stream_is_kept_alive(training, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_explorer_that_is_stopped_ends_its_streams(training):
     """SIGINT ends it at once, with a page that is followed and nothing but its line on stderr."""
     code = f"""if True:
