@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import parse_qs, quote, unquote, urlencode
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -31,7 +31,7 @@ from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
 from replaylake.serve.explorer.episode_page import send_frame, show_episode
 from replaylake.serve.explorer.episodes_page import show_episodes
 from replaylake.serve.explorer.lake_page import show_lake
-from replaylake.serve.explorer.live_pages import EVENT_STREAM, LivePages, Rendering
+from replaylake.serve.explorer.live_pages import EVENT_STREAM, SEEN, LivePages, Rendering
 from replaylake.serve.explorer.page import (
     Download,
     Page,
@@ -228,9 +228,11 @@ class Explorer:
             if suffix or runs_sql:
                 # Nothing to follow, and no reason for a browser to ask again.
                 return Response(status_code=204)
-            address = f"{stem}?{request.url.query}"
+            seen = values.pop(SEEN, "")
+            lists.pop(SEEN, None)
+            address = f"{stem}?{urlencode(lists, doseq=True)}"
             return self.live.follow(
-                address, lambda: run_in_threadpool(self._make_parts, visit(), function)
+                address, lambda: run_in_threadpool(self._make_parts, visit(), function), seen
             )
         if runs_sql:
             async with self.sandboxes.turn(request.is_disconnected):

@@ -124,6 +124,43 @@ def test_a_stream_sends_the_page_and_then_what_changes(training):
     asyncio.run(run())
 
 
+def test_what_a_reader_has_is_not_sent_again(training):
+    async def run():
+        app = create_explorer(training)
+        page = Reader(app, "/runs/01run", {})
+        await asyncio.wait_for(page.task, 30)
+        html = ""
+        while not page._events.empty():
+            html += page._events.get_nowait()
+        seen = re.search(r'<meta name="seen" content="([^"]+)">', html)[1]
+        assert len(seen.split(".")) == html.count("<section")
+        async with follow(app, f"/runs/01run?seen={seen}") as reader:
+            _, update = await reader.event()
+            assert update.count("<section data-same>") == update.count("<section") > 2
+            assert f'content="{seen}"' in update
+        # Of a page whose other panels it has, the one that changed.
+        first = ".".join(seen.split(".")[1:])
+        async with follow(app, f"/runs/01run?seen={first}") as reader:
+            _, update = await reader.event()
+            assert update.count("<section data-same>") == update.count("<section") - 1
+            assert list(app.live._shared) == ["/runs/01run?"]
+
+    asyncio.run(run())
+
+
+def test_a_large_page_is_made_less_often(training, monkeypatch):
+    monkeypatch.setattr(live_pages, "_CHARS_PER_S", 1)
+
+    async def run():
+        app = create_explorer(training)
+        async with follow(app, "/runs/01run") as reader:
+            await reader.event()
+            (shared,) = app.live._shared.values()
+            assert shared.due > time.monotonic() + 100
+
+    asyncio.run(run())
+
+
 def test_readers_of_one_page_share_what_is_made_for_them(training, monkeypatch):
     made = []
     show = runs_page.show_run
