@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -27,7 +29,6 @@ from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
-from replaylake.serve.api.server_pages import FILE_PATHS, ServerPages
 from replaylake.serve.http.connections import NUM_REFUSED, RECEIVED
 from replaylake.serve.http.request_handler import HandlerState
 from replaylake.serve.http.routed_app import PageRoutes, RoutedApp
@@ -35,11 +36,16 @@ from replaylake.serve.messages import (
     RETRY_AFTER_S,
     RETRY_LATER,
     Endpoint,
+    Request,
     RequestRefusedError,
+    Response,
 )
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.serving_state import ServingState
+
+if TYPE_CHECKING:
+    from replaylake.serve.api.server_pages import ServerPages
 
 
 def create_app(load: Callable[[], ServingState]) -> Starlette:
@@ -58,8 +64,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         "/metrics": ("GET", about.metrics_page),
         "/docs.json": ("GET", Docs(worker.get)),
     }
-    pages = ServerPages(worker.get)
-    shown = {"/": pages.show_server, "/docs": pages.show_api}
+    pages = _LazyPages(worker.get)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -89,7 +94,11 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     app = RoutedApp(
         endpoints,
         handler_state,
-        pages=PageRoutes(shown, pages.encode_error, dict.fromkeys(FILE_PATHS, pages.send_file)),
+        pages=PageRoutes(
+            {"/": pages.show_server, "/docs": pages.show_api},
+            pages.send_file,
+            pages.encode_error,
+        ),
         lifespan=lifespan,
     )
     app.state.is_ready = lambda: False
@@ -113,3 +122,34 @@ class _LoadedServing:
         """Whether observations can be acted on, and the decisions logged."""
         serving = self.serving
         return serving is not None and (serving.log is None or not serving.log.refuses)
+
+
+class _LazyPages:
+    """Pages for browsers, loaded with the first request for one and written in a thread.
+
+    So a server starts no later for them, and other requests do not wait.
+    """
+
+    def __init__(self, serving: Callable[[], ServingState]) -> None:
+        self._serving, self._since_s = serving, time.time()
+        self._pages: ServerPages | None = None
+
+    async def show_server(self, request: Request) -> Response:
+        return await run_in_threadpool(lambda: self._load().show_server())
+
+    async def show_api(self, request: Request) -> Response:
+        return await run_in_threadpool(lambda: self._load().show_api())
+
+    async def send_file(self, request: Request) -> Response:
+        return await run_in_threadpool(lambda: self._load().send_file(request.path))
+
+    def encode_error(self, error: RequestRefusedError, content_type: str) -> Response:
+        return self._load().show_error(error)
+
+    def _load(self) -> ServerPages:
+        if self._pages is None:
+            # Not on top: 5 ms and 0.3 MB of each worker, whether anybody opens a page or not.
+            from replaylake.serve.api.server_pages import ServerPages
+
+            self._pages = ServerPages(self._serving, self._since_s)
+        return self._pages

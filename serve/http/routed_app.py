@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,13 +18,13 @@ from replaylake.serve.messages import Endpoint, Request, RequestRefusedError, Re
 class PageRoutes:
     """Pages for people, which requests get by GET or HEAD beside the endpoints.
 
-    pages: by path; who does not name text/html in Accept gets what an unknown path gets.
-    encode_error: makes the page of an error. files: what pages load, by path, for everybody.
+    pages: by path; who does not name text/html in Accept gets what an unknown path gets. file: of
+    what pages load, below /static/, for everybody. encode_error: makes the page of an error.
     """
 
-    pages: Mapping[str, Endpoint] = field(default_factory=dict)
-    encode_error: Callable[[RequestRefusedError, str], Response] = RouteForm().encode_error
-    files: Mapping[str, Endpoint] = field(default_factory=dict)
+    pages: Mapping[str, Endpoint]
+    file: Endpoint
+    encode_error: Callable[[RequestRefusedError, str], Response]
 
 
 class RoutedApp(Starlette):
@@ -53,16 +53,15 @@ class RoutedApp(Starlette):
             (path, method): RequestHandler(path, endpoint, state, forms.get(path, RouteForm()))
             for path, (method, endpoint) in endpoints.items()
         }
-        pages = pages or PageRoutes()
-        form = RouteForm(encode_error=pages.encode_error)
-        self._pages = {
-            path: RequestHandler(path, endpoint, state, form)
-            for path, endpoint in pages.pages.items()
-        }
-        self._files = {
-            path: RequestHandler("/static", endpoint, state)
-            for path, endpoint in pages.files.items()
-        }
+        self._pages: dict[str, RequestHandler] = {}
+        self._file: RequestHandler | None = None
+        if pages is not None:
+            form = RouteForm(encode_error=pages.encode_error)
+            self._file = RequestHandler("/static", pages.file, state)
+            self._pages = {
+                path: RequestHandler(path, endpoint, state, form)
+                for path, endpoint in pages.pages.items()
+            }
 
         async def handle_unrouted(request: Request) -> Response:
             if request.path in endpoints:
@@ -86,13 +85,14 @@ class RoutedApp(Starlette):
             handler = self._handlers.get((scope["path"], scope["method"]))
             if handler is not None:
                 return await handler(scope, receive, send)
-            if scope["method"] in ("GET", "HEAD"):
-                handler = self._files.get(scope["path"])
-                if handler is None and _accepts_html(scope):
-                    handler = self._pages.get(scope["path"])
-                if handler is not None:
-                    return await handler(scope, receive, send)
+            if scope["method"] in ("GET", "HEAD") and (page := self._find_page(scope)):
+                return await page(scope, receive, send)
         return await super().__call__(scope, receive, send)
+
+    def _find_page(self, scope: Scope) -> RequestHandler | None:
+        if self._file is not None and scope["path"].startswith("/static/"):
+            return self._file
+        return self._pages.get(scope["path"]) if _accepts_html(scope) else None
 
 
 def _accepts_html(scope: Scope) -> bool:
