@@ -73,6 +73,14 @@ class Download:
     is_fixed: bool = False
 
 
+@dataclass(frozen=True)
+class Redirect:
+    """Where the browser goes next. reader: the name that it is to keep for further forms."""
+
+    address: str
+    reader: str | None = None
+
+
 # One function a panel: it returns None where the subject has nothing to show.
 PanelFunction = Callable[[Visit, _Subject], Panel | None]
 

@@ -26,7 +26,7 @@ def run_explorer(
 
     One line on stderr says where; `on_ready` is then called with the config and the port that it
     listens on. Raises: NotFoundError if there is no lake; ServeError if the port is in use;
-    ConfigInvalidError if other machines could reach it without a token.
+    ConfigInvalidError if other machines could read or write it without a token.
     """
     lake = open_lake(config.lake)
     address = resolve_host(config.host)
@@ -40,6 +40,7 @@ def run_explorer(
             tokens=tokens,
             allowed_hosts=config.hosts,
             path_prefix=config.path_prefix,
+            read_only=config.read_only,
         )
         sys.stderr.write(f"{lake.url} is at {config.url}; stop with Ctrl-C\n")
         sys.stderr.flush()

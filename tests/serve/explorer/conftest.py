@@ -72,6 +72,24 @@ class Reader:
             assert tag != "img" or attributes["src"].startswith("/datasets/")
         return page
 
+    def fields(self, path: str, identity: str) -> dict[str, str]:
+        """Return what a form of a page sends, by the form's id, without its buttons."""
+        found: dict[str, str] = {}
+        is_within = False
+        for tag, attributes in self.page(path).tags:
+            if tag == "form":
+                is_within = attributes.get("id") == identity
+            elif tag == "input" and is_within and "name" in attributes:
+                found.setdefault(attributes["name"], attributes.get("value", ""))
+        return found
+
+    def post(self, path: str, fields: dict[str, str], **headers: str) -> Any:
+        """Send a form as a browser does from a page of the explorer."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {"origin": "http://localhost", "sec-fetch-site": "same-origin", **given}
+        sent = {name: value for name, value in sent.items() if value}
+        return self.client.post(path, data=fields, headers=sent, follow_redirects=False)
+
     def _get(self, path: str, unfinished: bytes) -> Any:
         """Read an address, again while it says that its profile is being computed."""
         deadline = time.monotonic() + 120

@@ -76,9 +76,9 @@ def address(explored_lake):
 
 
 @contextmanager
-def _serve(lake):
+def _serve(lake, **options):
     config = uvicorn.Config(
-        create_explorer(lake),
+        create_explorer(lake, **options),
         port=0,
         lifespan="off",
         log_level="error",
@@ -299,6 +299,85 @@ def test_the_console_completes_runs_cancels_and_remembers(browser, address):
     browser.wait_until("document.querySelector('#status').textContent === 'cancelled'")
     assert browser.run("document.querySelectorAll('#history li').length") == 2
     assert browser.take_messages() == []
+
+
+def _submit(browser, work):
+    """Do what sends a form, and wait until the page after it is there."""
+    browser.run("window.isBefore = true; 0")
+    work()
+    browser.wait_until("!window.isBefore && document.readyState === 'complete'")
+
+
+def test_the_worst_episodes_of_a_policy_are_labeled(browser, tmp_path, episode_maker, hostile):
+    lake = open_lake(tmp_path / "lake", create=True)
+    lake.dataset("walks").append(
+        [episode_maker(f"w/{n}", 9 - n, seed=n, text="old" if n < 3 else "new") for n in range(6)]
+    )
+    heading = "document.querySelector('h1').textContent"
+    browser.show(1280, 900)
+    with _serve(lake) as address:
+        browser.open(address + "/datasets/walks")
+        browser.run("localStorage.removeItem('replaylake keys')")
+        browser.open(address + "/datasets/walks/episodes")
+        browser.click("#where")
+        browser.type_text("policy = 'new'")
+        browser.press("Escape")
+        _submit(browser, lambda: browser.press("Enter"))
+        for _ in range(2):
+            _submit(browser, lambda: browser.click("#episodes thead th:nth-child(2) a"))
+        _submit(browser, lambda: browser.click(".tools a:nth-child(2)"))
+        # The shortest has the lowest return.
+        assert browser.run(heading) == "w/5"
+        _check_all(browser, "an episode without labels")
+        # Without a name nothing is sent: the browser asks for it.
+        browser.press("f")
+        assert browser.run("document.activeElement.name") == "by"
+        browser.type_text(hostile)
+        browser.press("Escape")
+        browser.press("l")
+        assert browser.run("document.activeElement.name") == "value"
+        browser.type_text("too short")
+        _submit(browser, lambda: browser.press("Enter"))
+        assert browser.run(heading) == "w/4"
+        assert "label of w/5 is too short" in browser.run("document.body.textContent")
+        browser.run("document.querySelector('details.train').open = true; 0")
+        _check_all(browser, "an episode of a queue")
+        # The name is known, and 1 is the value that came first.
+        _submit(browser, lambda: browser.press("1"))
+        assert browser.run(heading) == "w/3"
+        _submit(browser, lambda: browser.press("u"))
+        assert browser.run(heading) == "w/4"
+        _submit(browser, lambda: browser.press("n"))
+        assert browser.run(heading) == "w/3"
+        browser.press("l")
+        browser.type_text(hostile.replace("\u202e", ""))
+        _submit(browser, lambda: browser.press("Enter"))
+        assert browser.run(heading) == "w/4"
+        _submit(browser, lambda: browser.press("f"))
+        _check_all(browser, "a flagged episode")
+        _submit(browser, lambda: browser.press("1"))
+        assert "No episode without label" in browser.run(heading)
+        _check_all(browser, "the end of a queue")
+        assert browser.run("document.title") != "owned"
+        # Letters do nothing once the keys are turned off, also on the next page.
+        browser.open(address + "/datasets/walks/episode?id=w/0")
+        browser.click("#keys")
+        browser.open(address + "/datasets/walks/episode?id=w/0")
+        browser.press("f")
+        assert browser.run("document.querySelector('kbd').hidden")
+        browser.click("#keys")
+        assert browser.take_messages() == []
+    rows = lake.sql("""SELECT episode_id, any_value(label) AS label, bool_or(flagged) AS flagged,
+        any_value(label_labeled_by) AS who FROM walks.steps GROUP BY 1 ORDER BY 1""").to_pylist()
+    found = {row["episode_id"]: row["label"] for row in rows}
+    assert found == {
+        **{f"w/{n}": None for n in range(3)},
+        "w/3": hostile.replace("\u202e", ""),
+        "w/4": "too short",
+        "w/5": "too short",
+    }
+    assert [row["episode_id"] for row in rows if row["flagged"]] == ["w/4"]
+    assert {row["who"] for row in rows} == {None, hostile}
 
 
 def test_the_checks_notice_what_they_are_for(browser, address):
