@@ -45,6 +45,7 @@ from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
 from replaylake.serve.explorer.runs_page import list_runs, show_run
 from replaylake.serve.explorer.sandbox_queue import SandboxQueue
+from replaylake.serve.explorer.token_texts import TokenTexts
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.markup import tag
@@ -114,15 +115,29 @@ def create_explorer(
     tokens: Tokens | None = None,
     allowed_hosts: AllowedHosts | None = None,
     path_prefix: str = "",
+    token_texts: TokenTexts | None = None,
 ) -> Explorer:
     """Return the ASGI app of a lake's pages."""
-    return Explorer(lake, tokens or Tokens(), allowed_hosts or AllowedHosts(), path_prefix)
+    return Explorer(
+        lake,
+        tokens or Tokens(),
+        allowed_hosts or AllowedHosts(),
+        path_prefix,
+        token_texts or TokenTexts(),
+    )
 
 
 class Explorer:
     """An ASGI app. It only reads: the lake is the same after any request."""
 
-    def __init__(self, lake: Lake, tokens: Tokens, hosts: AllowedHosts, prefix: str) -> None:
+    def __init__(
+        self,
+        lake: Lake,
+        tokens: Tokens,
+        hosts: AllowedHosts,
+        prefix: str,
+        token_texts: TokenTexts,
+    ) -> None:
         self._lake = lake
         self._tokens = tokens
         self._hosts = hosts
@@ -130,6 +145,7 @@ class Explorer:
         self._links = Links(prefix)
         self._memory = QueryMemory()
         self._profiles = ProfileMemory()
+        self._token_texts = token_texts
         self.sandboxes = SandboxQueue()
         # Of this process: after a restart everybody signs in again.
         self._cookie_key = secrets.token_bytes(32)
@@ -208,6 +224,7 @@ class Explorer:
                 values,
                 lists,
                 is_cross_site=is_cross_site,
+                token_texts=self._token_texts,
             )
             function = self._find_page(route.path, suffix)
             if (suffix and route.path == "/sql") or values.get(READERS_SQL.get(route.path, "")):

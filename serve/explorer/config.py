@@ -26,7 +26,8 @@ class ExplorerConfig:
     lake: a folder or URL. path_prefix: the path below which a proxy passes requests on, such as
     `/lake`; empty without one. admin_token_file: tokens, one per line; those in the variable
     REPLAYLAKE_ADMIN_TOKEN count, too. insecure: allow other machines without tokens. allowed_hosts:
-    names to answer to besides loopback and the address itself.
+    names to answer to besides loopback and the address itself. tokenizers: files tokenizer.json,
+    for the texts of token ids.
     """
 
     lake: str
@@ -36,6 +37,7 @@ class ExplorerConfig:
     admin_token_file: Path | None = None
     insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    tokenizers: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         for host in self.allowed_hosts:

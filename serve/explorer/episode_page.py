@@ -32,6 +32,7 @@ from replaylake.serve.explorer.episodes_page import (
 )
 from replaylake.serve.explorer.frames import encode_png
 from replaylake.serve.explorer.page import Download, Page, Panel, build_panels
+from replaylake.serve.explorer.token_panel import draw_tokens
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, data_block, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag, value_cell
@@ -521,6 +522,11 @@ def _first_line(text: str) -> str:
     return line if len(line) <= 90 else f"{line[:88]}\N{HORIZONTAL ELLIPSIS}"
 
 
+def show_tokens(visit: Visit, contents: EpisodeContents) -> Panel | None:
+    """Show a window of the tokens that were sampled."""
+    return draw_tokens(visit, contents.snapshot, contents.episode_id, contents.agent_id)
+
+
 def list_agents(visit: Visit, contents: EpisodeContents) -> Panel | None:
     """Link the other agents of the episode."""
     agents = contents.summary["agents"]
@@ -576,7 +582,14 @@ def _is_numeric(kind: Any) -> bool:
     return _NUMERIC.fullmatch(str(kind)) is not None
 
 
-PANELS: Final = (show_frames, show_conversation, draw_curves, list_agents, list_steps)
+PANELS: Final = (
+    show_frames,
+    show_conversation,
+    show_tokens,
+    draw_curves,
+    list_agents,
+    list_steps,
+)
 
 
 def send_frame(visit: Visit) -> Download:

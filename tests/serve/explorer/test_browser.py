@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import uvicorn
@@ -30,6 +31,8 @@ _PAGES = {
     "episode": "/datasets/walks/episode?id=w/09",
     "hostile episodes": "/datasets/hostile/episodes",
     "frames": "/datasets/images/episode?id=i/0",
+    "tokens": "/datasets/chats/episode?id=tree%230&agent=solver",
+    "hostile tokens": "/datasets/chats/episode?id=HOSTILE%230&shade=mismatch",
     "console": "/sql",
     "result": "/sql?q=SELECT+*+FROM+hostile.steps",
     "runs": "/runs",
@@ -105,11 +108,12 @@ def _open(browser, url):
 
 
 @pytest.mark.parametrize("name", list(_PAGES))
-def test_a_page_fits_and_can_be_read_by_all(browser, address, name):
+def test_a_page_fits_and_can_be_read_by_all(browser, address, hostile, name):
+    path = _PAGES[name].replace("HOSTILE", quote(hostile))
     for width, height in ((1280, 900), (390, 844)):
         for dark in (False, True):
             browser.show(width, height, dark=dark)
-            _open(browser, address + _PAGES[name])
+            _open(browser, address + path)
             where = (name, width, "dark" if dark else "light")
             assert browser.run(_LAYOUT) == [], where
             assert browser.run("document.title") != "owned"
