@@ -22,6 +22,7 @@ from replaylake.datastore.interchange.export.dialogue import (
 from replaylake.datastore.interchange.formats.generations.rows import COMPLETION_MESSAGES
 from replaylake.datastore.lake.profile.vectors import LeafStatistics
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.serve.explorer.agents_panel import draw_branches, draw_side_by_side
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
 from replaylake.serve.explorer.episodes_page import (
     EpisodeKey,
@@ -34,7 +35,7 @@ from replaylake.serve.explorer.frames import encode_png
 from replaylake.serve.explorer.page import Download, Page, Panel, build_panels
 from replaylake.serve.explorer.token_panel import draw_tokens
 from replaylake.serve.explorer.visit import Visit
-from replaylake.serve.pages.markup import Child, Markup, data_block, tag
+from replaylake.serve.pages.markup import Child, Markup, data_block, join, join_list, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag, value_cell
 from replaylake.serve.pages.texts import number_text
 
@@ -71,11 +72,13 @@ _NOT_FURTHER: Final = frozenset(
 class EpisodeContents:
     """What the panels share. summary: its row of `episodes`; steps: the first steps, in Arrow.
 
-    numbers: by observation and action, the names of their numbers and these, float64 [T, D].
+    agents: the rows of all agents of the episode, ordered by agent. numbers: by observation and
+    action, the names of their numbers and these, float64 [T, D].
     """
 
     snapshot: Snapshot
     summary: Mapping[str, Any]
+    agents: Sequence[Mapping[str, Any]]
     steps: Any
     numbers: Mapping[str, tuple[Sequence[str], NDArray[np.float64]]]
 
@@ -231,7 +234,7 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
     ):
         if column in names:
             numbers[column] = _read_numbers(space, column, steps.column(column), labels)
-    return EpisodeContents(snapshot, summary, steps, numbers)
+    return EpisodeContents(snapshot, summary, rows, steps, numbers)
 
 
 def _read_steps(
@@ -457,7 +460,7 @@ def show_conversation(visit: Visit, contents: EpisodeContents) -> Panel | None:
         max_turns=_MAX_TURNS,
         max_bytes=_MAX_DIALOGUE_BYTES,
     )
-    turns = [_turn(turn) for turn in dialogue.turns]
+    turns = _draw_turns(dialogue.turns)
     note = None
     total = contents.summary["num_steps_of_agents"]
     if len(turns) < total:
@@ -465,19 +468,49 @@ def show_conversation(visit: Visit, contents: EpisodeContents) -> Panel | None:
     return Panel("Conversation", turns, note=note)
 
 
-def _turn(turn: DialogueTurn) -> Markup:
-    facts = [turn.agent_id] if turn.agent_id else []
+def _draw_turns(turns: Sequence[DialogueTurn]) -> list[Markup]:
+    """Return turns with links from each to the turn that it branches from, and back."""
+    places = {(turn.agent_id, turn.step): place for place, turn in enumerate(turns)}
+    branches: dict[tuple[str, int], list[Markup]] = {}
+    for place, turn in enumerate(turns):
+        if turn.parent is not None:
+            link = tag("a", _name_turn(turn.agent_id, turn.step), href=f"#turn-{place}")
+            branches.setdefault(turn.parent, []).append(link)
+    drawn = []
+    for place, turn in enumerate(turns):
+        parent: Child = None
+        if turn.parent is not None:
+            parent = _name_turn(*turn.parent)
+            if (at := places.get(turn.parent)) is not None:
+                parent = tag("a", parent, href=f"#turn-{at}")
+        drawn.append(_turn(turn, place, parent, branches.get((turn.agent_id, turn.step), ())))
+    return drawn
+
+
+def _name_turn(agent_id: str, step: int) -> Markup:
+    # Isolated: a name with marks of another direction does not turn what follows.
+    return join(tag("bdi", agent_id or "agent"), f" step {step}")
+
+
+def _turn(turn: DialogueTurn, place: int, parent: Child, branches: Sequence[Markup]) -> Markup:
+    """Draw a turn. place: its number among those of the page; parent, branches: links to others."""
+    facts: list[Child] = [tag("bdi", turn.agent_id)] if turn.agent_id else []
     facts += [f"step {turn.step}", f"reward {number_text(turn.reward)}"]
-    facts += [f"{one['name']} {number_text(one['score'])}" for one in turn.reward_components]
+    facts += [
+        [tag("bdi", str(one["name"])), f" {number_text(one['score'])}"]
+        for one in turn.reward_components
+    ]
     if turn.policy is not None:
         version = "" if turn.policy_version is None else f":{turn.policy_version}"
-        facts.append(f"{turn.policy}{version}")
+        facts.append(tag("bdi", f"{turn.policy}{version}"))
     if turn.num_tokens is not None:
         facts.append(f"{turn.num_tokens:,} tokens")
     if turn.mean_log_prob is not None:
         facts.append(f"mean log-prob {turn.mean_log_prob:.3g}")
-    if turn.parent is not None:
-        facts.append(f"branches from {turn.parent[0] or 'agent'} step {turn.parent[1]}")
+    if parent is not None:
+        facts.append(["branches from ", parent])
+    if branches:
+        facts.append(["branched to ", join_list(branches)])
     if turn.terminated or turn.truncated:
         facts.append("terminated" if turn.terminated else "truncated")
     return tag(
@@ -485,11 +518,12 @@ def _turn(turn: DialogueTurn) -> Markup:
         [_utterance(said) for said in turn.observation],
         tag(
             "div",
-            tag("p", " \N{MIDDLE DOT} ".join(facts), class_="meta"),
+            tag("p", join_list(facts, " \N{MIDDLE DOT} "), class_="meta"),
             [_utterance(said, is_own=True) for said in turn.action],
             class_="turn sampled",
         ),
         [_utterance(said) for said in turn.final_observation],
+        id=f"turn-{place}",
     )
 
 
@@ -527,29 +561,14 @@ def show_tokens(visit: Visit, contents: EpisodeContents) -> Panel | None:
     return draw_tokens(visit, contents.snapshot, contents.episode_id, contents.agent_id)
 
 
-def list_agents(visit: Visit, contents: EpisodeContents) -> Panel | None:
-    """Link the other agents of the episode."""
-    agents = contents.summary["agents"]
-    if len(agents) < 2:
-        return None
-    links = [
-        tag(
-            "a",
-            agent or "(no name)",
-            href=visit.link(
-                "datasets",
-                contents.snapshot.dataset,
-                "episode",
-                id=contents.episode_id,
-                agent=agent or None,
-                at=at_of(visit),
-            ),
-            class_="pill good" if agent == contents.agent_id else "pill",
-            aria_current="page" if agent == contents.agent_id else None,
-        )
-        for agent in agents
-    ]
-    return Panel("Agents", tag("p", links))
+def show_branches(visit: Visit, contents: EpisodeContents) -> Panel | None:
+    """Show the tree of the episode's agents."""
+    return draw_branches(visit, contents.snapshot, contents.agents, contents.agent_id)
+
+
+def show_side_by_side(visit: Visit, contents: EpisodeContents) -> Panel | None:
+    """Show what the episode's agents did at the same time."""
+    return draw_side_by_side(visit, contents.snapshot, contents.agents, contents.agent_id)
 
 
 def list_steps(visit: Visit, contents: EpisodeContents) -> Panel:
@@ -584,10 +603,11 @@ def _is_numeric(kind: Any) -> bool:
 
 PANELS: Final = (
     show_frames,
+    show_branches,
     show_conversation,
+    show_side_by_side,
     show_tokens,
     draw_curves,
-    list_agents,
     list_steps,
 )
 
