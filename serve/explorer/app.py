@@ -31,6 +31,7 @@ from replaylake.serve.explorer.console_page import send_result, show_console
 from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
 from replaylake.serve.explorer.episode_page import send_frame, show_episode
 from replaylake.serve.explorer.episodes_page import show_episodes
+from replaylake.serve.explorer.group_page import show_group, show_groups
 from replaylake.serve.explorer.lake_page import show_lake
 from replaylake.serve.explorer.page import (
     Download,
@@ -94,6 +95,8 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/datasets/{name}/episodes", show_episodes),
     ("/datasets/{name}/episode", show_episode),
     ("/datasets/{name}/frame", send_frame),
+    ("/datasets/{name}/group", show_group),
+    ("/datasets/{name}/groups", show_groups),
     ("/policies", list_policies),
     ("/policies/{name}", show_policy),
     ("/runs", list_runs),

@@ -22,6 +22,7 @@ from replaylake.datastore.interchange.export.dialogue import (
 from replaylake.datastore.interchange.formats.generations.rows import COMPLETION_MESSAGES
 from replaylake.datastore.lake.profile.vectors import LeafStatistics
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.query.group_views import GROUP_ID
 from replaylake.serve.explorer.agents_panel import draw_branches, draw_side_by_side
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
 from replaylake.serve.explorer.episodes_page import (
@@ -32,6 +33,7 @@ from replaylake.serve.explorer.episodes_page import (
     read_list,
 )
 from replaylake.serve.explorer.frames import encode_png
+from replaylake.serve.explorer.group_page import link_group
 from replaylake.serve.explorer.page import Download, Page, Panel, build_panels
 from replaylake.serve.explorer.token_panel import draw_tokens
 from replaylake.serve.explorer.visit import Visit
@@ -166,6 +168,11 @@ def show_episode(visit: Visit) -> Page:
         facts.append(("policy", summary["policy"] + ("" if version is None else f":{version}")))
     if summary["started_at"] is not None:
         facts.append(("started", time_tag(summary["started_at"])))
+    if GROUP_ID in contents.steps.column_names:
+        (group,) = contents.steps.column(GROUP_ID)[:1].to_pylist() or (None,)
+        if group is not None:
+            link = tag("a", str(group) or "(empty)", href=link_group(visit, name, group))
+            facts.append(("group", link))
     if summary["source_episode_id"]:
         facts.append(("id in its source", summary["source_episode_id"]))
     return Page(

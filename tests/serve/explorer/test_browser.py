@@ -33,6 +33,9 @@ _PAGES = {
     "frames": "/datasets/images/episode?id=i/0",
     "tokens": "/datasets/chats/episode?id=tree%230&agent=solver",
     "hostile tokens": "/datasets/chats/episode?id=HOSTILE%230&shade=mismatch",
+    "groups": "/datasets/chats/groups",
+    "group": "/datasets/chats/group?id=sum&high=0.75",
+    "hostile group": "/datasets/chats/group?id=HOSTILE",
     "console": "/sql",
     "result": "/sql?q=SELECT+*+FROM+hostile.steps",
     "runs": "/runs",
@@ -242,6 +245,18 @@ def test_a_bar_leads_to_the_worst_episodes_and_on(browser, address):
     browser.follow("#episodes tbody a")
     browser.follow("a[rel=next]")
     assert browser.run("document.querySelector('h1').textContent") == "w/01"
+
+
+def test_a_bar_of_a_group_selects_its_samples(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/chats/groups")
+    browser.follow("a[href$='id=sum']")
+    browser.run("document.querySelector('.chart a').focus()")
+    browser.press("Enter")
+    browser.wait_until("location.search.includes('low=0')")
+    browser.wait_until("document.querySelectorAll('.sample').length === 1")
+    browser.follow(".sample a")
+    assert browser.run("document.querySelector('h1').textContent") == "sum#0"
 
 
 def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
