@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes import schema, tokens
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.serve.explorer.dataset_page import at_of
 from replaylake.serve.explorer.page import Panel
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, tag
@@ -81,11 +82,17 @@ def draw_branches(
     if not has_forks:
         rows = [[row[0], *row[2:]] for row in rows]
         del columns[1]
-    note = count(len(agents), "agent")
+    words = count(len(agents), "agent")
     if len(rows) < len(agents):
-        note += f", of which these are {len(rows):,}"
+        words += f", of which these are {len(rows):,}"
     if len(forks) == _MAX_FORKS:
-        note += f"; of their branches, the first {_MAX_FORKS:,}"
+        words += f"; of their branches, the first {_MAX_FORKS:,}"
+    note: Child = words
+    if len(agents) > 1:
+        same = visit.link(
+            "datasets", snapshot.dataset, "compare", id=agents[0]["episode_id"], at=at_of(visit)
+        )
+        note = [f"{words}. ", tag("a", "Their curves in the same plots", href=same)]
     title = "Branches" if has_forks else "Agents"
     return Panel(title, table(columns, rows, label=title, is_tall=len(rows) > 12), note=note)
 

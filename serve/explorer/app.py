@@ -27,6 +27,7 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake.lake import Lake
+from replaylake.serve.explorer.compare_page import show_comparison
 from replaylake.serve.explorer.console_page import send_result, show_console
 from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
 from replaylake.serve.explorer.episode_page import send_frame, show_episode
@@ -91,6 +92,7 @@ _ASSETS: Final = {
 PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/", show_lake),
     ("/datasets/{name}", show_dataset),
+    ("/datasets/{name}/compare", show_comparison),
     ("/datasets/{name}/diff", show_diff),
     ("/datasets/{name}/episodes", show_episodes),
     ("/datasets/{name}/episode", show_episode),

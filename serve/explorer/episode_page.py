@@ -240,7 +240,7 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
         (schema.ACTION, snapshot.spec.action_space, ()),
     ):
         if column in names:
-            numbers[column] = _read_numbers(space, column, steps.column(column), labels)
+            numbers[column] = read_numbers(space, column, steps.column(column), labels)
     return EpisodeContents(snapshot, summary, rows, steps, numbers)
 
 
@@ -277,9 +277,13 @@ def _read_steps(
     return type(parts[0]).from_batches(batches, parts[0].schema)
 
 
-def _read_numbers(
+def read_numbers(
     space: Space, name: str, column: Any, labels: Sequence[str]
 ) -> tuple[Sequence[str], NDArray[np.float64]]:
+    """Return the names of the numbers of a column's values, and these, float64 [T, D].
+
+    Texts and frames have none; of others, there are at most 32.
+    """
     statistics = LeafStatistics(space, name, labels)
     return statistics.names[:_MAX_SERIES], statistics.add(column)[:, :_MAX_SERIES]
 
@@ -402,7 +406,7 @@ def _sum_rest(visit: Visit, contents: EpisodeContents) -> float:
 
 
 def _make_plots(contents: EpisodeContents, rest: float) -> Iterator[dict[str, Any]]:
-    rewards = _floats(contents.steps.column(schema.REWARD))
+    rewards = to_floats(contents.steps.column(schema.REWARD))
     if np.isfinite(rewards).any():
         yield _plot("Reward", [("reward", rewards)])
         # Unknown from the first unknown reward backwards: a sum of the others is no return.
@@ -417,7 +421,7 @@ def _make_plots(contents: EpisodeContents, rest: float) -> Iterator[dict[str, An
                 contents.snapshot.spec.action_space, Discrete
             )
             yield {**plot, "stepped": is_discrete}
-    log_probs = _floats(contents.steps.column(schema.BEHAVIOR_LOG_PROB))
+    log_probs = to_floats(contents.steps.column(schema.BEHAVIOR_LOG_PROB))
     if np.isfinite(log_probs).any():
         yield _plot("Log-prob of the action, by its behavior policy", [("log-prob", log_probs)])
     further: list[tuple[str, NDArray[np.float64]]] = []
@@ -426,7 +430,7 @@ def _make_plots(contents: EpisodeContents, rest: float) -> Iterator[dict[str, An
             continue
         column_values = contents.steps.column(name)
         if _is_numeric(column_values.type) or str(column_values.type) == "bool":
-            known = _floats(column_values)
+            known = to_floats(column_values)
             if np.isfinite(known).any():
                 further.append((name, known))
     if further:
@@ -436,11 +440,11 @@ def _make_plots(contents: EpisodeContents, rest: float) -> Iterator[dict[str, An
 def _plot(title: str, series: Sequence[tuple[str, NDArray[np.float64]]]) -> dict[str, Any]:
     return {
         "title": title,
-        "series": [{"name": name, "values": _round_values(values)} for name, values in series],
+        "series": [{"name": name, "values": round_values(values)} for name, values in series],
     }
 
 
-def _floats(column: Any) -> NDArray[np.float64]:
+def to_floats(column: Any) -> NDArray[np.float64]:
     """Return a column of numbers, NaN where it has none."""
     if str(column.type) == "bool":
         column = column.cast("int8")
@@ -449,7 +453,7 @@ def _floats(column: Any) -> NDArray[np.float64]:
     return numbers
 
 
-def _round_values(values: NDArray[np.float64]) -> list[float | None]:
+def round_values(values: NDArray[np.float64]) -> list[float | None]:
     """Return values with seven digits, which is more than a screen shows; whole numbers exactly."""
     return [
         None if not math.isfinite(one) else one if one.is_integer() else float(f"{one:.7g}")

@@ -36,6 +36,9 @@ _PAGES = {
     "groups": "/datasets/chats/groups",
     "group": "/datasets/chats/group?id=sum&high=0.75",
     "hostile group": "/datasets/chats/group?id=HOSTILE",
+    "comparison": "/datasets/walks/compare?ids=w/02,w/09,w/11",
+    "hostile comparison": "/datasets/hostile/compare?id=HOSTILE",
+    "no comparison": "/datasets/walks/compare",
     "console": "/sql",
     "result": "/sql?q=SELECT+*+FROM+hostile.steps",
     "runs": "/runs",
@@ -257,6 +260,41 @@ def test_a_bar_of_a_group_selects_its_samples(browser, address):
     browser.wait_until("document.querySelectorAll('.sample').length === 1")
     browser.follow(".sample a")
     assert browser.run("document.querySelector('h1').textContent") == "sum#0"
+
+
+def test_episodes_are_selected_and_compared_by_the_keyboard(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episodes?sort=steps&order=descending")
+    button = "document.querySelector('button[form=compare]')"
+    assert browser.run(f"{button}.disabled")
+    for number in (0, 2):
+        browser.run(f"document.querySelectorAll('#compare [type=checkbox]')[{number}].focus()")
+        browser.press(" ")
+    assert browser.run("document.querySelector('#selected').textContent") == "2 selected"
+    browser.run(f"{button}.focus()")
+    browser.press("Enter")
+    browser.wait_until("location.pathname.endsWith('/compare') && window.uPlot")
+    browser.wait_until("document.querySelectorAll('.plot canvas').length === 6")
+    assert browser.run("location.search") == "?id=w%2F11&id=w%2F09"
+    browser.run("document.querySelector('#scrub').focus()")
+    browser.press("ArrowRight")
+    values = "[...document.querySelectorAll('.series .value')].map(e => e.textContent)"
+    browser.wait_until(f"{values}[0] === '1'")
+    # Reward and return so far of step 1, of both episodes.
+    assert browser.run(values)[:4] == ["1", "1", "1", "1"]
+    names = browser.run("[...document.querySelectorAll('.series label')].map(e => e.innerText)")
+    assert [name.split()[0] for name in names[:2]] == ["w/11", "w/09"]
+    assert browser.take_messages() == []
+
+
+def test_more_than_can_be_compared_cannot_be_sent(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episodes")
+    browser.run("document.querySelectorAll('#compare [type=checkbox]').forEach(e => e.click())")
+    assert browser.run("document.querySelector('#selected').textContent") == (
+        "12 selected, at most 8 are compared"
+    )
+    assert browser.run("document.querySelector('button[form=compare]').disabled")
 
 
 def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
