@@ -56,6 +56,16 @@ def explore(
             help="Path prefix of the requests that a proxy forwards, for example /lake.",
         ),
     ] = "",
+    tokenizer: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="FILE",
+            show_default=False,
+            help="File tokenizer.json with the texts of tokens; without it, their ids are shown. "
+            "Repeatable, for datasets with several tokenizers.",
+        ),
+    ] = None,
     admin_token_file: Annotated[
         Path | None,
         typer.Option(
@@ -89,6 +99,7 @@ def explore(
     Example:
       replaylake explore --open
       replaylake explore s3://bucket/lake --port 0
+      replaylake explore --tokenizer Qwen3-4B/tokenizer.json
     """
     from replaylake.serve.explorer.config import ExplorerConfig
     from replaylake.serve.explorer.server import run_explorer
@@ -103,6 +114,7 @@ def explore(
         insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
         read_only=read_only,
+        tokenizers=tuple(tokenizer or ()),
     )
 
     def answer(ready: ExplorerConfig) -> None:

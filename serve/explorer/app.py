@@ -28,12 +28,14 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake.lake import Lake
+from replaylake.serve.explorer.compare_page import show_comparison
 from replaylake.serve.explorer.console_page import send_result, show_console
 from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
 from replaylake.serve.explorer.episode_labels import open_next, write_label
 from replaylake.serve.explorer.episode_page import send_frame, show_episode
 from replaylake.serve.explorer.episodes_page import show_episodes
 from replaylake.serve.explorer.forms import TOKEN_FIELD, FormTokens, check_sender, read_form
+from replaylake.serve.explorer.group_page import show_group, show_groups
 from replaylake.serve.explorer.lake_page import show_lake
 from replaylake.serve.explorer.page import (
     Download,
@@ -49,6 +51,7 @@ from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
 from replaylake.serve.explorer.runs_page import list_runs, show_run
 from replaylake.serve.explorer.sandbox_queue import SandboxQueue
+from replaylake.serve.explorer.token_texts import TokenTexts
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.markup import tag
@@ -98,11 +101,14 @@ _ASSETS: Final = {
 PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/", show_lake),
     ("/datasets/{name}", show_dataset),
+    ("/datasets/{name}/compare", show_comparison),
     ("/datasets/{name}/diff", show_diff),
     ("/datasets/{name}/episodes", show_episodes),
     ("/datasets/{name}/episode", show_episode),
     ("/datasets/{name}/frame", send_frame),
     ("/datasets/{name}/next", open_next),
+    ("/datasets/{name}/group", show_group),
+    ("/datasets/{name}/groups", show_groups),
     ("/policies", list_policies),
     ("/policies/{name}", show_policy),
     ("/runs", list_runs),
@@ -128,10 +134,16 @@ def create_explorer(
     allowed_hosts: AllowedHosts | None = None,
     path_prefix: str = "",
     read_only: bool = False,
+    token_texts: TokenTexts | None = None,
 ) -> Explorer:
     """Return the ASGI app of a lake's pages. read_only: no form is shown, and none is taken."""
     return Explorer(
-        lake, tokens or Tokens(), allowed_hosts or AllowedHosts(), path_prefix, read_only=read_only
+        lake,
+        tokens or Tokens(),
+        allowed_hosts or AllowedHosts(),
+        path_prefix,
+        token_texts or TokenTexts(),
+        read_only=read_only,
     )
 
 
@@ -139,7 +151,14 @@ class Explorer:
     """An ASGI app. Only forms that are sent to WRITES change the lake."""
 
     def __init__(
-        self, lake: Lake, tokens: Tokens, hosts: AllowedHosts, prefix: str, *, read_only: bool
+        self,
+        lake: Lake,
+        tokens: Tokens,
+        hosts: AllowedHosts,
+        prefix: str,
+        token_texts: TokenTexts,
+        *,
+        read_only: bool,
     ) -> None:
         self._lake = lake
         self._tokens = tokens
@@ -148,6 +167,7 @@ class Explorer:
         self._links = Links(prefix)
         self._memory = QueryMemory()
         self._profiles = ProfileMemory()
+        self._token_texts = token_texts
         self.sandboxes = SandboxQueue()
         # Of this process: after a restart everybody signs in again.
         self._cookie_key = secrets.token_bytes(32)
@@ -236,6 +256,7 @@ class Explorer:
                 is_cross_site=is_cross_site,
                 form_token=None if self._read_only else self._form_tokens.issue(session),
                 reader=unquote(request.cookies.get(_READER_COOKIE, "")),
+                token_texts=self._token_texts,
             )
             function = self._find_page(route.path, suffix)
             if (suffix and route.path == "/sql") or values.get(READERS_SQL.get(route.path, "")):

@@ -27,7 +27,7 @@ class ExplorerConfig:
     `/lake`; empty without one. admin_token_file: tokens, one per line; those in the variable
     REPLAYLAKE_ADMIN_TOKEN count, too. insecure: allow other machines without tokens. allowed_hosts:
     names to answer to besides loopback and the address itself. read_only: show no forms, and refuse
-    what is sent to their addresses.
+    what is sent to their addresses. tokenizers: files tokenizer.json, for the texts of token ids.
     """
 
     lake: str
@@ -38,6 +38,7 @@ class ExplorerConfig:
     insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
     read_only: bool = False
+    tokenizers: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         for host in self.allowed_hosts:

@@ -22,6 +22,8 @@ from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 from replaylake.serve.pages.texts import count
 
 _PAGE_ROWS: Final = 100
+# Plots have as many colors.
+MAX_COMPARED: Final = 8
 # By its name in an address: the column's title, its SQL and its type.
 SORTS: Final[Mapping[str, tuple[str, str, str]]] = {
     "episode": ("Episode", "episode_id", "VARCHAR"),
@@ -213,7 +215,8 @@ def show_episodes(visit: Visit) -> Page:
             after=last.to_text(),
         )
     num = rows[0]["num_matching"] if rows and after is None else None
-    body = [form, _episode_table(visit, listed, shown, at) if shown else _nothing(visit, listed)]
+    body = [form]
+    body += _compare_form(visit, listed, shown, at) if shown else [_nothing(visit, listed)]
     if follows is not None or after is not None:
         first = visit.link("datasets", name, "episodes", **listed.link_values(), at=at)
         body.append(
@@ -332,6 +335,37 @@ def _column_names() -> Markup:
     return join(names)
 
 
+def _compare_form(
+    visit: Visit, listed: EpisodeList, rows: Sequence[Mapping[str, Any]], at: str | None
+) -> list[Markup]:
+    """Return the table in a form, whose button leads to the selected episodes in the same plots."""
+    form = "compare"
+    actions = tag(
+        "div",
+        tag("button", "Compare selected", type="submit", form=form, class_="plain"),
+        tag("span", "", id="selected", class_="quiet", role="status"),
+        class_="more",
+    )
+    table_of_rows = tag(
+        "form",
+        tag("input", type="hidden", name="at", value=at) if at is not None else None,
+        _episode_table(visit, listed, rows, at),
+        action=visit.link("datasets", listed.snapshot.dataset, "compare"),
+        id=form,
+        data_most=MAX_COMPARED,
+    )
+    return [actions, table_of_rows]
+
+
+def _select_box(row: Mapping[str, Any]) -> Markup:
+    # An id alone stands for all agents of the episode.
+    name, value = "id", row["episode_id"]
+    if row["agent_id"]:
+        name, value = "of", json.dumps([row["episode_id"], row["agent_id"]])
+    label = f"Select {row['episode_id']} {row['agent_id']}".rstrip()
+    return tag("input", type="checkbox", name=name, value=value, aria_label=label)
+
+
 def _episode_table(
     visit: Visit, listed: EpisodeList, rows: Sequence[Mapping[str, Any]], at: str | None
 ) -> Markup:
@@ -364,12 +398,15 @@ def _episode_table(
     ]
     cells: list[list[Child]] = [
         [
-            tag(
-                "a",
-                row["episode_id"] or "(empty)",
-                href=link_episode(visit, listed, row, at),
-                class_="id",
-            ),
+            [
+                _select_box(row),
+                tag(
+                    "a",
+                    row["episode_id"] or "(empty)",
+                    href=link_episode(visit, listed, row, at),
+                    class_="id",
+                ),
+            ],
             *([row["agent_id"]] if has_agents else []),
             quiet_number(row["return"]),
             f"{row['num_steps']:,}",

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from replaylake.datastore.version import VERSION
 from replaylake.serve.explorer.visit import Links, Query, Visit
-from replaylake.serve.pages.markup import Child, Markup, join, tag
+from replaylake.serve.pages.markup import Child, Markup, join, join_list, tag
 
 _Subject = TypeVar("_Subject")
 # What the pages call themselves, where, and the first segment of the pages below.
@@ -155,7 +155,7 @@ def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mappin
         tag(
             "footer",
             tag("span", f"ReplayLake {VERSION}"),
-            tag("span", "This page as ", _list_links(tag("a", n, href=h) for n, h in forms))
+            tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
             if forms
             else None,
         ),
@@ -230,10 +230,6 @@ def _queries(queries: Sequence[Query], links: Links) -> Markup | None:
     ]
     word = "SQL of this panel"
     return tag("details", tag("summary", word), tag("ul", items), class_="sql")
-
-
-def _list_links(items: Any) -> Markup:
-    return join([[", " if place else None, item] for place, item in enumerate(items)])
 
 
 def to_json(page: Page) -> bytes:

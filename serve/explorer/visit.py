@@ -17,6 +17,7 @@ from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.statements import literal
 from replaylake.datastore.query.untrusted import Cancellation, UntrustedResult
 from replaylake.serve.explorer.profiles import ProfileMemory
+from replaylake.serve.explorer.token_texts import TokenTexts
 
 _PARAMETER: Final = re.compile(r"\$(\w+)")
 # Of all that is remembered; one result may take an eighth of it.
@@ -124,6 +125,7 @@ class Visit:
         is_cross_site: bool = False,
         form_token: str | None = None,
         reader: str = "",
+        token_texts: TokenTexts | None = None,
     ) -> None:
         self.lake = lake
         self.link = links
@@ -135,6 +137,7 @@ class Visit:
         self.is_cross_site = is_cross_site
         self.form_token = form_token
         self.reader = reader
+        self.token_texts = token_texts or TokenTexts()
         # Cancelled once nobody waits for the page: ends a query of the reader, and begins no other.
         self.cancellation = Cancellation()
         self.queries: list[Query] = []

@@ -115,7 +115,7 @@ class PlotGroup {
     const values = [];
     const series = one.series.map((line, number) => {
       const id = `${place}/${number}`;
-      if (number >= SHOWN_AT_FIRST && !this.hidden.has(`seen ${id}`)) this.hidden.add(id);
+      if (number >= (this.data.shown ?? SHOWN_AT_FIRST) && !this.hidden.has(`seen ${id}`)) this.hidden.add(id);
       this.hidden.add(`seen ${id}`);
       const color = COLORS[(line.color ?? number) % COLORS.length];
       const box = make("input", { type: "checkbox" });
@@ -361,9 +361,26 @@ function startFollowing() {
   observer.observe(link);
 }
 
+// Episodes that are selected in their list are compared in the same plots, as many as there are colors.
+function startComparing() {
+  const form = $("#compare");
+  if (!form) return;
+  const button = $("button[form=compare]"), say = $("#selected"), most = Number(form.dataset.most);
+  const show = () => {
+    const num = $$("input[type=checkbox]:checked", form).length;
+    say.textContent = num > most ? `${num} selected, at most ${most} are compared` : num ? `${num} selected` : "";
+    button.disabled = num === 0 || num > most;
+  };
+  form.addEventListener("change", show);
+  // Going back shows the boxes as they were left.
+  addEventListener("pageshow", show);
+  show();
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   startPlots();
   startFollowing();
+  startComparing();
   startFollower();
 });
 

@@ -33,6 +33,13 @@ def test_a_prefix_is_a_path(run: Any, lake: Path) -> None:
     assert "--path-prefix" in ran.err
 
 
+def test_a_tokenizer_is_a_file_of_one(run: Any, lake: Path) -> None:
+    open_lake(lake, create=True)
+    ran = run("explore", "--tokenizer", lake / "nothing.json")
+    assert ran.code == 2
+    assert "--tokenizer" in ran.err
+
+
 @pytest.mark.slow
 def test_it_serves_until_it_is_interrupted(lake: Path) -> None:
     open_lake(lake, create=True)

@@ -120,9 +120,38 @@ def make_episode(name: str, num: int, *, seed: int = 0, text: str = "plain") -> 
     )
 
 
+def make_generations(
+    name: str, texts: list[str], *, agent: str = "", reward: float = 1.0, **extras: list[Any]
+) -> Episode:
+    """Return an episode of a language agent: a generation for each text, a token a character."""
+    num = len(texts)
+    ids = [[ord(letter) for letter in text] for text in texts]
+    log_probs = [[-0.25 * place for place in range(len(text))] for text in texts]
+    return Episode(
+        name,
+        observations=np.array([f"prompt {n}" for n in range(num)], object),
+        actions=np.array(texts, object),
+        rewards=np.array([0.0] * (num - 1) + [reward]),
+        terminated=True,
+        agent_id=agent,
+        policy_versions=np.full(num, 3),
+        extras={
+            "observation_tokens": [[7] * 8 for _ in texts],
+            "action_tokens": ids,
+            "action_log_probs": log_probs,
+            "proximal_log_probs": [[one - 0.2 for one in row] for row in log_probs],
+            "action_advantages": [[reward - 0.5] * len(row) for row in ids],
+            "group_id": [name.partition("#")[0]] * num,
+            **extras,
+        },
+    )
+
+
 @pytest.fixture(scope="session")
 def explored_lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
-    """`walks`: 12 episodes of 3 to 14 steps; `images`: frames; `hostile`: texts; `one`: a row."""
+    """`walks`: 12 episodes of 3 to 14 steps; `images`: frames; `hostile`: texts; `one`: a row;
+    `chats`: generations with tokens, in groups, one of them with branches.
+    """
     lake = open_lake(tmp_path_factory.mktemp("explored") / "lake", create=True)
     walks = lake.dataset("walks")
     walks.append([make_episode(f"w/{n:02}", n + 3, seed=n) for n in range(11)])
@@ -134,6 +163,12 @@ def explored_lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
     frames = np.random.default_rng(0).integers(0, 255, (6, 8, 10, 3), dtype=np.uint8)
     seen = Episode("i/0", frames, np.zeros(6, np.int64), np.ones(6), terminated=True)
     lake.dataset("images").append([seen])
+    chats = [make_generations(f"sum#{n}", ["4"] * (n + 1), reward=n / 4) for n in range(5)]
+    chats.append(make_generations(f"{HOSTILE}#0", [HOSTILE, f"ok\n{HOSTILE}"]))
+    main = make_generations("tree#0", ["plan", "ask", "done"], agent="solver")
+    branch = {"parent_agent_id": ["solver", None], "parent_step": [0, None]}
+    retry = make_generations("tree#0", ["again", "over"], agent=f"solver~{HOSTILE}", **branch)
+    lake.dataset("chats").append([*chats, main, retry])
     lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "done"})
     return lake
 
@@ -156,6 +191,11 @@ def page_type() -> type[PageText]:
 @pytest.fixture(scope="session")
 def episode_maker() -> Callable[..., Episode]:
     return make_episode
+
+
+@pytest.fixture(scope="session")
+def generations_maker() -> Callable[..., Episode]:
+    return make_generations
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import uvicorn
@@ -30,6 +31,14 @@ _PAGES = {
     "episode": "/datasets/walks/episode?id=w/09",
     "hostile episodes": "/datasets/hostile/episodes",
     "frames": "/datasets/images/episode?id=i/0",
+    "tokens": "/datasets/chats/episode?id=tree%230&agent=solver",
+    "hostile tokens": "/datasets/chats/episode?id=HOSTILE%230&shade=mismatch",
+    "groups": "/datasets/chats/groups",
+    "group": "/datasets/chats/group?id=sum&high=0.75",
+    "hostile group": "/datasets/chats/group?id=HOSTILE",
+    "comparison": "/datasets/walks/compare?ids=w/02,w/09,w/11",
+    "hostile comparison": "/datasets/hostile/compare?id=HOSTILE",
+    "no comparison": "/datasets/walks/compare",
     "console": "/sql",
     "result": "/sql?q=SELECT+*+FROM+hostile.steps",
     "runs": "/runs",
@@ -105,11 +114,12 @@ def _open(browser, url):
 
 
 @pytest.mark.parametrize("name", list(_PAGES))
-def test_a_page_fits_and_can_be_read_by_all(browser, address, name):
+def test_a_page_fits_and_can_be_read_by_all(browser, address, hostile, name):
+    path = _PAGES[name].replace("HOSTILE", quote(hostile))
     for width, height in ((1280, 900), (390, 844)):
         for dark in (False, True):
             browser.show(width, height, dark=dark)
-            _open(browser, address + _PAGES[name])
+            _open(browser, address + path)
             where = (name, width, "dark" if dark else "light")
             assert browser.run(_LAYOUT) == [], where
             assert browser.run("document.title") != "owned"
@@ -238,6 +248,53 @@ def test_a_bar_leads_to_the_worst_episodes_and_on(browser, address):
     browser.follow("#episodes tbody a")
     browser.follow("a[rel=next]")
     assert browser.run("document.querySelector('h1').textContent") == "w/01"
+
+
+def test_a_bar_of_a_group_selects_its_samples(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/chats/groups")
+    browser.follow("a[href$='id=sum']")
+    browser.run("document.querySelector('.chart a').focus()")
+    browser.press("Enter")
+    browser.wait_until("location.search.includes('low=0')")
+    browser.wait_until("document.querySelectorAll('.sample').length === 1")
+    browser.follow(".sample a")
+    assert browser.run("document.querySelector('h1').textContent") == "sum#0"
+
+
+def test_episodes_are_selected_and_compared_by_the_keyboard(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episodes?sort=steps&order=descending")
+    button = "document.querySelector('button[form=compare]')"
+    assert browser.run(f"{button}.disabled")
+    for number in (0, 2):
+        browser.run(f"document.querySelectorAll('#compare [type=checkbox]')[{number}].focus()")
+        browser.press(" ")
+    assert browser.run("document.querySelector('#selected').textContent") == "2 selected"
+    browser.run(f"{button}.focus()")
+    browser.press("Enter")
+    browser.wait_until("location.pathname.endsWith('/compare') && window.uPlot")
+    browser.wait_until("document.querySelectorAll('.plot canvas').length === 6")
+    assert browser.run("location.search") == "?id=w%2F11&id=w%2F09"
+    browser.run("document.querySelector('#scrub').focus()")
+    browser.press("ArrowRight")
+    values = "[...document.querySelectorAll('.series .value')].map(e => e.textContent)"
+    browser.wait_until(f"{values}[0] === '1'")
+    # Reward and return so far of step 1, of both episodes.
+    assert browser.run(values)[:4] == ["1", "1", "1", "1"]
+    names = browser.run("[...document.querySelectorAll('.series label')].map(e => e.innerText)")
+    assert [name.split()[0] for name in names[:2]] == ["w/11", "w/09"]
+    assert browser.take_messages() == []
+
+
+def test_more_than_can_be_compared_cannot_be_sent(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episodes")
+    browser.run("document.querySelectorAll('#compare [type=checkbox]').forEach(e => e.click())")
+    assert browser.run("document.querySelector('#selected').textContent") == (
+        "12 selected, at most 8 are compared"
+    )
+    assert browser.run("document.querySelector('button[form=compare]').disabled")
 
 
 def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
