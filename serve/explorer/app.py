@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
-from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import parse_qs, quote, unquote
 
@@ -51,9 +50,11 @@ from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
 from replaylake.serve.explorer.runs_page import list_runs, show_run
 from replaylake.serve.explorer.sandbox_queue import SandboxQueue
+from replaylake.serve.explorer.serving_page import list_serving, show_serving
 from replaylake.serve.explorer.token_texts import TokenTexts
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
+from replaylake.serve.pages.frame import FRAME_FILES, HTML, SECURITY_HEADERS, read_static
 from replaylake.serve.pages.markup import tag
 from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.tokens import Tokens
@@ -61,7 +62,6 @@ from replaylake.serve.safety.tokens import Tokens
 _logger = logging.getLogger(__name__)
 PageFunction = Callable[[Visit], Page | Download | Redirect]
 WriteFunction = Callable[[Visit], Redirect]
-_HTML: Final = "text/html; charset=utf-8"
 _JSON: Final = "application/json"
 _FORMS: Final = {
     ".json": _JSON,
@@ -78,26 +78,8 @@ _MAX_FORM_BYTES: Final = 64 << 10
 _CHECK_S: Final = 0.2
 # What a query may have as it is (RFC 3986), with the sign of what is quoted already.
 _QUERY_SAFE: Final = "%/?:@!$&'()*+,;=~"
-# Nothing but what the explorer itself serves: no script, style or frame of another origin, and none
-# written into a page. Images of frames are files of the explorer, too.
-_SECURITY_HEADERS: Final = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; "
-    "frame-ancestors 'none'",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-    "referrer-policy": "same-origin",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-}
-_ASSETS: Final = {
-    "explorer.css": ("explorer.static", "text/css; charset=utf-8"),
-    "explorer.js": ("explorer.static", "text/javascript; charset=utf-8"),
-    "icon.svg": ("explorer.static", "image/svg+xml"),
-    "page.css": ("pages", "text/css; charset=utf-8"),
-    "uplot.css": ("explorer.static", "text/css; charset=utf-8"),
-    "uplot.js": ("explorer.static", "text/javascript; charset=utf-8"),
-}
+# In the order in which a page loads them.
+_FILES: Final = ("uplot.css", "explorer.css", "uplot.js", "explorer.js")
 PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/", show_lake),
     ("/datasets/{name}", show_dataset),
@@ -113,6 +95,8 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/policies/{name}", show_policy),
     ("/runs", list_runs),
     ("/runs/{run}", show_run),
+    ("/serving", list_serving),
+    ("/serving/{name}", show_serving),
     ("/sql", show_console),
 )
 # Addresses that forms are sent to, and all that changes the lake.
@@ -178,11 +162,12 @@ class Explorer:
         self._routes = [Route(path, _never, name=path) for path in (*self._pages, *self._writes)]
         self._files: dict[str, tuple[bytes, str]] = {}
         self._assets: dict[str, str] = {}
-        for name, (folder, kind) in _ASSETS.items():
-            content = files(f"replaylake.serve.{folder}").joinpath(name).read_bytes()
-            digest = hashlib.sha256(content).hexdigest()[:12]
-            self._files[f"/static/{digest}/{name}"] = (content, kind)
-            self._assets[name] = self._links("static", digest, name)
+        for one in (
+            *read_static("replaylake.serve.pages", FRAME_FILES),
+            *read_static("replaylake.serve.explorer.static", _FILES),
+        ):
+            self._files[f"/static/{one.digest}/{one.name}"] = (one.content, one.media_type)
+            self._assets[one.name] = self._links("static", one.digest, one.name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; of the lifespan, there is nothing to start or stop."""
@@ -191,7 +176,7 @@ class Explorer:
             return
         request = Request(scope, receive)
         response = await self._answer(request)
-        for name, value in _SECURITY_HEADERS.items():
+        for name, value in SECURITY_HEADERS.items():
             response.headers[name] = value
         response.headers.setdefault("cache-control", "no-store")
         await response(scope, receive, send)
@@ -324,7 +309,7 @@ class Explorer:
 
     def _page(self, page: Page, address: str, status: int = 200) -> Response:
         text = to_html(page, self._links, lake=self._lake.url, address=address, assets=self._assets)
-        return Response(text.encode("utf-8", "replace"), status, media_type=_HTML)
+        return Response(text.encode("utf-8", "replace"), status, media_type=HTML)
 
     def _send_file(self, request: Request, path: str) -> Response:
         if path not in self._files:
@@ -420,7 +405,7 @@ class Explorer:
         lead = "Whoever started this explorer has its token."
         page = Page("Sign in", section="sign-in", lead=lead, panels=[Panel("Token", form)])
         text = to_html(page, self._links, lake="", address=self._links(), assets=self._assets)
-        return Response(text, status, media_type=_HTML)
+        return Response(text, status, media_type=HTML)
 
     def _error(
         self, request: Request, path: str, status: int, text: str, *, back: str | None = None
