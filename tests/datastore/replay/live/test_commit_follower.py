@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -113,12 +114,18 @@ def test_a_dataset_that_is_deleted_or_made_anew(dataset: Dataset, make_told: Mak
 def test_commits_that_expired(
     lake: Lake, dataset: Dataset, make_told: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "_INTERVAL_S", 0.5)
+    are_expired, follow = threading.Event(), follower.CommitFollower._follow
+
+    def follow_late(self: follower.CommitFollower) -> bool:
+        return are_expired.wait(60) and follow(self)
+
+    monkeypatch.setattr(follower.CommitFollower, "_follow", follow_late)
     dataset.append([make_told(0), make_told(1)])
     with dataset.follow() as view:
         for number in range(2, 5):
             dataset.append([make_told(number)])
         expire(dataset.table.log, 4)
+        are_expired.set()
         assert "it expired" in raised(view, NotFoundError)
         version = dataset.append([make_told(9)]).version
         assert view.wait_for(version)
