@@ -47,6 +47,8 @@ from replaylake.serve.explorer.page import (
 )
 from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
+from replaylake.serve.explorer.promotion_form import start_promotion
+from replaylake.serve.explorer.promotions import Promote, Promotions
 from replaylake.serve.explorer.runs_page import list_runs, show_run
 from replaylake.serve.explorer.sandbox_queue import SandboxQueue
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
@@ -110,7 +112,10 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/sql", show_console),
 )
 # Addresses that forms are sent to, and all that changes the lake.
-WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (("/datasets/{name}/label", write_label),)
+WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (
+    ("/datasets/{name}/label", write_label),
+    ("/policies/{name}/promote", start_promotion),
+)
 # Pages that run SQL of the reader's where their address has it, and in which parameter. The forms
 # of `/sql` as a file always run it.
 READERS_SQL: Final = {
@@ -128,10 +133,20 @@ def create_explorer(
     allowed_hosts: AllowedHosts | None = None,
     path_prefix: str = "",
     read_only: bool = False,
+    promote: Promote | None = None,
 ) -> Explorer:
-    """Return the ASGI app of a lake's pages. read_only: no form is shown, and none is taken."""
+    """Return the ASGI app of a lake's pages.
+
+    read_only: no form is shown, and none is taken. promote: moves an alias through the gate; None
+    where readers may not do that.
+    """
     return Explorer(
-        lake, tokens or Tokens(), allowed_hosts or AllowedHosts(), path_prefix, read_only=read_only
+        lake,
+        tokens or Tokens(),
+        allowed_hosts or AllowedHosts(),
+        path_prefix,
+        read_only=read_only,
+        promotions=None if promote is None or read_only else Promotions(lake, promote),
     )
 
 
@@ -139,7 +154,14 @@ class Explorer:
     """An ASGI app. Only forms that are sent to WRITES change the lake."""
 
     def __init__(
-        self, lake: Lake, tokens: Tokens, hosts: AllowedHosts, prefix: str, *, read_only: bool
+        self,
+        lake: Lake,
+        tokens: Tokens,
+        hosts: AllowedHosts,
+        prefix: str,
+        *,
+        read_only: bool,
+        promotions: Promotions | None,
     ) -> None:
         self._lake = lake
         self._tokens = tokens
@@ -153,6 +175,7 @@ class Explorer:
         self._cookie_key = secrets.token_bytes(32)
         self._form_tokens = FormTokens(self._cookie_key)
         self._read_only = read_only
+        self._promotions = promotions
         self._pages = dict(PAGES)
         self._writes = dict(WRITES)
         self._routes = [Route(path, _never, name=path) for path in (*self._pages, *self._writes)]
@@ -236,6 +259,7 @@ class Explorer:
                 is_cross_site=is_cross_site,
                 form_token=None if self._read_only else self._form_tokens.issue(session),
                 reader=unquote(request.cookies.get(_READER_COOKIE, "")),
+                promotions=self._promotions,
             )
             function = self._find_page(route.path, suffix)
             if (suffix and route.path == "/sql") or values.get(READERS_SQL.get(route.path, "")):
@@ -262,7 +286,15 @@ class Explorer:
         check_sender(request)
         form = await read_form(request, _MAX_FORM_BYTES)
         self._form_tokens.check(session, form.pop(TOKEN_FIELD, ""))
-        visit = Visit(self._lake, self._links, self._memory, self._profiles, names, form)
+        visit = Visit(
+            self._lake,
+            self._links,
+            self._memory,
+            self._profiles,
+            names,
+            form,
+            promotions=self._promotions,
+        )
         try:
             result = await run_in_threadpool(self._writes[route], visit)
         except ReplayLakeError as error:
