@@ -24,7 +24,7 @@ _MAX_DAYS: Final = 60
 _MAX_PARTS: Final = 7
 _MAX_POLICIES: Final = 4
 # Writers by the name in their commits, where that is an earlier one.
-_WRITERS: Final = {"sessionise": "feedback join"}
+_WRITERS: Final = {"sessionise": "feedback join", "label": "explorer"}
 
 
 @dataclass(frozen=True)
