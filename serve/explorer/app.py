@@ -49,8 +49,8 @@ from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
 from replaylake.serve.explorer.promotion_form import start_promotion
 from replaylake.serve.explorer.promotions import Promote, Promotions
+from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.explorer.runs_page import list_runs, show_run
-from replaylake.serve.explorer.sandbox_queue import SandboxQueue
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.markup import tag
@@ -75,6 +75,10 @@ _READER_S: Final = 365 * 86400
 _MAX_SIGN_IN_BYTES: Final = 4096
 _MAX_FORM_BYTES: Final = 64 << 10
 _CHECK_S: Final = 0.2
+# A sandbox may take a gigabyte and two cores.
+_MAX_SANDBOXES: Final = 4
+# Each query takes 10 s at most: who comes last waits less than a minute.
+_MAX_WAITING: Final = 16
 # What a query may have as it is (RFC 3986), with the sign of what is quoted already.
 _QUERY_SAFE: Final = "%/?:@!$&'()*+,;=~"
 # Nothing but what the explorer itself serves: no script, style or frame of another origin, and none
@@ -170,7 +174,9 @@ class Explorer:
         self._links = Links(prefix)
         self._memory = QueryMemory()
         self._profiles = ProfileMemory()
-        self.sandboxes = SandboxQueue()
+        self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
+        # Labels of one shard that are written at once would be planned again after each other.
+        self.writes = RequestQueue(1, _MAX_WAITING, "forms")
         # Of this process: after a restart everybody signs in again.
         self._cookie_key = secrets.token_bytes(32)
         self._form_tokens = FormTokens(self._cookie_key)
@@ -296,7 +302,8 @@ class Explorer:
             promotions=self._promotions,
         )
         try:
-            result = await run_in_threadpool(self._writes[route], visit)
+            async with self.writes.turn(request.is_disconnected):
+                result = await run_in_threadpool(self._writes[route], visit)
         except ReplayLakeError as error:
             return self._error(request, path, _status_of(error), str(error), back=visit.back)
         response = Response(status_code=303, headers={"location": result.address})

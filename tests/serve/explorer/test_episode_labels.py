@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -18,6 +19,8 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
 )
 from replaylake.datastore.maintenance.scoring.function_scorer import FunctionScorer
 from replaylake.datastore.maintenance.scoring.score import score
+from replaylake.datastore.storage.table.table import Table
+from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.safety.tokens import Tokens
 
 TOKEN = "a-token-of-24-characters"
@@ -238,6 +241,22 @@ def test_what_another_reader_said_is_not_overwritten_unseen(reader):
     assert reader.post(LABEL, fields | {"by": "Ada", "value": "bad"}).status_code == 303
     _set(reader, 0)
     assert _labels(reader, 0) == {"label": "bad"}
+
+
+def test_who_labels_at_once_waits_and_nothing_is_written_twice(reader, monkeypatch):
+    write, written = Table.write, []
+
+    def note(self, *args, **options):
+        written.append(self)
+        return write(self, *args, **options)
+
+    monkeypatch.setattr(Table, "write", note)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: _set(reader, number), range(4)))
+    assert len(written) == 4
+    assert [_labels(reader, number) for number in range(4)] == [{"label": "bad"}] * 4
+    reader.app.writes = RequestQueue(0, 0, "forms")
+    assert "0 forms wait already; try again" in _set(reader, 4, status=503).text
 
 
 def test_columns_of_the_log_and_wrong_forms_are_refused(reader):
