@@ -25,6 +25,7 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
 )
 from replaylake.datastore.names import is_sql_keyword
 from replaylake.datastore.query.statements import literal
+from replaylake.serve.explorer.dataset_page import at_of
 from replaylake.serve.explorer.episodes_page import (
     EpisodeKey,
     EpisodeList,
@@ -67,11 +68,10 @@ def show_episode_labels(
     None where nothing may be written, and there is neither.
     """
     scores = _read_scores(visit, snapshot, key)
-    newest = visit.lake.dataset(snapshot.dataset).snapshot()
     listed = read_list(visit, snapshot)
     body: list[Child] = []
-    if visit.form_token is not None and newest.version == snapshot.version:
-        name = _queue_label(visit, snapshot)
+    if visit.form_token is not None and _is_newest(visit, snapshot):
+        name = visit.values.get("queue") or _default_label(snapshot)
         values = _count_values(visit, snapshot, name)
         body += [
             _notice(visit, listed),
@@ -101,22 +101,24 @@ def write_label(visit: Visit) -> Redirect:
     queue = values.get("queue") or None
     visit.back = link_episode(visit, listed, episode, queue=queue)
     by = values.get("by", "")
+    leads_to = None
     if "undo" in values:
-        version = undo_label(
-            visit.lake, dataset, _read_version(values["undo"], "undo"), by=by, **episode
-        )
-        name = None
+        undone = _read_version(values["undo"], "undo")
+        version = undo_label(visit.lake, dataset, undone, by=by, **episode)
     else:
         name, value = _read_assignment(snapshot, values)
         seen_at = _read_version(values.get("seen", ""), "seen")
         shown = visit.lake.snapshot(f"{dataset}@{seen_at}")
         seen = read_episode_labels(shown, **episode).get(name)
         version = label_episode(visit.lake, dataset, name, value, by=by, seen=seen, **episode)
-        name = None if value is None or name == FLAG != queue else name
+        # A flag is a remark beside the label that the queue is of.
+        if queue is not None and value is not None and (name != FLAG or queue == FLAG):
+            leads_to = name
     last = json.dumps([version, *episode.values()])
-    address = link_episode(visit, listed, episode, queue=queue, last=last)
-    if queue is not None and name is not None:
-        address = _link_next(visit, listed, name, values.get("after"), last)
+    if leads_to is None:
+        address = link_episode(visit, listed, episode, queue=queue, last=last)
+    else:
+        address = _link_next(visit, listed, leads_to, values.get("after"), last)
     return Redirect(address, reader=by.strip())
 
 
@@ -161,8 +163,12 @@ def _link_next(
     return visit.link("datasets", dataset, "next", **values)
 
 
-def _queue_label(visit: Visit, snapshot: Snapshot) -> str:
-    return visit.values.get("queue") or _default_label(snapshot)
+def _is_newest(visit: Visit, snapshot: Snapshot) -> bool:
+    """Whether a page shows the newest version, or did when its request came."""
+    is_pinned = at_of(visit) is not None
+    return not is_pinned or visit.lake.dataset(snapshot.dataset).snapshot().version == (
+        snapshot.version
+    )
 
 
 def _default_label(snapshot: Snapshot) -> str:

@@ -20,6 +20,7 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
 from replaylake.datastore.maintenance.scoring.function_scorer import FunctionScorer
 from replaylake.datastore.maintenance.scoring.score import score
 from replaylake.datastore.storage.table.table import Table
+from replaylake.serve.explorer import episode_page
 from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.safety.tokens import Tokens
 
@@ -227,6 +228,24 @@ def test_scores_are_shown_with_their_scorer(reader):
     assert "that is no label" in answer.text
 
 
+@pytest.mark.slow
+def test_the_command_that_a_label_shows_trains(reader):
+    pytest.importorskip("torch")
+    for number in (1, 3):
+        _set(reader, number, 'it\'s "good"')
+    page = reader.page(_page(0))
+    (command,) = (text for text in page.texts if text.startswith("replaylake train offline"))
+    run = command.replace("replaylake", f"{sys.executable} -m replaylake.cli.main", 1)
+    done = subprocess.run(
+        ["sh", "-c", run.replace("NAME", "clone", 1) + " --updates 2"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (used,) = reader.lake.registry.entry("clone", 1)["lineage"]["datasets"]
+    # w/1 has 4 steps, w/3 has 6.
+    assert used["num_steps"] == 10
+
+
 def test_what_another_reader_said_is_not_overwritten_unseen(reader):
     fields = reader.fields(_page(0), "labels")
     label_episode(reader.lake, "walks", "label", "good", episode_id="w/0", by="Bob")
@@ -303,6 +322,21 @@ def test_earlier_versions_show_labels_without_a_form(reader):
     assert "Labels are set in the newest version ." in page.text
     assert "form" not in [tag for tag, _ in page.tags]
     assert reader.fields(_page(0, at=2), "labels") == {}
+
+
+def test_a_dataset_that_grows_is_labeled_too(reader, episode_maker, monkeypatch):
+    read_labels = episode_page.read_episode_labels
+
+    def grow(*arguments):
+        reader.lake.dataset("walks").append([episode_maker("w/9", 3)])
+        return read_labels(*arguments)
+
+    monkeypatch.setattr(episode_page, "read_episode_labels", grow)
+    fields = reader.fields(_page(0), "labels")
+    assert fields["seen"] == "1"
+    assert reader.lake.snapshot("walks").version == 2
+    assert reader.post(LABEL, fields | {"by": "Ada", "value": "bad"}).status_code == 303
+    assert _labels(reader, 0) == {"label": "bad"}
 
 
 def test_an_explorer_that_only_reads_has_no_forms(lake, reader_type):
