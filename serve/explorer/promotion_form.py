@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -54,7 +55,7 @@ def start_promotion(visit: Visit) -> Redirect:
 
 
 def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
-    texts = {key: _read_text(values, key) for key in ("by", "note", "where", "explore", "holdout")}
+    texts = {key: _read_text(values, key) for key in ("by", "note", "where", "explore")}
     if texts["by"] is None:
         raise ConfigInvalidError("by: found nothing, expected your name.", parameter="by")
     version = values.get("version", "")
@@ -63,10 +64,8 @@ def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
             f"version: found {version[:40]!r}, expected the number of a version.",
             parameter="version",
         )
-    numbers = {
-        key: _read_number(values, key, default)
-        for key, default in {**_NUMBERS, "holdout": None}.items()
-    }
+    has_holdout = bool(values.get("holdout", "").strip())
+    numbers = {key: _read_number(values, key, default) for key, default in _NUMBERS.items()}
     return PromotionRequest(
         policy=name,
         version=int(version),
@@ -77,26 +76,31 @@ def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
         where=texts["where"],
         explore=texts["explore"],
         estimators=tuple(values.get("estimators", "").replace(",", " ").split()),
-        holdout=numbers["holdout"],
-        gamma=numbers["gamma"] or 0.0,
-        alpha=numbers["alpha"] or 0.0,
-        margin=numbers["margin"] or 0.0,
+        holdout=_read_number(values, "holdout", 0.0) if has_holdout else None,
+        **numbers,
         ignore_masks=values.get("ignore_masks") == "yes",
         unseen=values.get("unseen") == "yes",
     )
 
 
 def _read_text(values: Mapping[str, str], name: str) -> str | None:
+    """Return a text, None where the field is empty. Raises: ConfigInvalidError."""
     text = values.get(name, "").strip()
     if len(text) > _MAX_TEXT:
         raise ConfigInvalidError(
             f"{name}: found {len(text):,} characters, expected at most {_MAX_TEXT:,}.",
             parameter=name,
         )
+    if any(unicodedata.category(character) == "Cc" for character in text):
+        raise ConfigInvalidError(
+            f"{name}: found {text[:80]!r}, expected one line without control characters.",
+            parameter=name,
+        )
     return text or None
 
 
-def _read_number(values: Mapping[str, str], name: str, default: float | None) -> float | None:
+def _read_number(values: Mapping[str, str], name: str, default: float) -> float:
+    """Return a number, or its default where the field is empty. Raises: ConfigInvalidError."""
     text = values.get(name, "").strip()
     if not text:
         return default

@@ -78,6 +78,17 @@ def test_a_log_without_such_episodes_refuses_too(reader):
     assert reader.lake.registry.alias_history("p") == []
 
 
+def test_a_report_that_cannot_be_saved_is_told(reader):
+    folder = reader.lake.path / "_lake" / "evaluations"
+    folder.write_text("a file in the place of a folder")
+    reader.lake.registry.set_alias("p", "champion", 2)
+    _promote(reader, "1")
+    body = reader.app._promotions.find("p").to_json()
+    assert (body["promoted"], body["evaluation_id"]) == (False, None)
+    folder.unlink()
+    assert "The report is not saved: " in reader.page(PAGE).text
+
+
 def test_a_gate_that_cannot_be_evaluated_says_so(reader):
     _promote(reader, "2", alpha="0.9")
     page = reader.page(PAGE)
@@ -102,6 +113,7 @@ def test_a_gate_that_cannot_be_evaluated_says_so(reader):
         ({"holdout": "2"}, 400, "holdout"),
         ({"explore": "often"}, 400, "explore: found 'often'"),
         ({"note": "x" * 1001}, 400, "note: found 1,001 characters"),
+        ({"by": "Ada\x1b"}, 400, "by: found 'Ada\\x1b'"),
     ],
 )
 def test_a_wrong_form_starts_nothing(reader, changes, status, words):
@@ -109,6 +121,15 @@ def test_a_wrong_form_starts_nothing(reader, changes, status, words):
     assert words in answer.text
     assert 'href="/policies/p"' in answer.text
     assert reader.app._promotions.find("p") is None
+
+
+@pytest.mark.parametrize("name", ["p:1", "p@champion", "nobody", "..%2Fp", "%3Cb%3E"])
+def test_what_is_no_policy_is_not_promoted(reader, name):
+    reader.lake.registry.set_alias("p", "champion", 1)
+    fields = reader.fields(PAGE, "promote") | {"version": "2", "dataset": "log", "by": "Ada"}
+    assert reader.post(f"/policies/{name}/promote", fields).status_code in (400, 404)
+    assert reader.app._promotions.find_running() is None
+    assert reader.lake.registry.alias_version("p", "champion") == 1
 
 
 def test_one_gate_runs_at_a_time_and_the_page_follows_it(gate_lake, reader_type):
