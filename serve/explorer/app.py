@@ -48,8 +48,10 @@ from replaylake.serve.explorer.page import (
 )
 from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
+from replaylake.serve.explorer.promotion_form import start_promotion
+from replaylake.serve.explorer.promotions import Promote, Promotions
+from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.explorer.runs_page import list_runs, show_run
-from replaylake.serve.explorer.sandbox_queue import SandboxQueue
 from replaylake.serve.explorer.serving_page import list_serving, show_serving
 from replaylake.serve.explorer.token_texts import TokenTexts
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
@@ -76,6 +78,10 @@ _READER_S: Final = 365 * 86400
 _MAX_SIGN_IN_BYTES: Final = 4096
 _MAX_FORM_BYTES: Final = 64 << 10
 _CHECK_S: Final = 0.2
+# A sandbox may take a gigabyte and two cores.
+_MAX_SANDBOXES: Final = 4
+# Each query takes 10 s at most: who comes last waits less than a minute.
+_MAX_WAITING: Final = 16
 # What a query may have as it is (RFC 3986), with the sign of what is quoted already.
 _QUERY_SAFE: Final = "%/?:@!$&'()*+,;=~"
 # In the order in which a page loads them.
@@ -100,7 +106,10 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/sql", show_console),
 )
 # Addresses that forms are sent to, and all that changes the lake.
-WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (("/datasets/{name}/label", write_label),)
+WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (
+    ("/datasets/{name}/label", write_label),
+    ("/policies/{name}/promote", start_promotion),
+)
 # Pages that run SQL of the reader's where their address has it, and in which parameter. The forms
 # of `/sql` as a file always run it.
 READERS_SQL: Final = {
@@ -119,8 +128,13 @@ def create_explorer(
     path_prefix: str = "",
     read_only: bool = False,
     token_texts: TokenTexts | None = None,
+    promote: Promote | None = None,
 ) -> Explorer:
-    """Return the ASGI app of a lake's pages. read_only: no form is shown, and none is taken."""
+    """Return the ASGI app of a lake's pages.
+
+    read_only: no form is shown, and none is taken. promote: moves an alias through the gate; None
+    where readers may not do that.
+    """
     return Explorer(
         lake,
         tokens or Tokens(),
@@ -128,6 +142,7 @@ def create_explorer(
         path_prefix,
         token_texts or TokenTexts(),
         read_only=read_only,
+        promotions=None if promote is None or read_only else Promotions(lake, promote),
     )
 
 
@@ -143,6 +158,7 @@ class Explorer:
         token_texts: TokenTexts,
         *,
         read_only: bool,
+        promotions: Promotions | None,
     ) -> None:
         self._lake = lake
         self._tokens = tokens
@@ -152,11 +168,14 @@ class Explorer:
         self._memory = QueryMemory()
         self._profiles = ProfileMemory()
         self._token_texts = token_texts
-        self.sandboxes = SandboxQueue()
+        self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
+        # Labels of one shard that are written at once would be planned again after each other.
+        self.writes = RequestQueue(1, _MAX_WAITING, "forms")
         # Of this process: after a restart everybody signs in again.
         self._cookie_key = secrets.token_bytes(32)
         self._form_tokens = FormTokens(self._cookie_key)
         self._read_only = read_only
+        self._promotions = promotions
         self._pages = dict(PAGES)
         self._writes = dict(WRITES)
         self._routes = [Route(path, _never, name=path) for path in (*self._pages, *self._writes)]
@@ -242,6 +261,7 @@ class Explorer:
                 form_token=None if self._read_only else self._form_tokens.issue(session),
                 reader=unquote(request.cookies.get(_READER_COOKIE, "")),
                 token_texts=self._token_texts,
+                promotions=self._promotions,
             )
             function = self._find_page(route.path, suffix)
             if (suffix and route.path == "/sql") or values.get(READERS_SQL.get(route.path, "")):
@@ -268,9 +288,18 @@ class Explorer:
         check_sender(request)
         form = await read_form(request, _MAX_FORM_BYTES)
         self._form_tokens.check(session, form.pop(TOKEN_FIELD, ""))
-        visit = Visit(self._lake, self._links, self._memory, self._profiles, names, form)
+        visit = Visit(
+            self._lake,
+            self._links,
+            self._memory,
+            self._profiles,
+            names,
+            form,
+            promotions=self._promotions,
+        )
         try:
-            result = await run_in_threadpool(self._writes[route], visit)
+            async with self.writes.turn(request.is_disconnected):
+                result = await run_in_threadpool(self._writes[route], visit)
         except ReplayLakeError as error:
             return self._error(request, path, _status_of(error), str(error), back=visit.back)
         response = Response(status_code=303, headers={"location": result.address})

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
@@ -24,6 +25,7 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
 )
 from replaylake.datastore.names import is_sql_keyword
 from replaylake.datastore.query.statements import literal
+from replaylake.serve.explorer.dataset_page import at_of
 from replaylake.serve.explorer.episodes_page import (
     EpisodeKey,
     EpisodeList,
@@ -36,6 +38,7 @@ from replaylake.serve.explorer.page import Page, Panel, Redirect, empty_state
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.tables import Column, table, time_tag
+from replaylake.serve.pages.texts import number_text
 
 FLAG: Final = "flagged"
 _DEFAULT_LABEL: Final = "label"
@@ -44,16 +47,12 @@ _MAX_VALUES: Final = 50
 _MAX_BUTTONS: Final = 9
 _NUMBER: Final = re.compile(r"[+-]?\d{1,15}(\.\d{1,15})?")
 _FORM: Final = "labels"
+_SCORER: Final = "_scorer"
+_NUMERIC: Final = ("double", "float", "int64", "int32", "bool")
 
 
-def list_episode_labels(
-    snapshot: Snapshot, episode_id: str, agent_id: str
-) -> dict[str, dict[str, Any]]:
-    """Return an episode's labels as JSON has them, by name; those that were removed are left out.
-
-    Each has `value`, `by` and `at`.
-    """
-    labels = read_episode_labels(snapshot, episode_id, agent_id)
+def to_json_labels(labels: Mapping[str, EpisodeLabel]) -> dict[str, dict[str, Any]]:
+    """Return labels as JSON has them, by name, without those that were removed."""
     return {
         name: {"value": label.value, "by": label.by, "at": label.at}
         for name, label in labels.items()
@@ -61,26 +60,27 @@ def list_episode_labels(
     }
 
 
-def show_episode_labels(visit: Visit, snapshot: Snapshot, key: EpisodeKey) -> Panel | None:
-    """Show who labeled an episode how, and the form to label it.
+def show_episode_labels(
+    visit: Visit, snapshot: Snapshot, key: EpisodeKey, labels: Mapping[str, EpisodeLabel]
+) -> Panel | None:
+    """Show who labeled an episode how, its scores, and the form to label it.
 
-    None where nothing may be written, and there is no label.
+    None where nothing may be written, and there is neither.
     """
-    labels = read_episode_labels(snapshot, key.episode_id, key.agent_id)
-    newest = visit.lake.dataset(snapshot.dataset).snapshot()
+    scores = _read_scores(visit, snapshot, key)
     listed = read_list(visit, snapshot)
     body: list[Child] = []
-    if visit.form_token is not None and newest.version == snapshot.version:
-        name = _queue_label(visit, snapshot)
+    if visit.form_token is not None and _is_newest(visit, snapshot):
+        name = visit.values.get("queue") or _default_label(snapshot)
         values = _count_values(visit, snapshot, name)
         body += [
             _notice(visit, listed),
             _label_form(visit, listed, key, name, [one["value"] for one in values], labels),
-            _label_table(visit, labels, can_remove=True),
+            _label_table(labels, scores, can_remove=True),
             _training_table(visit, listed, name, values),
         ]
-    elif labels or visit.form_token is not None:
-        body.append(_label_table(visit, labels, can_remove=False))
+    elif labels or scores or visit.form_token is not None:
+        body.append(_label_table(labels, scores, can_remove=False))
         if visit.form_token is not None:
             row = {"episode_id": key.episode_id, "agent_id": key.agent_id}
             address = link_episode(visit, listed, row)
@@ -101,22 +101,24 @@ def write_label(visit: Visit) -> Redirect:
     queue = values.get("queue") or None
     visit.back = link_episode(visit, listed, episode, queue=queue)
     by = values.get("by", "")
+    leads_to = None
     if "undo" in values:
-        version = undo_label(
-            visit.lake, dataset, _read_version(values["undo"], "undo"), by=by, **episode
-        )
-        name = None
+        undone = _read_version(values["undo"], "undo")
+        version = undo_label(visit.lake, dataset, undone, by=by, **episode)
     else:
         name, value = _read_assignment(snapshot, values)
         seen_at = _read_version(values.get("seen", ""), "seen")
         shown = visit.lake.snapshot(f"{dataset}@{seen_at}")
         seen = read_episode_labels(shown, **episode).get(name)
         version = label_episode(visit.lake, dataset, name, value, by=by, seen=seen, **episode)
-        name = None if value is None or name == FLAG != queue else name
+        # A flag is a remark beside the label that the queue is of.
+        if queue is not None and value is not None and (name != FLAG or queue == FLAG):
+            leads_to = name
     last = json.dumps([version, *episode.values()])
-    address = link_episode(visit, listed, episode, queue=queue, last=last)
-    if queue is not None and name is not None:
-        address = _link_next(visit, listed, name, values.get("after"), last)
+    if leads_to is None:
+        address = link_episode(visit, listed, episode, queue=queue, last=last)
+    else:
+        address = _link_next(visit, listed, leads_to, values.get("after"), last)
     return Redirect(address, reader=by.strip())
 
 
@@ -161,8 +163,12 @@ def _link_next(
     return visit.link("datasets", dataset, "next", **values)
 
 
-def _queue_label(visit: Visit, snapshot: Snapshot) -> str:
-    return visit.values.get("queue") or _default_label(snapshot)
+def _is_newest(visit: Visit, snapshot: Snapshot) -> bool:
+    """Whether a page shows the newest version, or did when its request came."""
+    is_pinned = at_of(visit) is not None
+    return not is_pinned or visit.lake.dataset(snapshot.dataset).snapshot().version == (
+        snapshot.version
+    )
 
 
 def _default_label(snapshot: Snapshot) -> str:
@@ -329,36 +335,108 @@ def _hint(key: str) -> Markup:
     return tag("kbd", key, aria_hidden="true", hidden=True)
 
 
-def _label_table(visit: Visit, labels: Mapping[str, EpisodeLabel], *, can_remove: bool) -> Markup:
-    if not labels:
+def _label_table(
+    labels: Mapping[str, EpisodeLabel], scores: Sequence[Mapping[str, Any]], *, can_remove: bool
+) -> Markup:
+    if not labels and not scores:
         return tag("p", "This episode has no label.", class_="quiet")
     rows: list[list[Child]] = []
     for name, label in labels.items():
         is_set = label.value is not None
+        button = tag(
+            "button",
+            "Remove",
+            type="submit",
+            form=_FORM,
+            name="remove",
+            value=name,
+            class_="plain",
+            aria_label=f"Remove {name}",
+        )
         rows.append(
             [
                 name,
                 _value_text(label.value) if label.value is not None else "",
                 label.by if is_set else f"removed by {label.by}",
                 join(time_tag(label.at)),
-                tag(
-                    "button",
-                    "Remove",
-                    type="submit",
-                    form=_FORM,
-                    name="remove",
-                    value=name,
-                    class_="plain",
-                    aria_label=f"Remove {name}",
-                )
-                if can_remove and is_set
-                else None,
+                button if is_set else None,
             ]
         )
-    columns: list[Column | str] = ["Label", "Value", "By", "When", *([""] if can_remove else [])]
+    rows += [
+        [one["name"], one["value"], one["scorer"], join(time_tag(one["at"])), None]
+        for one in scores
+    ]
+    columns: list[Column | str] = ["Label", "Value", "By", "When", ""]
     if not can_remove:
-        rows = [row[:-1] for row in rows]
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     return table(columns, rows, label="Labels of this episode")
+
+
+def _read_scores(visit: Visit, snapshot: Snapshot, key: EpisodeKey) -> list[dict[str, Any]]:
+    """Return the scores of an episode with their scorer, and when it was last used.
+
+    A column is a score where `<name>_scorer` has the id of a scorer that a commit describes.
+    """
+    kinds = {field.name: str(field.type) for field in snapshot.table.schema}
+    names = [
+        name
+        for name, kind in kinds.items()
+        if kinds.get(f"{name}{_SCORER}") == "string" and kind in _NUMERIC
+    ]
+    if not names:
+        return []
+    columns = ", ".join(
+        f'''arg_max("{name}{_SCORER}", step) AS "{name}{_SCORER}",
+        avg("{name}"::DOUBLE) AS "{name} mean", min("{name}"::DOUBLE) AS "{name} min",
+        max("{name}"::DOUBLE) AS "{name} max"'''
+        for name in names
+    )
+    (row,) = visit.sql(
+        f"""SELECT {columns} FROM {snapshot.dataset}.steps
+        WHERE episode_id = $id AND agent_id = $agent""",
+        snapshot,
+        id=key.episode_id,
+        agent=key.agent_id,
+    )
+    scorers = _read_scorers(visit, snapshot)
+    found = []
+    for name in names:
+        scorer = scorers.get((name, row[f"{name}{_SCORER}"]))
+        if scorer is None:
+            continue
+        mean, low, high = (row[f"{name} {part}"] for part in ("mean", "min", "max"))
+        value = "failed" if mean is None else number_text(mean)
+        if low != high:
+            value = f"mean {value}, {number_text(low)} to {number_text(high)}"
+        found.append({"name": name, "value": value, **scorer})
+    return found
+
+
+def _read_scorers(visit: Visit, snapshot: Snapshot) -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """Return who scored, and when last, by the score's name and the scorer's id.
+
+    No commit is read a second time.
+    """
+    key = ("scorers", snapshot.dataset)
+    version, scorers = visit.memory.get(key) or (-1, {})
+    if version > snapshot.version:
+        # Later ones are remembered where an earlier version is shown.
+        return dict(scorers)
+    scorers = dict(scorers)
+    for commit in visit.lake.dataset(snapshot.dataset).history(version + 1):
+        version = max(version, commit["version"])
+        scored = commit.get("scored")
+        if scored is not None:
+            about = scored["scorer"]
+            what = about.get("function") or about.get("model") or scored["scorer_id"]
+            by = f", {scored['by']}" if scored.get("by") else ""
+            at = commit.get("timestamp")
+            scorers[scored["name"], scored["scorer_id"]] = {
+                "scorer": f"{what}{by}",
+                "at": None if at is None else datetime.fromtimestamp(at / 1000, UTC),
+            }
+    visit.memory.put(key, (version, scorers), 2000 + 500 * len(scorers))
+    return scorers
 
 
 def _notice(visit: Visit, listed: EpisodeList) -> Markup | None:

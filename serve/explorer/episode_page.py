@@ -22,10 +22,14 @@ from replaylake.datastore.interchange.export.dialogue import (
 from replaylake.datastore.interchange.formats.generations.rows import COMPLETION_MESSAGES
 from replaylake.datastore.lake.profile.vectors import LeafStatistics
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.maintenance.labels.episode_labels import (
+    EpisodeLabel,
+    read_episode_labels,
+)
 from replaylake.datastore.query.group_views import GROUP_ID
 from replaylake.serve.explorer.agents_panel import draw_branches, draw_side_by_side
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
-from replaylake.serve.explorer.episode_labels import list_episode_labels, show_episode_labels
+from replaylake.serve.explorer.episode_labels import show_episode_labels, to_json_labels
 from replaylake.serve.explorer.episodes_page import (
     EpisodeKey,
     EpisodeList,
@@ -77,6 +81,8 @@ class EpisodeContents:
 
     agents: the rows of all agents of the episode, ordered by agent. numbers: by observation and
     action, the names of their numbers and these, float64 [T, D].
+    numbers: by observation and action, the names of their numbers and these, float64 [T, D].
+    labels: those of people, by name.
     """
 
     snapshot: Snapshot
@@ -84,6 +90,7 @@ class EpisodeContents:
     agents: Sequence[Mapping[str, Any]]
     steps: Any
     numbers: Mapping[str, tuple[Sequence[str], NDArray[np.float64]]]
+    labels: Mapping[str, EpisodeLabel]
 
     @property
     def episode_id(self) -> str:
@@ -197,7 +204,7 @@ def show_episode(visit: Visit) -> Page:
             "dataset": name,
             "version": snapshot.version,
             "episode": summary,
-            "labels": list_episode_labels(snapshot, contents.episode_id, contents.agent_id),
+            "labels": to_json_labels(contents.labels),
             "steps": _Columns(contents.steps),
             "previous": neighbors.get("previous"),
             "next": neighbors.get("next"),
@@ -248,7 +255,8 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
     ):
         if column in names:
             numbers[column] = read_numbers(space, column, steps.column(column), labels)
-    return EpisodeContents(snapshot, summary, rows, steps, numbers)
+    said = read_episode_labels(snapshot, summary["episode_id"], summary["agent_id"])
+    return EpisodeContents(snapshot, summary, rows, steps, numbers, said)
 
 
 def _read_steps(
@@ -339,8 +347,8 @@ def _neighbor_links(
 
 
 def show_labels(visit: Visit, contents: EpisodeContents) -> Panel | None:
-    """Show the labels of people, and the form that sets them."""
-    return show_episode_labels(visit, contents.snapshot, contents.key)
+    """Show labels and scores, and the form that sets labels."""
+    return show_episode_labels(visit, contents.snapshot, contents.key, contents.labels)
 
 
 def show_frames(visit: Visit, contents: EpisodeContents) -> Panel | None:

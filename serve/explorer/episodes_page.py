@@ -13,13 +13,14 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRefusedError
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.maintenance.labels.episode_labels import list_label_names
 from replaylake.datastore.query.episode_views import EPISODE_COLUMNS
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
 from replaylake.serve.explorer.page import Page, Panel, empty_state
 from replaylake.serve.explorer.visit import Query, Visit
 from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
-from replaylake.serve.pages.texts import count
+from replaylake.serve.pages.texts import cell_text, count
 
 _PAGE_ROWS: Final = 100
 # Plots have as many colors.
@@ -370,6 +371,9 @@ def _episode_table(
     visit: Visit, listed: EpisodeList, rows: Sequence[Mapping[str, Any]], at: str | None
 ) -> Markup:
     has_agents = any(row["agent_id"] for row in rows)
+    labels = _read_labels(visit, listed.snapshot, rows)
+    # On every page of a labeled dataset: rows that follow have the columns of the first.
+    has_labels = bool(list_label_names(listed.snapshot.table.schema))
 
     def head(sort: str, *, is_number: bool = True) -> Column:
         is_sorted = listed.sort == sort
@@ -395,6 +399,7 @@ def _episode_table(
         "Policy",
         head("version"),
         head("started"),
+        *(["Labels"] if has_labels else []),
     ]
     cells: list[list[Child]] = [
         [
@@ -414,10 +419,42 @@ def _episode_table(
             row["policy"] or "",
             "" if row["max_policy_version"] is None else f"{row['max_policy_version']:,}",
             join(time_tag(row["started_at"])),
+            *(
+                [[tag("span", text, class_="pill") for text in labels.get(_id_of(row), ())]]
+                if has_labels
+                else []
+            ),
         ]
         for row in rows
     ]
     return table(columns, cells, label="Episodes", identity="episodes")
+
+
+def _read_labels(
+    visit: Visit, snapshot: Snapshot, rows: Sequence[Mapping[str, Any]]
+) -> dict[tuple[str, str], list[str]]:
+    """Return the labels of some episodes as texts, by episode and agent."""
+    names = list_label_names(snapshot.table.schema)
+    if not names or not rows:
+        return {}
+    values = ", ".join(f'any_value("{name}") AS "{name}"' for name in names)
+    is_set = " OR ".join(f'"{name}" IS NOT NULL' for name in names)
+    # As JSON: a parameter that a reader can copy with the query.
+    found = visit.sql(
+        f"""SELECT episode_id, agent_id, {values} FROM {snapshot.dataset}.steps
+        WHERE episode_id IN (SELECT unnest(from_json($ids, '["VARCHAR"]'))) AND ({is_set})
+        GROUP BY episode_id, agent_id""",
+        snapshot,
+        ids=json.dumps([row["episode_id"] for row in rows]),
+    )
+    return {
+        _id_of(row): [
+            name if row[name] is True else f"{name}: {cell_text(row[name])}"
+            for name in names
+            if row[name] is not None
+        ]
+        for row in found
+    }
 
 
 def link_episode(

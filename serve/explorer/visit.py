@@ -17,6 +17,7 @@ from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.statements import literal
 from replaylake.datastore.query.untrusted import Cancellation, UntrustedResult
 from replaylake.serve.explorer.profiles import ProfileMemory
+from replaylake.serve.explorer.promotions import Promotions
 from replaylake.serve.explorer.token_texts import TokenTexts
 
 _PARAMETER: Final = re.compile(r"\$(\w+)")
@@ -109,7 +110,7 @@ class Visit:
     path: the parameters in its path; values: those after the question mark, the first of each name,
     or the fields of a form. is_cross_site: whether a link on another site led to it. form_token:
     what a form has to send; None where nothing may be written. reader: the name that the reader
-    gave, empty before.
+    gave, empty before. promotions: None where no alias may be moved.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Visit:
         form_token: str | None = None,
         reader: str = "",
         token_texts: TokenTexts | None = None,
+        promotions: Promotions | None = None,
     ) -> None:
         self.lake = lake
         self.link = links
@@ -138,6 +140,7 @@ class Visit:
         self.form_token = form_token
         self.reader = reader
         self.token_texts = token_texts or TokenTexts()
+        self.promotions = promotions
         # Cancelled once nobody waits for the page: ends a query of the reader, and begins no other.
         self.cancellation = Cancellation()
         self.queries: list[Query] = []

@@ -229,6 +229,32 @@ def browser(chromium_path: str) -> Iterator[Any]:
 
 
 @pytest.fixture
+def gate_lake(tmp_path: Path, kit: Any) -> Lake:
+    """p:1 takes action 0, which earns nothing; p:2 takes 1, which earns 1. `log` has both."""
+    lake = open_lake(tmp_path / "gate" / "lake", create=True)
+    for place, values in enumerate(([[1.0, 0.0]], [[0.0, 1.0]])):
+        graph = kit.linear_graph(np.array(values, np.float32), "q_values", 1)
+        spec = PolicySpec(Box((1,)), Discrete(2), "q_values")
+        package = kit.save_policy(tmp_path / "gate" / str(place), spec, graph)
+        lake.registry.register("p", package, run_id="r", lineage={"datasets": []})
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, 2, 400)
+    lake.dataset("log").create(Box((1,)), Discrete(2))
+    lake.dataset("log").append(
+        Episode(
+            f"e/{i:03}",
+            observations=np.ones((1, 1), np.float32),
+            actions=actions[i : i + 1],
+            rewards=actions[i : i + 1] + 0.1 * rng.standard_normal(1),
+            terminated=True,
+            behavior_log_probs=np.log([0.5]).astype(np.float32),
+        )
+        for i in range(400)
+    )
+    return lake
+
+
+@pytest.fixture
 def empty(tmp_path: Path) -> Reader:
     return Reader(open_lake(tmp_path / "empty", create=True))
 

@@ -470,6 +470,37 @@ def test_the_worst_episodes_of_a_policy_are_labeled(browser, tmp_path, episode_m
     assert {row["who"] for row in rows} == {None, hostile}
 
 
+def test_why_a_gate_refused_is_seen(browser, gate_lake):
+    pytest.importorskip("torch")
+    from replaylake.cli.commands.explore import load_promote
+
+    gate_lake.registry.set_alias("p", "champion", 2)
+    panel = "document.querySelector('#promotion')?.textContent ?? ''"
+    browser.show(1280, 900)
+    with _serve(gate_lake, promote=load_promote()) as address:
+        browser.open(address + "/policies")
+        browser.follow("tbody a")
+        browser.run("document.querySelector('.more-options').open = true; 0")
+        _check_all(browser, "the form of a promotion")
+        browser.run("document.querySelector('#promote-version').value = '1'; 0")
+        for name, text in (("by", "Ada"), ("note", "<b>try</b>"), ("estimators", "ips snips")):
+            browser.click(f"#promote-{name}")
+            browser.run("document.activeElement.select()")
+            browser.type_text(text)
+        browser.click("input[name=unseen]")
+        _submit(browser, lambda: browser.click("#promote button"))
+        browser.wait_until(f"({panel}).includes('refused')", 60)
+        assert "puts the difference from the champion at -" in browser.run(panel)
+        _check_all(browser, "a promotion that was refused")
+        # The newest report is shown already; the link has its address.
+        browser.click("#promotion [role=status] a")
+        browser.wait_until("location.search.startsWith('?evaluation=') && location.hash")
+        browser.wait_until("document.querySelector('#evaluation .forest')")
+        assert browser.run("document.querySelector('#promote-by').value") == "Ada"
+        assert browser.take_messages() == []
+    assert gate_lake.registry.alias_version("p", "champion") == 2
+
+
 def test_the_checks_notice_what_they_are_for(browser, address):
     browser.show(390, 844)
     _open(browser, address + "/")

@@ -4,6 +4,8 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -15,6 +17,11 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
     label_episode,
     read_episode_labels,
 )
+from replaylake.datastore.maintenance.scoring.function_scorer import FunctionScorer
+from replaylake.datastore.maintenance.scoring.score import score
+from replaylake.datastore.storage.table.table import Table
+from replaylake.serve.explorer import episode_page
+from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.safety.tokens import Tokens
 
 TOKEN = "a-token-of-24-characters"
@@ -186,6 +193,59 @@ def test_each_value_shows_how_to_train_on_it(reader):
     assert [one["num_matching"] for one in shown] == [1, 2]
 
 
+def test_a_list_shows_the_labels_of_its_episodes(reader, hostile):
+    assert "Labels" not in reader.page("/datasets/walks/episodes").texts
+    text = hostile.replace("\u202e", "")[:90]
+    _set(reader, 0, text)
+    _set(reader, 0, flag="true")
+    _set(reader, 1, "4", label="rating")
+    _set(reader, 2)
+    _set(reader, 2, remove="label")
+    page = reader.page("/datasets/walks/episodes")
+    assert "Labels" in page.texts
+    pills = [text for text in page.texts if text.startswith(("label", "flagged", "rating"))]
+    assert pills == [f"label: {text}", "flagged", "rating: 4"]
+    (query,) = (text for text in page.texts if "from_json" in text)
+    assert reader.lake.sql(query).num_rows == 2
+
+
+def test_scores_are_shown_with_their_scorer(reader):
+    def length(episode):
+        return {"score": len(episode.rewards), "half": [0.5 * one for one in episode.rewards]}
+
+    score(reader.lake, "walks", FunctionScorer(length, revision="1"), by="Bob")
+    page = reader.page(_page(1))
+    start = page.texts.index("length")
+    assert page.texts[start : start + 2] == ["length", "4"]
+    assert page.texts[start + 2].endswith("length, Bob")
+    assert page.texts[start + 3].startswith("2")
+    # A component has no scorer of its own, and can be seen in the curves.
+    assert "length_half" not in page.texts[:start]
+    # Commits that were read before are not read again.
+    _set(reader, 1)
+    assert {"length", "bad"} <= set(reader.page(_page(1)).texts)
+    answer = _set(reader, 1, label="length", status=400)
+    assert "that is no label" in answer.text
+
+
+@pytest.mark.slow
+def test_the_command_that_a_label_shows_trains(reader):
+    pytest.importorskip("torch")
+    for number in (1, 3):
+        _set(reader, number, 'it\'s "good"')
+    page = reader.page(_page(0))
+    (command,) = (text for text in page.texts if text.startswith("replaylake train offline"))
+    run = command.replace("replaylake", f"{sys.executable} -m replaylake.cli.main", 1)
+    done = subprocess.run(
+        ["sh", "-c", run.replace("NAME", "clone", 1) + " --updates 2"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (used,) = reader.lake.registry.entry("clone", 1)["lineage"]["datasets"]
+    # w/1 has 4 steps, w/3 has 6.
+    assert used["num_steps"] == 10
+
+
 def test_what_another_reader_said_is_not_overwritten_unseen(reader):
     fields = reader.fields(_page(0), "labels")
     label_episode(reader.lake, "walks", "label", "good", episode_id="w/0", by="Bob")
@@ -200,6 +260,22 @@ def test_what_another_reader_said_is_not_overwritten_unseen(reader):
     assert reader.post(LABEL, fields | {"by": "Ada", "value": "bad"}).status_code == 303
     _set(reader, 0)
     assert _labels(reader, 0) == {"label": "bad"}
+
+
+def test_who_labels_at_once_waits_and_nothing_is_written_twice(reader, monkeypatch):
+    write, written = Table.write, []
+
+    def note(self, *args, **options):
+        written.append(self)
+        return write(self, *args, **options)
+
+    monkeypatch.setattr(Table, "write", note)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: _set(reader, number), range(4)))
+    assert len(written) == 4
+    assert [_labels(reader, number) for number in range(4)] == [{"label": "bad"}] * 4
+    reader.app.writes = RequestQueue(0, 0, "forms")
+    assert "0 forms wait already; try again" in _set(reader, 4, status=503).text
 
 
 def test_columns_of_the_log_and_wrong_forms_are_refused(reader):
@@ -246,6 +322,21 @@ def test_earlier_versions_show_labels_without_a_form(reader):
     assert "Labels are set in the newest version ." in page.text
     assert "form" not in [tag for tag, _ in page.tags]
     assert reader.fields(_page(0, at=2), "labels") == {}
+
+
+def test_a_dataset_that_grows_is_labeled_too(reader, episode_maker, monkeypatch):
+    read_labels = episode_page.read_episode_labels
+
+    def grow(*arguments):
+        reader.lake.dataset("walks").append([episode_maker("w/9", 3)])
+        return read_labels(*arguments)
+
+    monkeypatch.setattr(episode_page, "read_episode_labels", grow)
+    fields = reader.fields(_page(0), "labels")
+    assert fields["seen"] == "1"
+    assert reader.lake.snapshot("walks").version == 2
+    assert reader.post(LABEL, fields | {"by": "Ada", "value": "bad"}).status_code == 303
+    assert _labels(reader, 0) == {"label": "bad"}
 
 
 def test_an_explorer_that_only_reads_has_no_forms(lake, reader_type):
@@ -333,6 +424,31 @@ def test_what_is_no_form_is_refused(reader):
         assert answer.status_code == status, body[:20]
     # After signing in, no form's address is opened.
     assert reader.client.post("/datasets/nothing/label").status_code == 403
+
+
+def test_below_a_prefix_forms_lead_below_it(lake, reader_type):
+    reader = reader_type(lake, path_prefix="/lake")
+    page = reader.page(f"/lake{_page(0)}")
+    (action,) = {a["action"] for tag, a in page.tags if tag == "form"}
+    assert action == f"/lake{LABEL}"
+    fields = reader.fields(f"/lake{_page(0)}&queue=label", "labels")
+    answer = reader.post(action, fields | {"by": "Ada", "value": "bad"})
+    assert answer.headers["location"].startswith("/lake/datasets/walks/next?")
+    assert "Path=/lake/" in answer.headers["set-cookie"]
+    assert _labels(reader, 0) == {"label": "bad"}
+
+
+def test_one_agent_of_an_episode_is_labeled(tmp_path, episode_maker, reader_type):
+    lake = open_lake(tmp_path / "lake", create=True)
+    agents = [replace(episode_maker("w/0", 3), agent_id=agent) for agent in ("p", "q")]
+    lake.dataset("walks").append(agents)
+    reader = reader_type(lake)
+    _set(reader, 0, path=_page(0, agent="q"))
+    snapshot = lake.snapshot("walks")
+    assert read_episode_labels(snapshot, "w/0", "p") == {}
+    assert read_episode_labels(snapshot, "w/0", "q")["label"].value == "bad"
+    answer = reader.client.get("/datasets/walks/next?label=label", follow_redirects=False)
+    assert "agent=p" in answer.headers["location"]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
     read_episode_labels,
     undo_label,
 )
+from replaylake.datastore.maintenance.purge.purge import purge
 
 
 @pytest.fixture
@@ -201,3 +202,16 @@ def test_one_agent_is_labeled_and_other_engines_read_it(
     rows = DeltaTable(lake.dataset("d").path).to_pyarrow_table()
     found = {(row["agent_id"], row["verdict"]) for row in rows.to_pylist()}
     assert found == {("p", None), ("q", hostile)}
+
+
+def test_a_purge_removes_the_labels_and_the_name_of_who_is_purged(
+    labeled: Lake, make_episode: Callable[..., Any]
+) -> None:
+    person = "customer-4711"
+    labeled.dataset("d").append([make_episode(person, terminated=True)])
+    set_label(labeled, "bad", episode_id=person, by=person)
+    set_label(labeled, "good", episode_id="c", by="Bob", seen=None)
+    assert purge(labeled, "d", f"episode_id = '{person}'").is_proven
+    infos = [one["labeled"] for one in labeled.dataset("d").history() if "labeled" in one]
+    assert [info["by"] for info in infos] == ["<deleted>", "Bob"]
+    assert read(labeled, "c")["verdict"].value == "good"
