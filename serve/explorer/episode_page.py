@@ -161,6 +161,8 @@ def show_episode(visit: Visit) -> Page:
         ("steps", f"{summary['num_steps']:,}"),
         ("end", describe_end(summary)),
     ]
+    if (measure := listed.measure) is not None:
+        facts.append((measure.title.lower(), quiet_number(summary[measure.name])))
     if summary["agent_id"]:
         facts.append(("agent", summary["agent_id"]))
     if summary["policy"] is not None:
@@ -205,7 +207,7 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
     agent_id = visit.values.get("agent")
     name = snapshot.dataset
     rows = visit.sql(
-        f"""SELECT *, CAST({listed.column} AS VARCHAR) AS sort_key FROM {name}.episodes
+        f"""SELECT *, CAST({listed.column} AS VARCHAR) AS sort_key FROM {listed.rows}
         WHERE episode_id = $id ORDER BY agent_id""",
         snapshot,
         id=episode_id,

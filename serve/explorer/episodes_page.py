@@ -15,6 +15,7 @@ from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRef
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.episode_views import EPISODE_COLUMNS
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
+from replaylake.serve.explorer.outliers import TITLES, Measure, find_measure, list_measures
 from replaylake.serve.explorer.page import Page, Panel, empty_state
 from replaylake.serve.explorer.visit import Query, Visit
 from replaylake.serve.pages.markup import Child, Markup, join, tag
@@ -54,25 +55,43 @@ class EpisodeKey:
 class EpisodeList:
     """Which episodes, in which order: what an address says.
 
-    where: SQL over the columns of `episodes`, empty for all. It is somebody else's, and so runs in
-    the sandbox alone.
+    where: SQL over the columns of `episodes` and the measure, empty for all. It is somebody else's,
+    and so runs in the sandbox alone. measure: what it is sorted by, where that is no column.
     """
 
     snapshot: Snapshot
     where: str = ""
     sort: str = "episode"
     is_descending: bool = False
+    measure: Measure | None = None
 
     @property
     def column(self) -> str:
-        return SORTS[self.sort][1]
+        return SORTS[self.sort][1] if self.measure is None else self.measure.name
+
+    @property
+    def rows(self) -> str:
+        """The FROM item of all episodes, with the measure."""
+        name = self.snapshot.dataset
+        if self.measure is None:
+            return f"{name}.episodes"
+        value = self.measure.name
+        return (
+            f"(SELECT * REPLACE (CASE WHEN isfinite({value}) THEN {value} END AS {value}) "
+            f"FROM {name}.episodes LEFT JOIN ({self.measure.sql}) USING (episode_id, agent_id))"
+        )
 
     def page_query(self, after: EpisodeKey | None, limit: int) -> Query:
         """Return the query of the rows after a place; without one of the first, with the count."""
-        num = f"(SELECT count(*) FROM {self._source()})" if after is None else "NULL"
+        num = f"(SELECT count(*) FROM {self.source()})" if after is None else "NULL"
+        columns = _COLUMNS
+        if self.measure is not None:
+            columns += f", {self.measure.name}"
+            # The measure is computed once.
+            num = num if after is not None else "count(*) OVER ()"
         text = (
-            f"SELECT {_COLUMNS}, CAST({self.column} AS VARCHAR) AS sort_key, {num} AS num_matching "
-            f"FROM {self._source(self._bound(after, is_forward=True))} "
+            f"SELECT {columns}, CAST({self.column} AS VARCHAR) AS sort_key, {num} AS num_matching "
+            f"FROM {self.source(self._bound(after, is_forward=True))} "
             f"ORDER BY {self._order(is_forward=True)} LIMIT {limit}"
         )
         return self._query(text, after)
@@ -81,7 +100,7 @@ class EpisodeList:
         """Return the query of the episodes before and after one."""
         parts = [
             f"(SELECT '{name}' AS place, episode_id, agent_id "
-            f"FROM {self._source(self._bound(key, is_forward=is_forward))} "
+            f"FROM {self.source(self._bound(key, is_forward=is_forward))} "
             f"ORDER BY {self._order(is_forward=is_forward)} LIMIT 1)"
             for name, is_forward in (("previous", False), ("next", True))
         ]
@@ -104,12 +123,13 @@ class EpisodeList:
             "order": "descending" if self.is_descending else None,
         }
 
-    def _source(self, bound: str = "") -> str:
+    def source(self, bound: str = "") -> str:
+        """Return the FROM item of its episodes, and the condition that they meet."""
         # A line of its own: the condition may end in a comment.
         conditions = [f"({self.where}\n)"] if self.where else []
         conditions += [bound] if bound else []
         where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-        return f"{self.snapshot.dataset}.episodes{where}"
+        return f"{self.rows}{where}"
 
     def _bound(self, key: EpisodeKey | None, *, is_forward: bool) -> str:
         """Return the condition of the rows that come after a place, or before it.
@@ -123,7 +143,8 @@ class EpisodeList:
         if key.value is None:
             first = "false" if is_forward else f"{self.column} IS NOT NULL"
             return f"({first} OR ({self.column} IS NULL AND {tie}))"
-        value = f"CAST($value AS {SORTS[self.sort][2]})"
+        kind = SORTS[self.sort][2] if self.measure is None else "DOUBLE"
+        value = f"CAST($value AS {kind})"
         further = ">" if is_forward != self.is_descending else "<"
         unknown = f"{self.column} IS NULL OR " if is_forward else ""
         return f"({unknown}{self.column} {further} {value} OR ({self.column} = {value} AND {tie}))"
@@ -148,15 +169,18 @@ class EpisodeList:
 def read_list(visit: Visit, snapshot: Snapshot) -> EpisodeList:
     """Return the list that an address names. Raises: ConfigInvalidError."""
     sort = visit.values.get("sort") or "episode"
-    if sort not in SORTS:
+    measures = list_measures(snapshot)
+    if sort not in SORTS and sort not in measures:
+        expected = ", ".join((*SORTS, *measures))
         raise ConfigInvalidError(
-            f"sort: found {sort!r}, expected one of {', '.join(SORTS)}.", parameter="sort"
+            f"sort: found {sort!r}, expected one of {expected}.", parameter="sort"
         )
     return EpisodeList(
         snapshot,
         where=visit.values.get("where", "").strip(),
         sort=sort,
         is_descending=visit.values.get("order") == "descending",
+        measure=find_measure(visit, snapshot, sort) if sort in measures else None,
     )
 
 
@@ -174,15 +198,11 @@ def show_episodes(visit: Visit) -> Page:
     form = _filter_form(visit, listed)
     try:
         rows = listed.run(visit, listed.page_query(after, _PAGE_ROWS + 1))
-        found = [_make_row(row) for row in rows]
+        found = [_make_row(listed, row) for row in rows]
     except (QueryError, QueryRefusedError, KeyError) as error:
         queries = visit.take_queries()
-        said = "Its result has other columns." if isinstance(error, KeyError) else str(error)
-        message = join(
-            tag("p", "The condition could not be used: ", tag("span", said, class_="wrong")),
-            tag("p", "It is SQL over the columns ", _column_names(), "."),
-        )
-        panel = Panel("Episodes", [form, tag("div", message, role="alert")], queries=queries)
+        said, message = explain_refusal(error)
+        panel = Panel("Episodes", [form, message], queries=queries)
         return replace(page, panels=[panel], data={"error": {"message": said}}, status=400)
     is_last = len(found) <= _PAGE_ROWS
     shown = found[:_PAGE_ROWS]
@@ -199,7 +219,7 @@ def show_episodes(visit: Visit) -> Page:
             after=last.to_text(),
         )
     num = rows[0]["num_matching"] if rows and after is None else None
-    body = [form]
+    body = [form, _rank_links(visit, listed, at)]
     body += _compare_form(visit, listed, shown, at) if shown else [_nothing(visit, listed)]
     if follows is not None or after is not None:
         first = visit.link("datasets", name, "episodes", **listed.link_values(), at=at)
@@ -219,6 +239,12 @@ def show_episodes(visit: Visit) -> Page:
         page,
         tools=tag(
             "div",
+            tag(
+                "a",
+                "By day, source or column",
+                href=visit.link("datasets", name, "breakdown", **listed.link_values(), at=at),
+                class_="button",
+            ),
             tag("a", "Dataset", href=visit.link("datasets", name, at=at), class_="button"),
             class_="tools",
         ),
@@ -234,9 +260,21 @@ def show_episodes(visit: Visit) -> Page:
     )
 
 
-def _make_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def explain_refusal(error: Exception) -> tuple[str, Markup]:
+    """Return why a reader's condition could not be used: in words, and as a part of a panel."""
+    said = "Its result has other columns." if isinstance(error, KeyError) else str(error)
+    return said, tag(
+        "div",
+        tag("p", "The condition could not be used: ", tag("span", said, class_="wrong")),
+        tag("p", "It is SQL over the columns ", _column_names(), "."),
+        role="alert",
+    )
+
+
+def _make_row(listed: EpisodeList, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row without what its query is asked for besides. Raises: KeyError."""
     names = _COLUMNS.replace('"', "").split(", ")
+    names += [] if listed.measure is None else [listed.measure.name]
     return {name: row[name] for name in names}
 
 
@@ -264,6 +302,7 @@ def _read_key(text: str | None) -> EpisodeKey | None:
 def _filter_form(visit: Visit, listed: EpisodeList) -> Markup:
     name, at = listed.snapshot.dataset, at_of(visit)
     hidden = {**listed.link_values(), "at": at, "where": None}
+    own = set() if listed.measure is None else {listed.measure.name}
     return tag(
         "form",
         tag(
@@ -277,7 +316,7 @@ def _filter_form(visit: Visit, listed: EpisodeList) -> Markup:
                 placeholder='"return" < 150 AND num_steps > 20',
                 spellcheck="false",
                 autocomplete="off",
-                data_complete=" ".join(sorted(EPISODE_COLUMNS)),
+                data_complete=" ".join(sorted(EPISODE_COLUMNS | own)),
             ),
             class_="grow",
         ),
@@ -294,6 +333,38 @@ def _filter_form(visit: Visit, listed: EpisodeList) -> Markup:
         class_="filter",
         role="search",
     )
+
+
+def _rank_links(visit: Visit, listed: EpisodeList, at: str | None) -> Markup:
+    """Return links to the list by each measure, the odd episodes first, and what the measure is."""
+    links = []
+    orders = [("return", "Lowest return", False), ("steps", "Longest", True)]
+    orders += [(name, TITLES[name], name != "log_prob") for name in list_measures(listed.snapshot)]
+    for sort, title, is_descending in orders:
+        is_chosen = (listed.sort, listed.is_descending) == (sort, is_descending)
+        turned = replace(listed, sort=sort, is_descending=is_descending, measure=None)
+        address = visit.link(
+            "datasets", listed.snapshot.dataset, "episodes", **turned.link_values(), at=at
+        )
+        links.append(
+            tag(
+                "a",
+                title,
+                href=address,
+                class_="pill good" if is_chosen else "pill",
+                aria_current="true" if is_chosen else None,
+            )
+        )
+    said: list[Markup] = [tag("p", "Outliers: ", links)]
+    if (measure := listed.measure) is not None:
+        words = f"{measure.title}: {measure.definition}."
+        if measure.one_in > 1:
+            words += (
+                f" It is computed for a sample, about one of {measure.one_in:,} episodes; it is "
+                "unknown for others, which come last."
+            )
+        said.append(tag("p", words, class_="note"))
+    return join(said)
 
 
 def _nothing(visit: Visit, listed: EpisodeList) -> Markup:
@@ -347,17 +418,22 @@ def _episode_table(
 ) -> Markup:
     has_agents = any(row["agent_id"] for row in rows)
 
+    measure = listed.measure
+
     def head(sort: str, *, is_number: bool = True) -> Column:
         is_sorted = listed.sort == sort
         order = "descending" if listed.is_descending else "ascending"
         # Numbers are first looked at from the greatest down.
         turned = replace(
-            listed, sort=sort, is_descending=not listed.is_descending if is_sorted else is_number
+            listed,
+            sort=sort,
+            is_descending=not listed.is_descending if is_sorted else is_number,
+            measure=measure if is_sorted else None,
         )
         address = visit.link(
             "datasets", listed.snapshot.dataset, "episodes", **turned.link_values(), at=at
         )
-        link = tag("a", SORTS[sort][0], href=address)
+        link = tag("a", SORTS[sort][0] if sort in SORTS else TITLES[sort], href=address)
         return Column(
             link, is_number=is_number and sort != "started", sort=order if is_sorted else None
         )
@@ -365,6 +441,7 @@ def _episode_table(
     columns: list[Column | str] = [
         head("episode", is_number=False),
         *(["Agent"] if has_agents else []),
+        *([head(measure.name)] if measure is not None else []),
         head("return"),
         head("steps"),
         "End",
@@ -384,6 +461,7 @@ def _episode_table(
                 ),
             ],
             *([row["agent_id"]] if has_agents else []),
+            *([quiet_number(row[measure.name])] if measure is not None else []),
             quiet_number(row["return"]),
             f"{row['num_steps']:,}",
             describe_end(row),
