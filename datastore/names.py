@@ -108,6 +108,11 @@ def check_alias(alias: str) -> str:
     return alias
 
 
+def is_sql_keyword(name: str) -> bool:
+    """Whether SQL takes a name for a word of its own, unless it is in double quotes."""
+    return name.lower() in _SQL_KEYWORDS
+
+
 def is_column_name(name: str) -> bool:
     """Whether a further column may have this name."""
     return _COLUMN.fullmatch(name) is not None

@@ -6,6 +6,7 @@
     GET  /policy     which policy answers, its spaces and its origin
     GET  /livez /readyz /metrics
     GET  /docs.json  all of this as OpenAPI, with the policy's spaces
+    GET  / and /docs pages of it, for requests whose Accept names text/html
 
 Each route is an endpoint (one file each) behind a RequestHandler, which alone turns exceptions into
 statuses.
@@ -26,9 +27,10 @@ from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.openapi import Docs
+from replaylake.serve.api.server_pages import FILE_PATHS, ServerPages
 from replaylake.serve.http.connections import NUM_REFUSED, RECEIVED
 from replaylake.serve.http.request_handler import HandlerState
-from replaylake.serve.http.routed_app import RoutedApp
+from replaylake.serve.http.routed_app import PageRoutes, RoutedApp
 from replaylake.serve.messages import (
     RETRY_AFTER_S,
     RETRY_LATER,
@@ -56,6 +58,8 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         "/metrics": ("GET", about.metrics_page),
         "/docs.json": ("GET", Docs(worker.get)),
     }
+    pages = ServerPages(worker.get)
+    shown = {"/": pages.show_server, "/docs": pages.show_api}
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -82,7 +86,12 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
 
     handler_state = HandlerState(lambda: worker.serving, metrics)
 
-    app = RoutedApp(endpoints, handler_state, lifespan=lifespan)
+    app = RoutedApp(
+        endpoints,
+        handler_state,
+        pages=PageRoutes(shown, pages.encode_error, dict.fromkeys(FILE_PATHS, pages.send_file)),
+        lifespan=lifespan,
+    )
     app.state.is_ready = lambda: False
     return app
 

@@ -72,11 +72,21 @@ def explore(
             "--admin-token-file",
             rich_help_panel=ACCESS_OPTIONS,
             metavar="FILE",
-            help="File with bearer tokens that allow reading the whole lake, one per line.",
+            help="File with bearer tokens, one per line, that allow reading the whole lake and "
+            "labeling its episodes.",
         ),
     ] = None,
     insecure: InsecureOption = False,
     allowed_host: AllowedHostOption = None,
+    read_only: Annotated[
+        bool,
+        typer.Option(
+            "--read-only",
+            rich_help_panel=ACCESS_OPTIONS,
+            help="Show no forms, and write nothing to the lake. Required with --insecure for other "
+            "machines.",
+        ),
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -84,7 +94,7 @@ def explore(
     """Show the lake in a browser.
 
     Serves pages of datasets, episodes, runs and policies, and a SQL console, until interrupted.
-    The explorer reads the lake and does not change it.
+    On the page of an episode, readers can label it, unless --read-only is given.
 
     Example:
       replaylake explore --open
@@ -103,6 +113,7 @@ def explore(
         admin_token_file=admin_token_file,
         insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
+        read_only=read_only,
         tokenizers=tuple(tokenizer or ()),
     )
 

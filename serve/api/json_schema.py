@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,17 @@ def example_of(space: Space) -> Any:
     if isinstance(space, MultiBinary):
         return [0] * space.n
     return np.zeros(space.shape, space.dtype).tolist()
+
+
+def example_of_fields(fields: Sequence[Field]) -> dict[str, Any]:
+    """Return JSON values of named fields: zeros, and the first value of each vocabulary."""
+    kinds: dict[str, Any] = {NUMBER: 0, FLAG: False, TIME: "2026-01-31T12:00:00Z"}
+    return {
+        one.name: (one.vocabulary[0] if one.vocabulary else "")
+        if one.kind == CATEGORY
+        else kinds[one.kind]
+        for one in fields
+    }
 
 
 def _number(dtype: np.dtype[Any]) -> Schema:

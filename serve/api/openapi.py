@@ -1,6 +1,6 @@
 """GET /docs.json: the API as OpenAPI 3.1, with the served policy's own spaces.
 
-https://spec.openapis.org/oas/v3.1.1. There is no page of it: pages load scripts from elsewhere.
+https://spec.openapis.org/oas/v3.1.1. server_pages.py has it as a page.
 """
 
 from __future__ import annotations

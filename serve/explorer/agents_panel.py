@@ -23,7 +23,7 @@ _MAX_COLUMNS: Final = 6
 _MAX_TIMES: Final = 200
 _MAX_CHARACTERS: Final = 400
 # What the addresses of an episode's page may have, which its links to other agents keep.
-_KEPT: Final = ("id", "at", "where", "sort", "order", "shade")
+_KEPT: Final = ("id", "at", "where", "sort", "order", "queue", "shade")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.group_views import GROUP_ID
 from replaylake.serve.explorer.agents_panel import draw_branches, draw_side_by_side
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
+from replaylake.serve.explorer.episode_labels import list_episode_labels, show_episode_labels
 from replaylake.serve.explorer.episodes_page import (
     EpisodeKey,
     EpisodeList,
@@ -91,6 +92,11 @@ class EpisodeContents:
     @property
     def agent_id(self) -> str:
         return str(self.summary["agent_id"])
+
+    @property
+    def key(self) -> EpisodeKey:
+        """Its place in the list that its address names."""
+        return EpisodeKey(self.summary["sort_key"], self.episode_id, self.agent_id)
 
     @property
     def step_numbers(self) -> list[int]:
@@ -193,6 +199,7 @@ def show_episode(visit: Visit) -> Page:
             "dataset": name,
             "version": snapshot.version,
             "episode": summary,
+            "labels": list_episode_labels(snapshot, contents.episode_id, contents.agent_id),
             "steps": _Columns(contents.steps),
             "previous": neighbors.get("previous"),
             "next": neighbors.get("next"),
@@ -299,8 +306,7 @@ def _has_frames(spec: schema.DatasetSpec, column: str) -> bool:
 def _find_neighbors(
     visit: Visit, listed: EpisodeList, contents: EpisodeContents
 ) -> dict[str, dict[str, Any]]:
-    key = EpisodeKey(contents.summary["sort_key"], contents.episode_id, contents.agent_id)
-    rows = listed.run(visit, listed.neighbor_query(key))
+    rows = listed.run(visit, listed.neighbor_query(contents.key))
     return {row["place"]: {k: row[k] for k in ("episode_id", "agent_id")} for row in rows}
 
 
@@ -311,14 +317,32 @@ def _neighbor_links(
     at: str | None,
 ) -> Markup:
     links = []
-    for place, text, rel in (("previous", "Previous", "prev"), ("next", "Next", "next")):
+    for place, text, rel, key in (
+        ("previous", "Previous", "prev", "k"),
+        ("next", "Next", "next", "j"),
+    ):
         row = neighbors.get(place)
         if row is None:
             links.append(tag("span", text, class_="button", aria_disabled="true"))
             continue
-        address = link_episode(visit, listed, row, at)
-        links.append(tag("a", text, href=address, rel=rel, accesskey=rel[0], class_="button"))
+        address = link_episode(visit, listed, row, at, queue=visit.values.get("queue"))
+        links.append(
+            tag(
+                "a",
+                text,
+                href=address,
+                rel=rel,
+                accesskey=rel[0],
+                data_key=key,
+                class_="button",
+            )
+        )
     return tag("div", links, class_="tools")
+
+
+def show_labels(visit: Visit, contents: EpisodeContents) -> Panel | None:
+    """Show the labels of people, and the form that sets them."""
+    return show_episode_labels(visit, contents.snapshot, contents.key)
 
 
 def show_frames(visit: Visit, contents: EpisodeContents) -> Panel | None:
@@ -615,6 +639,7 @@ def _is_numeric(kind: Any) -> bool:
 
 
 PANELS: Final = (
+    show_labels,
     show_frames,
     show_branches,
     show_conversation,

@@ -106,6 +106,22 @@ class EpisodeList:
         ]
         return self._query(" UNION ALL ".join(parts), key)
 
+    def unlabeled_query(self, label: str | None, after: EpisodeKey | None) -> Query:
+        """Return the query of the first episode without a label, after a place or of all.
+
+        label: a column of the dataset; None where no episode has the label.
+        """
+        bounds = [self._bound(after, is_forward=True)]
+        if label is not None:
+            labeled = f'FROM {self.snapshot.dataset}.steps WHERE "{label}" IS NOT NULL'
+            key = "episode_id, agent_id"
+            bounds.append(f"({key}) NOT IN (SELECT {key} {labeled})")
+        text = (
+            f"SELECT episode_id, agent_id FROM {self.source(*bounds)} "
+            f"ORDER BY {self._order(is_forward=True)} LIMIT 1"
+        )
+        return self._query(text, after)
+
     def run(self, visit: Visit, query: Query) -> list[dict[str, Any]]:
         """Run one of these queries. Raises: QueryError, QueryRefusedError for the condition."""
         if not self.where:
@@ -123,11 +139,11 @@ class EpisodeList:
             "order": "descending" if self.is_descending else None,
         }
 
-    def source(self, bound: str = "") -> str:
+    def source(self, *bounds: str) -> str:
         """Return the FROM item of its episodes, and the condition that they meet."""
         # A line of its own: the condition may end in a comment.
         conditions = [f"({self.where}\n)"] if self.where else []
-        conditions += [bound] if bound else []
+        conditions += [bound for bound in bounds if bound]
         where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
         return f"{self.rows}{where}"
 
@@ -188,7 +204,7 @@ def show_episodes(visit: Visit) -> Page:
     """Return the page of `/datasets/NAME/episodes`."""
     snapshot = find_snapshot(visit)
     listed = read_list(visit, snapshot)
-    after = _read_key(visit.values.get("after"))
+    after = read_key(visit.values.get("after"))
     name, at = snapshot.dataset, at_of(visit)
     page = Page(
         f"Episodes of {name}@{snapshot.version}",
@@ -246,6 +262,14 @@ def show_episodes(visit: Visit) -> Page:
                 class_="button",
             ),
             tag("a", "Dataset", href=visit.link("datasets", name, at=at), class_="button"),
+            tag(
+                "a",
+                "Label these",
+                href=visit.link("datasets", name, "next", **listed.link_values()),
+                class_="button",
+            )
+            if visit.form_token is not None and shown
+            else None,
             class_="tools",
         ),
         panels=[panel],
@@ -282,7 +306,7 @@ def _id_of(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["episode_id"], row["agent_id"]
 
 
-def _read_key(text: str | None) -> EpisodeKey | None:
+def read_key(text: str | None) -> EpisodeKey | None:
     """Return the place in an address. Raises: ConfigInvalidError."""
     if not text:
         return None
@@ -474,8 +498,17 @@ def _episode_table(
     return table(columns, cells, label="Episodes", identity="episodes")
 
 
-def link_episode(visit: Visit, listed: EpisodeList, row: Mapping[str, Any], at: str | None) -> str:
-    """Return the address of an episode within its list, so that its page has the neighbors."""
+def link_episode(
+    visit: Visit,
+    listed: EpisodeList,
+    row: Mapping[str, Any],
+    at: str | None = None,
+    **further: object,
+) -> str:
+    """Return the address of an episode within its list, so that its page has the neighbors.
+
+    further: what it has after the question mark besides.
+    """
     return visit.link(
         "datasets",
         listed.snapshot.dataset,
@@ -484,6 +517,7 @@ def link_episode(visit: Visit, listed: EpisodeList, row: Mapping[str, Any], at: 
         agent=row["agent_id"] or None,
         **listed.link_values(),
         at=at,
+        **further,
     )
 
 

@@ -12,6 +12,7 @@ from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.summary import RunSummary, summarize
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.serve.explorer.page import Page, Panel, build_panels, empty_state
+from replaylake.serve.explorer.serving_page import read_arms
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.charts import stacked_chart
 from replaylake.serve.pages.markup import Child, join, tag
@@ -23,6 +24,8 @@ _MIN_DAYS: Final = 14
 _MAX_DAYS: Final = 60
 _MAX_PARTS: Final = 7
 _MAX_POLICIES: Final = 4
+# Versions of one decision log, the newest ones; the page of serving has all.
+_MAX_SERVED: Final = 20
 # Writers by the name in their commits, where that is an earlier one.
 _WRITERS: Final = {"sessionise": "feedback join"}
 
@@ -242,12 +245,12 @@ def list_served(visit: Visit, contents: LakeContents) -> Panel:
     """Show the policy versions whose decisions servers log into the lake."""
     rows: list[list[Child]] = []
     for name in contents.snapshots:
-        for one in _list_served(visit, name):
+        for one in read_arms(visit, name)[:_MAX_SERVED]:
             policy = f"{one['policy']}:{one['policy_version']}"
             rows.append(
                 [
                     policy,
-                    tag("a", name, href=visit.link("datasets", name)),
+                    tag("a", name, href=visit.link("serving", name)),
                     f"{one['num']:,}",
                     join(time_tag(one["first"])),
                     join(time_tag(one["last"])),
@@ -267,24 +270,6 @@ def list_served(visit: Visit, contents: LakeContents) -> Panel:
         "Last",
     ]
     return Panel("Served policies", table(columns, rows, label="Served policies"))
-
-
-def _list_served(visit: Visit, dataset: str) -> list[dict[str, Any]]:
-    """Return what was logged by policy version: counted once for each version of the log."""
-    log = visit.lake.dataset(dataset).decisions
-    if not log.exists():
-        return []
-    text = f"""SELECT policy, policy_version, count(*) AS num, min("timestamp") AS first,
-            max("timestamp") AS last
-        FROM {dataset}.decisions GROUP BY ALL ORDER BY last DESC LIMIT 20"""
-    key = ("served", dataset, log.snapshot().version)
-    known: list[dict[str, Any]] | None = visit.memory.get(key)
-    if known is not None:
-        visit.note_query(text)
-        return known
-    rows = visit.sql(text)
-    visit.memory.put(key, rows, 1000 * len(rows))
-    return rows
 
 
 def describe_writer(producer: str | None) -> str:

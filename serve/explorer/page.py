@@ -10,8 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from replaylake.datastore.version import VERSION
 from replaylake.serve.explorer.visit import Links, Query, Visit
+from replaylake.serve.pages.frame import (
+    Entry,
+    write_document,
+    write_facts,
+    write_heading,
+    write_panel,
+)
 from replaylake.serve.pages.markup import Child, Markup, join, join_list, tag
 
 _Subject = TypeVar("_Subject")
@@ -20,6 +26,7 @@ _SECTIONS: Final = (
     ("Lake", (), ("", "datasets")),
     ("Runs", ("runs",), ("runs",)),
     ("Policies", ("policies",), ("policies",)),
+    ("Serving", ("serving",), ("serving",)),
     ("SQL", ("sql",), ("sql",)),
 )
 
@@ -73,6 +80,14 @@ class Download:
     is_fixed: bool = False
 
 
+@dataclass(frozen=True)
+class Redirect:
+    """Where the browser goes next. reader: the name that it is to keep for further forms."""
+
+    address: str
+    reader: str | None = None
+
+
 # One function a panel: it returns None where the subject has nothing to show.
 PanelFunction = Callable[[Visit, _Subject], Panel | None]
 
@@ -114,73 +129,40 @@ def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mappin
     forms = [("JSON", f"{stem}.json{mark}{query}")] if page.data else []
     if page.rows is not None:
         forms.append(("CSV", f"{stem}.csv{mark}{query}"))
-    head = [
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{page.title} - ReplayLake"),
-        tag("link", rel="stylesheet", href=assets["page.css"]),
-        tag("link", rel="stylesheet", href=assets["explorer.css"]),
-        tag("link", rel="icon", href=assets["icon.svg"], type="image/svg+xml"),
-        [
+    # The library for plots comes before the script that draws with it.
+    loaded = {
+        name: file for name, file in assets.items() if page.plots or not name.startswith("uplot.")
+    }
+    content = [
+        _heading(page),
+        tag("div", [_panel(panel, links) for panel in page.panels], class_="panels"),
+    ]
+    return write_document(
+        page.title,
+        content,
+        assets=loaded,
+        home=links(),
+        entries=[
+            Entry(name, links(*segments), is_current=page.section in below)
+            for name, segments, below in _SECTIONS
+        ],
+        where=lake,
+        head=[
             tag("link", rel="alternate", type=f"application/{name.lower()}", href=href)
             if name == "JSON"
             else tag("link", rel="alternate", type="text/csv", href=href)
             for name, href in forms
         ],
-    ]
-    if page.plots:
-        head += [
-            tag("link", rel="stylesheet", href=assets["uplot.css"]),
-            tag("script", src=assets["uplot.js"], defer=True),
-        ]
-    head.append(tag("script", src=assets["explorer.js"], defer=True))
-    body = [
-        tag("a", "Skip to content", href="#content", class_="skip"),
-        _header(page, links, lake),
-        tag(
-            "main",
-            _heading(page),
-            tag("div", [_panel(panel, links) for panel in page.panels], class_="panels"),
-            id="content",
-        ),
-        tag(
-            "footer",
-            tag("span", f"ReplayLake {VERSION}"),
-            tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
-            if forms
-            else None,
-        ),
-    ]
-    return f"<!doctype html>\n{tag('html', tag('head', head), tag('body', body), lang='en')}\n"
-
-
-def _header(page: Page, links: Links, lake: str) -> Markup:
-    entries = [
-        tag(
-            "a",
-            name,
-            href=links(*segments),
-            aria_current="page" if page.section in below else None,
-        )
-        for name, segments, below in _SECTIONS
-    ]
-    return tag(
-        "header",
-        tag("a", "ReplayLake", href=links(), class_="brand"),
-        tag("nav", entries, aria_label="Sections"),
-        tag("span", lake, class_="where", title=lake),
-        class_="top",
+        footer=tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
+        if forms
+        else None,
     )
 
 
 def _heading(page: Page) -> Markup:
     crumbs = [tag("li", tag("a", text, href=href)) for text, href in page.crumbs]
-    return join(
-        tag("nav", tag("ol", crumbs), class_="crumbs", aria_label="Above") if crumbs else None,
-        tag("div", tag("h1", page.title), page.tools, class_="title"),
-        None if page.lead is None else tag("p", page.lead, class_="lead"),
-        # Shown by the script, without which nothing is read again.
+    # Shown by the script, without which nothing is read again.
+    follow = (
         tag(
             "div",
             tag("span", f"This page is updated every {page.refresh_s:g} s", class_="quiet"),
@@ -190,25 +172,23 @@ def _heading(page: Page) -> Markup:
             hidden=True,
         )
         if page.refresh_s is not None
-        else None,
-        tag(
-            "dl",
-            [tag("div", tag("dt", name), tag("dd", value)) for name, value in page.facts],
-            class_="facts",
-        )
-        if page.facts
-        else None,
+        else None
+    )
+    return join(
+        tag("nav", tag("ol", crumbs), class_="crumbs", aria_label="Above") if crumbs else None,
+        write_heading(page.title, tools=page.tools, lead=page.lead),
+        follow,
+        write_facts(page.facts) if page.facts else None,
     )
 
 
 def _panel(panel: Panel, links: Links) -> Markup:
-    return tag(
-        "section",
-        tag("h2", panel.title),
-        None if panel.note is None else tag("p", panel.note, class_="note"),
+    return write_panel(
+        panel.title,
         panel.body,
         _queries(panel.queries, links),
-        class_="panel wide" if panel.is_wide else "panel",
+        note=panel.note,
+        is_wide=panel.is_wide,
     )
 
 

@@ -25,7 +25,7 @@ from replaylake.serve.explorer.page import Page, Panel, empty_state
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, data_block, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
-from replaylake.serve.pages.texts import cell_text, number_text
+from replaylake.serve.pages.texts import cell_text, duration_text, number_text
 
 _REFRESH_S: Final = 5
 _MAX_METRICS: Final = 30
@@ -53,7 +53,7 @@ def list_runs(visit: Visit) -> Page:
             "" if run.update is None else f"{run.update:,}",
             _policy_link(visit, run.policy),
             join(time_tag(_time(run.started_ms))),
-            _duration(run.duration_s),
+            duration_text(run.duration_s),
         ]
         for run in runs
     ]
@@ -151,7 +151,7 @@ def _facts(visit: Visit, run: RunSummary) -> list[tuple[str, Child]]:
     if run.policy is not None:
         facts.append(("policy", _policy_link(visit, run.policy)))
     facts.append(("started", time_tag(_time(run.started_ms))))
-    facts.append(("took", _duration(run.duration_s) or "unknown"))
+    facts.append(("took", duration_text(run.duration_s) or "unknown"))
     return facts
 
 
@@ -384,16 +384,6 @@ def _status(status: str) -> Markup:
 
 def _time(milliseconds: int | None) -> datetime | None:
     return None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"
 
 
 def _count(number: int | None) -> str:

@@ -27,8 +27,8 @@ def run_explorer(
 
     One line on stderr says where; `on_ready` is then called with the config and the port that it
     listens on. Raises: NotFoundError if there is no lake; ServeError if the port is in use;
-    ConfigInvalidError if other machines could reach it without a token, and for a tokenizer that
-    is none.
+    ConfigInvalidError if other machines could read or write it without a token, and for a
+    tokenizer that is none.
     """
     token_texts = TokenTexts(config.tokenizers)
     lake = open_lake(config.lake)
@@ -43,6 +43,7 @@ def run_explorer(
             tokens=tokens,
             allowed_hosts=config.hosts,
             path_prefix=config.path_prefix,
+            read_only=config.read_only,
             token_texts=token_texts,
         )
         sys.stderr.write(f"{lake.url} is at {config.url}; stop with Ctrl-C\n")

@@ -106,8 +106,10 @@ class Links:
 class Visit:
     """A request for a page, below the explorer's prefix.
 
-    path: the parameters in its path; values: those after the question mark, the first of each name.
-    is_cross_site: whether a link on another site led to it.
+    path: the parameters in its path; values: those after the question mark, the first of each name,
+    or the fields of a form. is_cross_site: whether a link on another site led to it. form_token:
+    what a form has to send; None where nothing may be written. reader: the name that the reader
+    gave, empty before.
     """
 
     def __init__(
@@ -121,6 +123,8 @@ class Visit:
         lists: Mapping[str, Sequence[str]] | None = None,
         *,
         is_cross_site: bool = False,
+        form_token: str | None = None,
+        reader: str = "",
         token_texts: TokenTexts | None = None,
     ) -> None:
         self.lake = lake
@@ -131,10 +135,14 @@ class Visit:
         self.values = values
         self.lists = lists or {}
         self.is_cross_site = is_cross_site
+        self.form_token = form_token
+        self.reader = reader
         self.token_texts = token_texts or TokenTexts()
         # Cancelled once nobody waits for the page: ends a query of the reader, and begins no other.
         self.cancellation = Cancellation()
         self.queries: list[Query] = []
+        # The address of the page whose form this is, once that is known.
+        self.back: str | None = None
 
     def take_queries(self) -> tuple[Query, ...]:
         """Return the queries since the last call."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
@@ -11,6 +12,19 @@ from starlette.types import Receive, Scope, Send
 
 from replaylake.serve.http.request_handler import HandlerState, RequestHandler, RouteForm
 from replaylake.serve.messages import Endpoint, Request, RequestRefusedError, Response
+
+
+@dataclass(frozen=True)
+class PageRoutes:
+    """Pages for people, which requests get by GET or HEAD beside the endpoints.
+
+    pages: by path; who does not name text/html in Accept gets what an unknown path gets.
+    encode_error: makes the page of an error. files: what pages load, by path, for everybody.
+    """
+
+    pages: Mapping[str, Endpoint] = field(default_factory=dict)
+    encode_error: Callable[[RequestRefusedError, str], Response] = RouteForm().encode_error
+    files: Mapping[str, Endpoint] = field(default_factory=dict)
 
 
 class RoutedApp(Starlette):
@@ -25,17 +39,29 @@ class RoutedApp(Starlette):
         endpoints: Mapping[str, tuple[str, Endpoint]],
         state: HandlerState,
         forms: Mapping[str, RouteForm] | None = None,
+        pages: PageRoutes | None = None,
         **options: Any,
     ) -> None:
         """Make the handlers.
 
         endpoints: by path, the method and who answers. forms: of paths that differ from others.
+        pages: what a browser gets beside them; no error message lists these.
         options: Starlette's. A wrong path or method is refused in the form of every other error.
         """
         forms = forms or {}
         self._handlers = {
             (path, method): RequestHandler(path, endpoint, state, forms.get(path, RouteForm()))
             for path, (method, endpoint) in endpoints.items()
+        }
+        pages = pages or PageRoutes()
+        form = RouteForm(encode_error=pages.encode_error)
+        self._pages = {
+            path: RequestHandler(path, endpoint, state, form)
+            for path, endpoint in pages.pages.items()
+        }
+        self._files = {
+            path: RequestHandler("/static", endpoint, state)
+            for path, endpoint in pages.files.items()
         }
 
         async def handle_unrouted(request: Request) -> Response:
@@ -60,4 +86,14 @@ class RoutedApp(Starlette):
             handler = self._handlers.get((scope["path"], scope["method"]))
             if handler is not None:
                 return await handler(scope, receive, send)
+            if scope["method"] in ("GET", "HEAD"):
+                handler = self._files.get(scope["path"])
+                if handler is None and _accepts_html(scope):
+                    handler = self._pages.get(scope["path"])
+                if handler is not None:
+                    return await handler(scope, receive, send)
         return await super().__call__(scope, receive, send)
+
+
+def _accepts_html(scope: Scope) -> bool:
+    return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])

@@ -25,7 +25,13 @@ from replaylake.datastore.version import VERSION
 
 NAME: Final = "replaylake"
 # As pyproject.toml has it.
-PACKAGE_DATA: Final = ("py.typed", "serve/explorer/static/*", "serve/pages/page.css")
+PACKAGE_DATA: Final = (
+    "py.typed",
+    "serve/explorer/static/*",
+    "serve/pages/*.css",
+    "serve/pages/*.svg",
+    "serve/pages/*.js",
+)
 _INFO: Final = f"{NAME}-{VERSION}.dist-info"
 # What the installer wrote beside the metadata is about that installation alone.
 _NOT_METADATA: Final = {"RECORD", "WHEEL", "INSTALLER", "REQUESTED", "direct_url.json"}

@@ -1,1 +1,1 @@
-"""HTML, tables and charts of pages, for the explorer and `show --report`; without Starlette."""
+"""HTML, tables and charts of the explorer, policy servers and `show --report`; no Starlette."""

@@ -114,10 +114,17 @@ def histogram_chart(
 
 
 def bar_list(
-    rows: Sequence[tuple[str, float, str]], *, label: str, links: Sequence[str] | None = None
+    rows: Sequence[tuple[str, float, str]],
+    *,
+    label: str,
+    links: Sequence[str] | None = None,
+    top: float = 0.0,
 ) -> Markup:
-    """Draw a bar for each (name, value, text) with its name before and its text after it."""
-    top = max((value for _, value, _ in rows), default=0) or 1
+    """Draw a bar for each (name, value, text) with its name before and its text after it.
+
+    top: the value of a bar of the whole width, where that is larger than all values.
+    """
+    top = max(top, max((value for _, value, _ in rows), default=0)) or 1
     items = []
     for place, (name, value, text) in enumerate(rows):
         width = max(0.6, value / top * _HEIGHT) if value > 0 else 0

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 _VOID: Final = frozenset({"br", "hr", "img", "input", "link", "meta"})
 # Attributes that a browser follows or runs. A link leads into these pages or to https.
 _LINKS: Final = frozenset({"action", "href", "src", "xlink:href"})
-_LINK_STARTS: Final = ("/", "#", "?", "https://", "data:image/png;base64,")
+_LINK_STARTS: Final = ("/", "./", "#", "?", "https://", "data:image/png;base64,")
 # A browser reads U+0000 as the replacement character, and an isolated half of a surrogate pair has
 # no bytes in UTF-8.
 _UNENCODABLE: Final = {0: "\ufffd", **{half: "\ufffd" for half in range(0xD800, 0xE000)}}

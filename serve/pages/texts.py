@@ -31,6 +31,24 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes" if units[0] == "bytes" else f"{value:.1f} {units[0]}"
 
 
+def duration_text(seconds: float | None) -> str:
+    """Return a time span as people say it: `742 ms`, `12.3 s`, `4 min 05 s`, `6 h`, `3 days`."""
+    if seconds is None:
+        return ""
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms" if seconds > 0 else "0 s"
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{seconds:.3g} s"
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes} min" + (f" {rest:02} s" if rest else "")
+    days, hours = divmod(hours, 24)
+    if not days:
+        return f"{hours} h" + (f" {minutes:02} min" if minutes else "")
+    return count(days, "day") + (f" {hours} h" if hours else "")
+
+
 def cell_text(value: Any) -> str:
     """Return a value as a person reads it in a table."""
     if value is None:

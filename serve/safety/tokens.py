@@ -45,6 +45,7 @@ _ROLE_OF_ROUTE: Final[Mapping[str, str | None]] = {
     "/v1/traces": "feedback",
     "/livez": None,
     "/readyz": None,
+    "/static": None,
     "other": None,
 }
 

@@ -92,6 +92,14 @@ def read_verified(
     registered version, PolicyRef's; None for a package from outside of a lake, whose manifest
     nothing vouches for. Raises: NotFoundError, FormatTooNewError, PackageInvalidError.
     """
+    manifest = read_manifest(directory, manifest_sha256)
+    hashes = _hashes(manifest.body)
+    files = {name: _read_verified(directory, name, sha256) for name, sha256 in hashes.items()}
+    return manifest, files
+
+
+def read_manifest(directory: Path, manifest_sha256: str | None = None) -> Manifest:
+    """Return a package's manifest alone; arguments and errors as of `read_verified`."""
     path = directory / MANIFEST
     data = _read_manifest(directory, manifest_sha256)
     try:
@@ -99,7 +107,7 @@ def read_verified(
         version = int(body["format_version"])
         _refuse_newer(directory, version, body)
         spec = _spec_from_json(body["policy"])
-        hashes = {str(name): str(entry["sha256"]) for name, entry in body["files"].items()}
+        hashes = _hashes(body)
     except FormatTooNewError:
         raise
     except (
@@ -118,8 +126,11 @@ def read_verified(
         raise PackageInvalidError(
             f"{path}: found files {sorted(hashes)}, expected {GRAPH} among them."
         )
-    files = {name: _read_verified(directory, name, sha256) for name, sha256 in hashes.items()}
-    return Manifest(spec, body, _sha256(data)), files
+    return Manifest(spec, body, _sha256(data))
+
+
+def _hashes(body: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name): str(entry["sha256"]) for name, entry in body["files"].items()}
 
 
 def hash_manifest(directory: Path) -> str:

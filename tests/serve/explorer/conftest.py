@@ -13,7 +13,17 @@ import pytest
 from starlette.testclient import TestClient
 
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.spaces import Box, Discrete
+from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.feedback.decisions import (
+    decisions_encoder,
+    ensure_feedback_tables,
+    rewards_encoder,
+)
+from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.package import save_package
+from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.explorer.app import create_explorer
 
 HOSTILE = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)>'\"&\u202e$x"
@@ -71,6 +81,24 @@ class Reader:
                 assert is_file or attributes["type"] == "application/json"
             assert tag != "img" or attributes["src"].startswith("/datasets/")
         return page
+
+    def fields(self, path: str, identity: str) -> dict[str, str]:
+        """Return what a form of a page sends, by the form's id, without its buttons."""
+        found: dict[str, str] = {}
+        is_within = False
+        for tag, attributes in self.page(path).tags:
+            if tag == "form":
+                is_within = attributes.get("id") == identity
+            elif tag == "input" and is_within and "name" in attributes:
+                found.setdefault(attributes["name"], attributes.get("value", ""))
+        return found
+
+    def post(self, path: str, fields: dict[str, str], **headers: str) -> Any:
+        """Send a form as a browser does from a page of the explorer."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {"origin": "http://localhost", "sec-fetch-site": "same-origin", **given}
+        sent = {name: value for name, value in sent.items() if value}
+        return self.client.post(path, data=fields, headers=sent, follow_redirects=False)
 
     def _get(self, path: str, unfinished: bytes) -> Any:
         """Read an address, again while it says that its profile is being computed."""
@@ -203,3 +231,75 @@ def browser(chromium_path: str) -> Iterator[Any]:
 @pytest.fixture
 def empty(tmp_path: Path) -> Reader:
     return Reader(open_lake(tmp_path / "empty", create=True))
+
+
+# Version, observation, number of decisions, reward of each, seconds until it comes; by episode.
+EPISODES: dict[str, tuple[int, list[float], int, float | None, float]] = {
+    "a": (1, [3.0, 0.0], 4, 1.0, 5.0),
+    "b": (1, [3.0, 0.0], 4, 0.0, 500.0),
+    "c": (2, [0.0, -1.0], 4, 2.0, 0.05),
+    "d": (1, [3.0, 0.0], 2, None, 0.0),
+}
+
+
+def write_log(lake: Lake, name: str, policy: str, start_s: float) -> None:
+    """Write decisions a second apart, an hour between episodes, and their rewards."""
+    dataset = lake.dataset(name)
+    ensure_feedback_tables(dataset, Box((2,)), Discrete(2))
+    signer = DecisionSigner(lake.signing_key(), name, "00" * 6)
+    decisions, rewards = [], []
+    for place, (episode, (version, observation, num, reward, delay)) in enumerate(EPISODES.items()):
+        for step in range(num):
+            at = int((start_s + 3600 * place + step) * 1e6)
+            (key,) = signer.issue(policy, version, at)
+            decisions.append(
+                {
+                    "decision_id": key,
+                    "episode_id": episode,
+                    "timestamp": at,
+                    "policy": policy,
+                    "policy_version": version,
+                    "observation": observation,
+                    "action": 1,
+                    "log_prob": -0.5 * version,
+                    "deterministic": step == 0,
+                }
+            )
+            if reward is not None:
+                rewards.append(
+                    {
+                        "decision_id": key,
+                        "timestamp": at + int(delay * 1e6),
+                        "reward": reward,
+                        "terminated": step == num - 1,
+                        "truncated": False,
+                    }
+                )
+    dataset.decisions.append(decisions_encoder(dataset)(decisions), producer="t", sequence=0)
+    dataset.rewards.append(rewards_encoder(dataset)(rewards), producer="t", sequence=0)
+
+
+@pytest.fixture(scope="session")
+def served_lake(tmp_path_factory: pytest.TempPathFactory, kit: Any) -> Lake:
+    """`live`: joined decisions of two versions of `clone`; `fresh`: not joined, hostile names."""
+    lake = open_lake(tmp_path_factory.mktemp("served") / "lake", create=True)
+    spec = PolicySpec(Box((2,)), Discrete(2), "categorical")
+    moments = {"": {"mean": [0.0, 0.0], "std": [1.0, 2.0]}}
+    for number in (1, 2):
+        folder = tmp_path_factory.mktemp("package") / str(number)
+        save_package(
+            folder,
+            onnx=kit.linear_graph(np.eye(2, dtype=np.float32) * number, "logits", 2),
+            spec=spec,
+            manifest={"observation_statistics": moments} if number == 1 else {},
+            learner_weights=None,
+        )
+        data = [{"dataset": "live", "version": 1, "where": "return >= 2", "num_steps": 12}]
+        lineage = {"algorithm": "bc", "datasets": data}
+        lake.registry.register("clone", folder, run_id="r", lineage=lineage)
+    lake.registry.set_alias("clone", "champion", 1)
+    start_s = time.time() - 4 * 3600
+    write_log(lake, "live", "clone", start_s)
+    join_feedback(lake, "live")
+    write_log(lake, "fresh", HOSTILE, start_s)
+    return lake

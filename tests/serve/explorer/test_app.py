@@ -310,7 +310,11 @@ def test_another_address_needs_a_token(tmp_path: Path):
     config.check_exposure("127.0.0.1", nothing)
     with pytest.raises(ConfigInvalidError, match="no tokens"):
         config.check_exposure("0.0.0.0", nothing)
-    ExplorerConfig("lake", insecure=True).check_exposure("0.0.0.0", nothing)
+    with pytest.raises(ConfigInvalidError, match="anybody could write") as caught:
+        ExplorerConfig("lake", insecure=True).check_exposure("0.0.0.0", nothing)
+    assert caught.value.parameter == "insecure"
+    ExplorerConfig("lake", insecure=True).check_exposure("127.0.0.1", nothing)
+    ExplorerConfig("lake", insecure=True, read_only=True).check_exposure("0.0.0.0", nothing)
     known = config.read_tokens({"REPLAYLAKE_ADMIN_TOKEN": TOKEN, "REPLAYLAKE_ACT_TOKEN": "x" * 24})
     assert known.pairs == ((TOKEN.encode(), "admin"),)
     config.check_exposure("0.0.0.0", known)

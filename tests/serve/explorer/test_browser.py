@@ -1,23 +1,30 @@
-"""The explorer in a real Chromium: what runs, what fits, who can read it, and click paths.
+"""Pages in a real Chromium: what runs, what fits, who can read it, and click paths.
+
+The explorer's, and at the end those of a policy server.
 
 `make browser` runs these. Without Chromium they are deselected, and the report's header says so;
 with CI they fail.
 """
 
+import json
 import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pytest
 import uvicorn
 
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import MetricsLog
+from replaylake.serve.app import create_app
 from replaylake.serve.explorer import profiles
 from replaylake.serve.explorer.app import create_explorer
+from replaylake.serve.safety.tokens import Tokens
 
 pytestmark = pytest.mark.browser
 _AXE = Path(__file__).with_name("axe.min.js")
@@ -48,6 +55,13 @@ _PAGES = {
     "run": "/runs/01run",
     "policies": "/policies",
     "unknown": "/nowhere",
+}
+# Pages of a lake that servers have logged to.
+_SERVED_PAGES = {
+    "policy": "/policies/clone",
+    "serving": "/serving",
+    "decision log": "/serving/live",
+    "hostile decision log": "/serving/fresh",
 }
 # What is too wide, what is too small, and what lies outside of the window.
 _LAYOUT = """(() => {
@@ -87,12 +101,23 @@ def address(explored_lake):
         yield address
 
 
+@pytest.fixture(scope="module")
+def served_address(served_lake):
+    with _serve(served_lake) as address:
+        yield address
+
+
 @contextmanager
-def _serve(lake):
+def _serve(lake, **options):
+    with _run(create_explorer(lake, **options)) as address:
+        yield address
+
+
+@contextmanager
+def _run(app):
     config = uvicorn.Config(
-        create_explorer(lake),
+        app,
         port=0,
-        lifespan="off",
         log_level="error",
         ws="none",
         timeout_graceful_shutdown=1,
@@ -116,13 +141,21 @@ def _open(browser, url):
     browser.wait_until("!document.querySelector('[data-refresh]')", 60)
 
 
+@pytest.mark.parametrize("name", list(_SERVED_PAGES))
+def test_a_page_of_what_was_served_fits(browser, served_address, name):
+    _check_page(browser, served_address + _SERVED_PAGES[name], name)
+
+
 @pytest.mark.parametrize("name", list(_PAGES))
 def test_a_page_fits_and_can_be_read_by_all(browser, address, hostile, name):
-    path = _PAGES[name].replace("HOSTILE", quote(hostile))
+    _check_page(browser, address + _PAGES[name].replace("HOSTILE", quote(hostile)), name)
+
+
+def _check_page(browser, url, name):
     for width, height in ((1280, 900), (390, 844)):
         for dark in (False, True):
             browser.show(width, height, dark=dark)
-            _open(browser, address + path)
+            _open(browser, url)
             where = (name, width, "dark" if dark else "light")
             assert browser.run(_LAYOUT) == [], where
             assert browser.run("document.title") != "owned"
@@ -375,6 +408,85 @@ def test_the_console_completes_runs_cancels_and_remembers(browser, address):
     assert browser.take_messages() == []
 
 
+def _submit(browser, work):
+    """Do what sends a form, and wait until the page after it is there."""
+    browser.run("window.isBefore = true; 0")
+    work()
+    browser.wait_until("!window.isBefore && document.readyState === 'complete'")
+
+
+def test_the_worst_episodes_of_a_policy_are_labeled(browser, tmp_path, episode_maker, hostile):
+    lake = open_lake(tmp_path / "lake", create=True)
+    lake.dataset("walks").append(
+        [episode_maker(f"w/{n}", 9 - n, seed=n, text="old" if n < 3 else "new") for n in range(6)]
+    )
+    heading = "document.querySelector('h1').textContent"
+    browser.show(1280, 900)
+    with _serve(lake) as address:
+        browser.open(address + "/datasets/walks")
+        browser.run("localStorage.removeItem('replaylake keys')")
+        browser.open(address + "/datasets/walks/episodes")
+        browser.click("#where")
+        browser.type_text("policy = 'new'")
+        browser.press("Escape")
+        _submit(browser, lambda: browser.press("Enter"))
+        for _ in range(2):
+            _submit(browser, lambda: browser.click("#episodes thead th:nth-child(2) a"))
+        _submit(browser, lambda: browser.click(".tools a:nth-child(2)"))
+        # The shortest has the lowest return.
+        assert browser.run(heading) == "w/5"
+        _check_all(browser, "an episode without labels")
+        # Without a name nothing is sent: the browser asks for it.
+        browser.press("f")
+        assert browser.run("document.activeElement.name") == "by"
+        browser.type_text(hostile)
+        browser.press("Escape")
+        browser.press("l")
+        assert browser.run("document.activeElement.name") == "value"
+        browser.type_text("too short")
+        _submit(browser, lambda: browser.press("Enter"))
+        assert browser.run(heading) == "w/4"
+        assert "label of w/5 is too short" in browser.run("document.body.textContent")
+        browser.run("document.querySelector('details.train').open = true; 0")
+        _check_all(browser, "an episode of a queue")
+        # The name is known, and 1 is the value that came first.
+        _submit(browser, lambda: browser.press("1"))
+        assert browser.run(heading) == "w/3"
+        _submit(browser, lambda: browser.press("u"))
+        assert browser.run(heading) == "w/4"
+        _submit(browser, lambda: browser.press("n"))
+        assert browser.run(heading) == "w/3"
+        browser.press("l")
+        browser.type_text(hostile.replace("\u202e", ""))
+        _submit(browser, lambda: browser.press("Enter"))
+        assert browser.run(heading) == "w/4"
+        _submit(browser, lambda: browser.press("f"))
+        _check_all(browser, "a flagged episode")
+        _submit(browser, lambda: browser.press("1"))
+        assert "No episode without label" in browser.run(heading)
+        _check_all(browser, "the end of a queue")
+        assert browser.run("document.title") != "owned"
+        # Letters do nothing once the keys are turned off, also on the next page.
+        browser.open(address + "/datasets/walks/episode?id=w/0")
+        browser.click("#keys")
+        browser.open(address + "/datasets/walks/episode?id=w/0")
+        browser.press("f")
+        assert browser.run("document.querySelector('kbd').hidden")
+        browser.click("#keys")
+        assert browser.take_messages() == []
+    rows = lake.sql("""SELECT episode_id, any_value(label) AS label, bool_or(flagged) AS flagged,
+        any_value(label_labeled_by) AS who FROM walks.steps GROUP BY 1 ORDER BY 1""").to_pylist()
+    found = {row["episode_id"]: row["label"] for row in rows}
+    assert found == {
+        **{f"w/{n}": None for n in range(3)},
+        "w/3": hostile.replace("\u202e", ""),
+        "w/4": "too short",
+        "w/5": "too short",
+    }
+    assert [row["episode_id"] for row in rows if row["flagged"]] == ["w/4"]
+    assert {row["who"] for row in rows} == {None, hostile}
+
+
 def test_the_checks_notice_what_they_are_for(browser, address):
     browser.show(390, 844)
     _open(browser, address + "/")
@@ -398,3 +510,73 @@ def test_the_checks_notice_what_they_are_for(browser, address):
     )
     assert browser.run("document.title") != "owned"
     assert any("Content Security Policy" in one for one in browser.take_messages())
+
+
+def _below(prefix, app):
+    """Return an app as it is behind a proxy that forwards a path below a prefix without it."""
+
+    async def forward(scope, receive, send):
+        if scope["type"] == "http":
+            assert scope["path"].startswith(f"{prefix}/"), scope["path"]
+            scope = {**scope, "path": scope["path"].removeprefix(prefix)}
+        await app(scope, receive, send)
+
+    return forward
+
+
+def test_a_policy_server_shows_itself_and_acts(browser, package, serving):
+    policy = load_policy(package)
+    app = create_app(lambda: serving(policy))
+    with _run(_below("/models/walker", app)) as address:
+        for path in ("/", "/docs"):
+            browser.open(f"{address}/models/walker{path}")
+            for dark in (True, False):
+                browser.show(1280, 900, dark=dark)
+                _check_all(browser, path)
+        browser.follow("header nav a")
+        assert browser.run("location.pathname") == "/models/walker/"
+        # With the keyboard alone: from the observation to the button.
+        browser.run("document.querySelector('#observation').value = '[1, 0, 0, 1]'; 0")
+        browser.run("document.querySelector('#seed').focus(); 0")
+        browser.type_text("18446744073709551")
+        browser.press("Enter")
+        browser.wait_until("document.querySelector('#status').textContent.startsWith('200')")
+        answer = json.loads(browser.run("document.querySelector('#try code').textContent"))
+        expected = policy.act(np.array([[1, 0, 0, 1]], np.float32))
+        assert answer["action"] == expected.actions[0]
+        facts = browser.run("document.querySelector('#answer').textContent")
+        assert f"action{answer['action']}" in facts
+        _check_all(browser, "an answer")
+        assert browser.take_messages() == []
+        browser.run("document.querySelector('#observation').value = '[1, 0'; 0")
+        browser.click("#try button")
+        browser.wait_until("document.querySelector('#status').textContent.includes('no JSON')")
+        browser.run("document.querySelector('#observation').value = '[1, 0]'; 0")
+        browser.click("#try button")
+        browser.wait_until("document.querySelector('#status').textContent.startsWith('422')")
+        assert "observation" in browser.run("document.querySelector('#try code').textContent")
+
+
+def test_a_policy_server_with_tokens_asks_for_them(browser, package, serving):
+    admin, act = "admin-" * 4, "act-" * 6
+    tokens = Tokens(((admin.encode(), "admin"), (act.encode(), "act")))
+    app = create_app(lambda: serving(load_policy(package), tokens=tokens))
+    with _run(app) as address:
+        browser.open(address + "/docs")
+        _check_all(browser, "token")
+        browser.run("document.querySelector('#token').focus(); 0")
+        browser.type_text(admin)
+        browser.press("Enter")
+        browser.wait_until("document.title.startsWith('HTTP API')")
+        # The tab remembers the token for other pages, and another tab does not have it.
+        browser.follow("header nav a")
+        browser.wait_until("document.querySelector('#try')")
+        browser.take_messages()
+        browser.click("#try button")
+        browser.wait_until("document.querySelector('#status').textContent.startsWith('401')")
+        browser.run("document.querySelector('#act-token').focus(); 0")
+        browser.type_text(act)
+        browser.press("Enter")
+        browser.wait_until("document.querySelector('#status').textContent.startsWith('200')")
+        assert all("401" in one for one in browser.take_messages())
+        assert act not in browser.run("JSON.stringify(sessionStorage) + location.href")

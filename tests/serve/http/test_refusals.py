@@ -274,3 +274,14 @@ def _own_address():
         except OSError:
             return None
         return probe.getsockname()[0]
+
+
+def test_browsers_get_pages_under_both_servers(url):
+    for path in ("/", "/docs"):
+        answer = httpx.get(f"{url}{path}", headers={"accept": "text/html"})
+        assert answer.status_code == 200
+        assert "p:1" in answer.text
+        assert "script-src 'self'" in answer.headers["content-security-policy"]
+        check_error(httpx.get(f"{url}{path}"), 404)
+    script = httpx.get(f"{url}/static/server.js")
+    assert script.headers["content-type"].startswith("text/javascript")

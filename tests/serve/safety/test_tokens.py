@@ -30,8 +30,10 @@ def test_routes_have_roles_and_an_unlisted_one_is_the_admins():
         "feedback",
         "feedback",
     ]
-    assert role_of("/livez") is role_of("/readyz") is None
-    assert {role_of(r) for r in ("/metrics", "/policy", "/docs.json", "/new")} == {"admin"}
+    assert role_of("/livez") is role_of("/readyz") is role_of("/static") is None
+    assert {role_of(r) for r in ("/metrics", "/policy", "/docs.json", "/", "/docs", "/new")} == {
+        "admin"
+    }
 
 
 def test_each_role_has_its_tokens_and_a_role_without_any_is_closed(tmp_path):
