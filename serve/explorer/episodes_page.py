@@ -255,12 +255,6 @@ def show_episodes(visit: Visit) -> Page:
         page,
         tools=tag(
             "div",
-            tag(
-                "a",
-                "By day, source or column",
-                href=visit.link("datasets", name, "breakdown", **listed.link_values(), at=at),
-                class_="button",
-            ),
             tag("a", "Dataset", href=visit.link("datasets", name, at=at), class_="button"),
             tag(
                 "a",
@@ -270,6 +264,12 @@ def show_episodes(visit: Visit) -> Page:
             )
             if visit.form_token is not None and shown
             else None,
+            tag(
+                "a",
+                "By day, source or column",
+                href=visit.link("datasets", name, "breakdown", **listed.link_values(), at=at),
+                class_="button",
+            ),
             class_="tools",
         ),
         panels=[panel],

@@ -337,7 +337,7 @@ def test_a_row_of_a_breakdown_leads_to_its_episodes_the_odd_ones_first(browser, 
     browser.show(1280, 900)
     _open(browser, address + "/datasets/walks/episodes")
     browser.follow("a[href$='sort=repetition&order=descending']")
-    browser.follow(".tools a")
+    browser.follow(".tools a[href*=breakdown]")
     browser.follow("a[href*='by=policy']")
     browser.follow("td a[href*='later']")
     assert browser.run("document.querySelector('#episodes .id').textContent") == "w/11"
