@@ -101,7 +101,7 @@ def show_breakdown(visit: Visit) -> Page:
             {key: row[key] for key in _COLUMNS} for row in listed.run(visit, _query(listed, by))
         ]
     except (QueryError, QueryRefusedError, KeyError) as error:
-        said, message = explain_refusal(error)
+        said, message = explain_refusal(listed, error)
         panel = Panel("Breakdown", [links, message], queries=visit.take_queries())
         return replace(page, panels=[panel], data={"error": {"message": said}}, status=400)
     body: list[Child] = [links]

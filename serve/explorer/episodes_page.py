@@ -18,7 +18,7 @@ from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
 from replaylake.serve.explorer.outliers import TITLES, Measure, find_measure, list_measures
 from replaylake.serve.explorer.page import Page, Panel, empty_state
 from replaylake.serve.explorer.visit import Query, Visit
-from replaylake.serve.pages.markup import Child, Markup, join, tag
+from replaylake.serve.pages.markup import Child, Markup, join, join_list, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 from replaylake.serve.pages.texts import count
 
@@ -68,6 +68,12 @@ class EpisodeList:
     @property
     def column(self) -> str:
         return SORTS[self.sort][1] if self.measure is None else self.measure.name
+
+    @property
+    def condition_names(self) -> list[str]:
+        """The columns that its condition may name."""
+        own = [] if self.measure is None else [self.measure.name]
+        return sorted((*EPISODE_COLUMNS, *own))
 
     @property
     def rows(self) -> str:
@@ -217,7 +223,7 @@ def show_episodes(visit: Visit) -> Page:
         found = [_make_row(listed, row) for row in rows]
     except (QueryError, QueryRefusedError, KeyError) as error:
         queries = visit.take_queries()
-        said, message = explain_refusal(error)
+        said, message = explain_refusal(listed, error)
         panel = Panel("Episodes", [form, message], queries=queries)
         return replace(page, panels=[panel], data={"error": {"message": said}}, status=400)
     is_last = len(found) <= _PAGE_ROWS
@@ -284,13 +290,13 @@ def show_episodes(visit: Visit) -> Page:
     )
 
 
-def explain_refusal(error: Exception) -> tuple[str, Markup]:
+def explain_refusal(listed: EpisodeList, error: Exception) -> tuple[str, Markup]:
     """Return why a reader's condition could not be used: in words, and as a part of a panel."""
     said = "Its result has other columns." if isinstance(error, KeyError) else str(error)
     return said, tag(
         "div",
         tag("p", "The condition could not be used: ", tag("span", said, class_="wrong")),
-        tag("p", "It is SQL over the columns ", _column_names(), "."),
+        tag("p", "It is SQL over the columns ", _column_names(listed), "."),
         role="alert",
     )
 
@@ -326,7 +332,6 @@ def read_key(text: str | None) -> EpisodeKey | None:
 def _filter_form(visit: Visit, listed: EpisodeList) -> Markup:
     name, at = listed.snapshot.dataset, at_of(visit)
     hidden = {**listed.link_values(), "at": at, "where": None}
-    own = set() if listed.measure is None else {listed.measure.name}
     return tag(
         "form",
         tag(
@@ -340,7 +345,7 @@ def _filter_form(visit: Visit, listed: EpisodeList) -> Markup:
                 placeholder='"return" < 150 AND num_steps > 20',
                 spellcheck="false",
                 autocomplete="off",
-                data_complete=" ".join(sorted(EPISODE_COLUMNS | own)),
+                data_complete=" ".join(listed.condition_names),
             ),
             class_="grow",
         ),
@@ -393,17 +398,17 @@ def _rank_links(visit: Visit, listed: EpisodeList, at: str | None) -> Markup:
 
 def _nothing(visit: Visit, listed: EpisodeList) -> Markup:
     if listed.where:
-        return empty_state("No episode matches.", hint=join("Columns: ", _column_names(), "."))
+        return empty_state(
+            "No episode matches.", hint=join("Columns: ", _column_names(listed), ".")
+        )
     command = f"`replaylake ingest LOG --dataset {listed.snapshot.dataset}`"
     return empty_state("This version has no episodes.", command=command)
 
 
-def _column_names() -> Markup:
-    names = [
-        [", " if place else None, tag("code", f'"{name}"' if name == "return" else name)]
-        for place, name in enumerate(sorted(EPISODE_COLUMNS))
-    ]
-    return join(names)
+def _column_names(listed: EpisodeList) -> Markup:
+    return join_list(
+        [tag("code", f'"{name}"' if name == "return" else name) for name in listed.condition_names]
+    )
 
 
 def _compare_form(
@@ -413,7 +418,13 @@ def _compare_form(
     form = "compare"
     actions = tag(
         "div",
-        tag("button", "Compare selected", type="submit", form=form, class_="plain"),
+        tag(
+            "button",
+            f"Compare selected, at most {MAX_COMPARED}",
+            type="submit",
+            form=form,
+            class_="plain",
+        ),
         tag("span", "", id="selected", class_="quiet", role="status"),
         class_="more",
     )

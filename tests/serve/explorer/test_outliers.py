@@ -162,6 +162,8 @@ def test_pages_by_a_measure_hold_every_episode_once(empty, monkeypatch, measure,
 def test_a_condition_may_name_the_measure_and_neighbors_follow_its_order(robots):
     query = {"sort": "jerk", "order": "descending", "where": "jerk < 3 -- or more"}
     assert _ranked(robots, "robots", "jerk", **query) == [("b", 0.0)]
+    page = robots.page(f"/datasets/robots/episodes?{urlencode({**query, 'where': 'x'})}", 400)
+    assert "jerk" in page.texts
     body = robots.json("/datasets/robots/episode.json?id=b&sort=jerk&order=descending")
     assert (body["previous"]["episode_id"], body["next"]["episode_id"]) == ("a", "c")
     page = robots.page("/datasets/robots/episode?id=a&sort=jerk&order=descending")
