@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import date
 from typing import Any, Final
 
 from replaylake.datastore.episodes import schema, tokens
@@ -282,12 +281,7 @@ def _tabulate(
 
 def _narrow(listed: EpisodeList, by: str, key: str | None) -> str:
     """Return the condition of the episodes of a row, within those of the list."""
-    if by == "day" and key is not None:
-        # A text of a day as DuckDB writes it.
-        condition = (
-            f"CAST(started_at AS DATE) = DATE {literal(date.fromisoformat(key).isoformat())}"
-        )
-    elif by in _OWN_KEYS:
+    if by in _OWN_KEYS:
         text = _OWN_KEYS[by][1]
         condition = f"{text} IS NULL" if key is None else f"{text} = {literal(key)}"
     else:

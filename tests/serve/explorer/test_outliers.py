@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.spaces import Discrete
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.explorer import episodes_page, outliers
 
@@ -105,6 +105,26 @@ def test_numbers_that_are_no_lists_are_vectors_of_one(empty):
     empty.lake.dataset("scalars").append([scalars])
     assert _ranked(empty, "scalars", "stillness") == [("e", pytest.approx(1 / 3))]
     assert _ranked(empty, "scalars", "jerk") == [("e", 7.0)]
+
+
+def test_structs_and_matrices_have_the_measures_that_they_allow(empty):
+    pair = Dict({"a": Box((2,), "float32"), "n": Discrete(4)})
+    values = {"a": np.zeros((4, 2), np.float32), "n": np.array([0, 0, 1, 1])}
+    matrix = np.arange(16.0).reshape(4, 2, 2) ** 3
+    cases = {
+        "observed": (pair, Box((2, 2), "float64"), values, matrix),
+        "acted": (Box((2, 2), "float64"), pair, matrix, values),
+    }
+    for name, (observation_space, action_space, observations, actions) in cases.items():
+        dataset = empty.lake.dataset(name)
+        dataset.create(observation_space, action_space)
+        dataset.append([Episode("e", observations, actions, np.zeros(4), terminated=True)])
+    assert _ranked(empty, "observed", "stillness") == [("e", pytest.approx(2 / 3))]
+    # The third difference of (4 t + i) cubed is 6 times 4 cubed, in each of four numbers.
+    assert _ranked(empty, "observed", "jerk") == [("e", pytest.approx(2 * 6 * 4**3))]
+    assert _ranked(empty, "acted", "stillness") == [("e", 0.0)]
+    assert _ranked(empty, "acted", "repetition") == [("e", pytest.approx(2 / 3))]
+    assert not any("sort=jerk" in link for link in empty.page("/datasets/acted/episodes").links)
 
 
 def test_repetition_of_tokens_is_of_their_4_grams(empty, generations_maker):
