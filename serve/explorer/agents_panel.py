@@ -23,7 +23,7 @@ _MAX_COLUMNS: Final = 6
 _MAX_TIMES: Final = 200
 _MAX_CHARACTERS: Final = 400
 # What the addresses of an episode's page may have, which its links to other agents keep.
-_KEPT: Final = ("id", "at", "where", "sort", "order", "shade")
+_KEPT: Final = ("id", "at", "where", "sort", "order", "queue", "shade")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Fork:
 def draw_branches(
     visit: Visit, snapshot: Snapshot, agents: Sequence[Mapping[str, Any]], shown: str
 ) -> Panel | None:
-    """Show the agents of an episode as a tree, each below the one that it goes on from.
+    """Show the agents of an episode as a tree, each below the one that its first step goes on from.
 
     agents: the rows of `episodes` of one episode. shown: the agent whose page it is. None for one
     agent without branches.
@@ -129,12 +129,16 @@ def _read_forks(visit: Visit, snapshot: Snapshot, episode_id: str) -> list[_Fork
 def _order_tree(
     agents: Sequence[Mapping[str, Any]], forks: Mapping[str, Sequence[_Fork]]
 ) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Yield the agents with their depth, each after the one that its first steps go on from."""
+    """Yield the agents with their depth, each after the one that its first step goes on from."""
     known = {agent["agent_id"]: agent for agent in agents}
     below: dict[str | None, list[str]] = {}
     for name in known:
-        parents = (fork.parent[0] for fork in forks.get(name, ()) if fork.parent is not None)
-        parent = next((one for one in parents if one != name and one in known), None)
+        first = next(iter(forks.get(name, ())), None)
+        parent = None
+        if first is not None and first.parent is not None:
+            is_start = first.step == known[name]["first_step"]
+            is_other = first.parent[0] != name and first.parent[0] in known
+            parent = first.parent[0] if is_start and is_other else None
         below.setdefault(parent, []).append(name)
     waiting = [(name, 0) for name in reversed(below.pop(None, []))]
     num = 0

@@ -27,6 +27,7 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake.lake import Lake
+from replaylake.serve.explorer.breakdown_page import show_breakdown
 from replaylake.serve.explorer.compare_page import show_comparison
 from replaylake.serve.explorer.console_page import send_result, show_console
 from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
@@ -89,6 +90,7 @@ _FILES: Final = ("uplot.css", "explorer.css", "uplot.js", "explorer.js")
 PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/", show_lake),
     ("/datasets/{name}", show_dataset),
+    ("/datasets/{name}/breakdown", show_breakdown),
     ("/datasets/{name}/compare", show_comparison),
     ("/datasets/{name}/diff", show_diff),
     ("/datasets/{name}/episodes", show_episodes),
@@ -115,6 +117,7 @@ WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (
 READERS_SQL: Final = {
     "/datasets/{name}/episodes": "where",
     "/datasets/{name}/episode": "where",
+    "/datasets/{name}/breakdown": "where",
     "/datasets/{name}/next": "where",
     "/sql": "q",
 }

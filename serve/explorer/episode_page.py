@@ -81,7 +81,6 @@ class EpisodeContents:
 
     agents: the rows of all agents of the episode, ordered by agent. numbers: by observation and
     action, the names of their numbers and these, float64 [T, D].
-    numbers: by observation and action, the names of their numbers and these, float64 [T, D].
     labels: those of people, by name.
     """
 
@@ -174,6 +173,8 @@ def show_episode(visit: Visit) -> Page:
         ("steps", f"{summary['num_steps']:,}"),
         ("end", describe_end(summary)),
     ]
+    if (measure := listed.measure) is not None:
+        facts.append((measure.title.lower(), quiet_number(summary[measure.name])))
     if summary["agent_id"]:
         facts.append(("agent", summary["agent_id"]))
     if summary["policy"] is not None:
@@ -219,7 +220,7 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
     agent_id = visit.values.get("agent")
     name = snapshot.dataset
     rows = visit.sql(
-        f"""SELECT *, CAST({listed.column} AS VARCHAR) AS sort_key FROM {name}.episodes
+        f"""SELECT *, CAST({listed.column} AS VARCHAR) AS sort_key FROM {listed.rows}
         WHERE episode_id = $id ORDER BY agent_id""",
         snapshot,
         id=episode_id,

@@ -374,7 +374,7 @@ def draw_samples(visit: Visit, contents: GroupContents) -> Panel:
     note += (
         ", and the mean of its stored advantages."
         if has_own
-        else ", and its return minus the group's mean, by the group's std (GRPO)."
+        else ", and its return minus the group's mean, divided by the group's std (GRPO)."
     )
     return Panel("Samples", body, note=note)
 

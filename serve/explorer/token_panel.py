@@ -23,7 +23,7 @@ from replaylake.serve.pages.texts import count
 _WINDOW: Final = 2_000
 _ANCHOR: Final = "#tokens"
 # What the addresses of an episode's page may have, which its links to other windows keep.
-_KEPT: Final = ("id", "agent", "at", "where", "sort", "order", "shade")
+_KEPT: Final = ("id", "agent", "at", "where", "sort", "order", "queue", "shade")
 _UNKNOWN: Final = ("s-unknown", "unknown")
 # Lower bounds of the probability, upper bounds of the mismatch: class and words of each shade.
 _PROBABILITIES: Final = (

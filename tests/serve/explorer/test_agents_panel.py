@@ -64,6 +64,21 @@ def test_branches_within_one_agent_and_rewritten_histories_are_told(empty, gener
     assert "Branches" not in empty.page("/datasets/forks/episode?id=f").text
 
 
+def test_an_agent_that_goes_on_from_its_branch_stays_above_it(empty, generations_maker):
+    # b begins after a's first step, and a's last step goes on from b.
+    back = {"parent_agent_id": [None, "b"], "parent_step": [None, 0]}
+    first = replace(
+        generations_maker("e", ["x", "y"], agent="a", **back), env_steps=np.array([0, 2])
+    )
+    out = {"parent_agent_id": ["a"], "parent_step": [0]}
+    second = replace(generations_maker("e", ["z"], agent="b", **out), env_steps=np.array([1]))
+    empty.lake.dataset("loop").append([first, second])
+    page = empty.page("/datasets/loop/episode?id=e")
+    assert [kind for kind, _ in _branches(page)] == ["depth-0", "depth-1"]
+    assert "step 1 from b step 0" in page.text
+    assert "step 0 from a step 0" in page.text
+
+
 def test_hostile_names_of_agents_are_texts(explored, hostile):
     values = urlencode({"id": "tree#0", "agent": f"solver~{hostile}"})
     page = explored.page(f"/datasets/chats/episode?{values}")

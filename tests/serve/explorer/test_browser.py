@@ -46,6 +46,9 @@ _PAGES = {
     "comparison": "/datasets/walks/compare?ids=w/02,w/09,w/11",
     "hostile comparison": "/datasets/hostile/compare?id=HOSTILE",
     "no comparison": "/datasets/walks/compare",
+    "outliers": "/datasets/walks/episodes?sort=repetition&order=descending",
+    "breakdown": "/datasets/walks/breakdown?by=policy&sort=steps",
+    "hostile breakdown": "/datasets/hostile/breakdown?by=remark",
     "console": "/sql",
     "result": "/sql?q=SELECT+*+FROM+hostile.steps",
     "runs": "/runs",
@@ -328,6 +331,20 @@ def test_more_than_can_be_compared_cannot_be_sent(browser, address):
         "12 selected, at most 8 are compared"
     )
     assert browser.run("document.querySelector('button[form=compare]').disabled")
+
+
+def test_a_row_of_a_breakdown_leads_to_its_episodes_the_odd_ones_first(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episodes")
+    browser.follow("a[href$='sort=repetition&order=descending']")
+    browser.follow(".tools a[href*=breakdown]")
+    browser.follow("a[href*='by=policy']")
+    browser.follow("td a[href*='later']")
+    assert browser.run("document.querySelector('#episodes .id').textContent") == "w/11"
+    assert "Repetition" in browser.run(
+        "document.querySelector('#episodes th[aria-sort]').innerText"
+    )
+    assert browser.take_messages() == []
 
 
 def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
