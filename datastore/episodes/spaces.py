@@ -179,6 +179,13 @@ def num_actions(space: Space) -> int | None:
     return space.n if isinstance(space, Discrete) else None
 
 
+def num_elements(space: Space) -> int:
+    """Return how many numbers or texts one value has, those of its sub-spaces together."""
+    if isinstance(space, Dict | Tuple):
+        return sum(map(num_elements, children(space).values()))
+    return math.prod(value_shape(space))
+
+
 def num_values(values: Values) -> int:
     """Return the leading dim of values."""
     if isinstance(values, Mapping):

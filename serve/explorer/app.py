@@ -37,12 +37,14 @@ from replaylake.serve.explorer.episodes_page import show_episodes
 from replaylake.serve.explorer.forms import TOKEN_FIELD, FormTokens, check_sender, read_form
 from replaylake.serve.explorer.group_page import show_group, show_groups
 from replaylake.serve.explorer.lake_page import show_lake
+from replaylake.serve.explorer.live_pages import EVENT_STREAM, LivePages, Rendering
 from replaylake.serve.explorer.page import (
     Download,
     Page,
     Panel,
     Redirect,
     empty_state,
+    render,
     to_csv,
     to_html,
     to_json,
@@ -174,6 +176,7 @@ class Explorer:
         self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
         # Labels of one shard that are written at once would be planned again after each other.
         self.writes = RequestQueue(1, _MAX_WAITING, "forms")
+        self.live = LivePages()
         # Of this process: after a restart everybody signs in again.
         self._cookie_key = secrets.token_bytes(32)
         self._form_tokens = FormTokens(self._cookie_key)
@@ -250,34 +253,70 @@ class Explorer:
             if request.method not in ("GET", "HEAD"):
                 text = f"{request.method} is not possible here: pages are only read, with GET."
                 return self._error(request, path, 405, text)
-            lists = parse_qs(request.url.query, keep_blank_values=True)
-            values = {name: several[0] for name, several in lists.items()}
-            visit = Visit(
+            return await self._open(
+                request,
+                session,
+                route.path,
+                child["path_params"],
+                stem,
+                suffix,
+                is_cross_site=is_cross_site,
+            )
+        return self._error(request, path, 404, f"There is no page {path}.")
+
+    async def _open(
+        self,
+        request: Request,
+        session: bytes,
+        route: str,
+        parameters: Mapping[str, str],
+        stem: str,
+        suffix: str,
+        *,
+        is_cross_site: bool,
+    ) -> Response:
+        """Return a page in the form that was asked for, or the stream of what changes on it."""
+        lists = parse_qs(request.url.query, keep_blank_values=True)
+        values = {name: several[0] for name, several in lists.items()}
+        function = self._find_page(route, suffix)
+        reader = unquote(request.cookies.get(_READER_COOKIE, ""))
+
+        def visit() -> Visit:
+            return Visit(
                 self._lake,
                 self._links,
                 self._memory,
                 self._profiles,
-                child["path_params"],
+                parameters,
                 values,
                 lists,
                 is_cross_site=is_cross_site,
                 form_token=None if self._read_only else self._form_tokens.issue(session),
-                reader=unquote(request.cookies.get(_READER_COOKIE, "")),
+                reader=reader,
                 token_texts=self._token_texts,
                 promotions=self._promotions,
             )
-            function = self._find_page(route.path, suffix)
-            if (suffix and route.path == "/sql") or values.get(READERS_SQL.get(route.path, "")):
-                async with self.sandboxes.turn(request.is_disconnected):
-                    page = await _run_while_connected(request, visit, function)
-            else:
-                page = await _run_while_connected(request, visit, function)
-            if isinstance(page, Download):
-                return _send_download(page)
-            if isinstance(page, Redirect):
-                return Response(status_code=303, headers={"location": page.address})
-            return await run_in_threadpool(self._render, request, page, suffix, stem)
-        return self._error(request, path, 404, f"There is no page {path}.")
+
+        runs_sql = (suffix and route == "/sql") or values.get(READERS_SQL.get(route, ""))
+        if EVENT_STREAM in request.headers.get("accept", ""):
+            if suffix or runs_sql:
+                # Nothing to follow, and no reason for a browser to ask again.
+                return Response(status_code=204)
+            return self.live.follow(
+                f"{stem}?{request.url.query}",
+                (session, reader),
+                lambda: run_in_threadpool(self._make_parts, visit(), function),
+            )
+        if runs_sql:
+            async with self.sandboxes.turn(request.is_disconnected):
+                page = await _run_while_connected(request, visit(), function)
+        else:
+            page = await _run_while_connected(request, visit(), function)
+        if isinstance(page, Download):
+            return _send_download(page)
+        if isinstance(page, Redirect):
+            return Response(status_code=303, headers={"location": page.address})
+        return await run_in_threadpool(self._render, request, page, suffix, stem)
 
     async def _write(
         self, request: Request, path: str, session: bytes, route: str, names: Mapping[str, str]
@@ -323,6 +362,12 @@ class Explorer:
             # The rows of a result alone, in the types that they have.
             return partial(send_result, form=suffix.removeprefix("."))
         return self._pages[path]
+
+    def _make_parts(self, visit: Visit, function: PageFunction) -> Rendering:
+        page = function(visit)
+        if not isinstance(page, Page):
+            raise NotFoundError("This address is no page, and is not followed.")
+        return render(page, self._links)
 
     def _render(self, request: Request, page: Page, suffix: str, stem: str) -> Response:
         if suffix == ".json":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from datetime import UTC, date, datetime
+from typing import Any, Final
 
 from replaylake.datastore.errors import (
     ConfigInvalidError,
@@ -23,9 +25,12 @@ from replaylake.serve.explorer.visit import Query, Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.markup import Child, Markup, data_block, join, tag
 from replaylake.serve.pages.tables import Column, table, value_cell
-from replaylake.serve.pages.texts import count, is_number
+from replaylake.serve.pages.texts import cell_text, count, is_number
 
 _MAX_SHOWN: Final = 500
+# Rows and columns that a chart is drawn from, in the browser.
+_MAX_DRAWN: Final = 2000
+_MAX_DRAWN_COLUMNS: Final = 12
 _MEDIA_TYPES: Final = {
     "csv": "text/csv; charset=utf-8",
     "json": "application/json",
@@ -46,7 +51,7 @@ def show_console(visit: Visit) -> Page:
     """Return the page of `/sql?q=QUERY&at=DATASET=VERSION`."""
     text = visit.values.get("q", "")
     at = visit.lists.get("at", ())
-    page = Page("SQL", section="sql")
+    page = Page("SQL", section="sql", plots=True)
     editor = Panel("Query", _editor(visit, text, at))
     if not text.strip():
         help_panel = Panel("Tables", _tables(visit))
@@ -180,8 +185,91 @@ def _result(visit: Visit, text: str, at: Sequence[str], result: UntrustedResult)
     shown: Child = table(columns, cells, label="Result", is_tall=True)
     if not rows:
         shown = empty_state("The query has no rows.")
-    body = tag("div", shown, tag("div", "Download", links, class_="more"), id="result")
+    body = tag(
+        "div",
+        shown,
+        tag("div", "Download", links, class_="more"),
+        _chart(result),
+        id="result",
+    )
     return Panel("Result", body, note=note)
+
+
+def _chart(result: UntrustedResult) -> Child:
+    """Return the controls of a chart of two columns, which the script draws; None without numbers.
+
+    Times are seconds since 1970. What is no finite number is null.
+    """
+    rows = result.rows
+    drawn: dict[str, dict[str, Any]] = {}
+    for name in rows.column_names:
+        values = rows.column(name).slice(0, _MAX_DRAWN).to_pylist()
+        kind = _kind_of(values)
+        if kind is not None and len(drawn) < _MAX_DRAWN_COLUMNS:
+            drawn[name] = {"kind": kind, "values": [_plottable(value) for value in values]}
+    numbers = [name for name, one in drawn.items() if one["kind"] == "number"]
+    if not numbers or rows.num_rows < 2:
+        return None
+    first = next((name for name in drawn if name != numbers[0]), None)
+    chosen = numbers[0]
+    if first in numbers:
+        # Of two numbers, the first is along the axis, as in `SELECT step, reward`.
+        first, chosen = numbers[0], str(first)
+    controls = [
+        _choice("Chart", "kind", {"line": "line", "bar": "bars", "scatter": "points"}, "line"),
+        _choice("Along", "x", {"": "row number", **{name: name for name in drawn}}, first or ""),
+        _choice("Up", "y", {name: name for name in numbers}, chosen),
+    ]
+    note = None
+    if rows.num_rows > _MAX_DRAWN:
+        note = tag("p", f"The first {_MAX_DRAWN:,} rows.", class_="quiet")
+    return tag(
+        "details",
+        tag("summary", "Chart"),
+        tag("div", controls, class_="fields"),
+        note,
+        tag("p", "A bar is the sum of its rows.", class_="quiet", id="chart-note", hidden=True),
+        tag("div", class_="canvas", role="img", id="chart-canvas"),
+        data_block("chart-data", drawn),
+        id="chart",
+        hidden=True,
+    )
+
+
+def _choice(label: str, name: str, options: Mapping[str, str], chosen: str) -> Markup:
+    return tag(
+        "label",
+        tag("span", label),
+        tag(
+            "select",
+            [
+                tag("option", text, value=value, selected=value == chosen)
+                for value, text in options.items()
+            ],
+            id=f"chart-{name}",
+        ),
+    )
+
+
+def _kind_of(values: Sequence[object]) -> str | None:
+    """Return what a column is along an axis; None where it cannot be drawn, or has no value."""
+    known = [value for value in values if value is not None]
+    if known and all(map(is_number, known)):
+        return "number"
+    if known and all(isinstance(value, date) for value in known):
+        return "time"
+    return "text" if known and all(isinstance(value, str | bool) for value in known) else None
+
+
+def _plottable(value: object) -> float | str | None:
+    if isinstance(value, datetime):
+        return (value if value.tzinfo is not None else value.replace(tzinfo=UTC)).timestamp()
+    if isinstance(value, date):
+        return datetime(value.year, value.month, value.day, tzinfo=UTC).timestamp()
+    if is_number(value):
+        number = float(value)  # type: ignore[arg-type]
+        return number if math.isfinite(number) else None
+    return None if value is None else cell_text(value)
 
 
 def _tables(visit: Visit) -> list[Child]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from replaylake.serve.explorer.live_pages import Rendering
 from replaylake.serve.explorer.visit import Links, Query, Visit
 from replaylake.serve.pages.frame import (
     Entry,
@@ -52,8 +53,8 @@ class Page:
     crumbs: (text, address) of the pages above. facts: (name, value) in its head. data: what `.json`
     has, or a function that reads it; rows: what `.csv` has, None where the page is no table.
     section: the first segment of its address. tools: controls beside its heading. plots: whether it
-    needs the library for plots. refresh_s: after how many seconds its script reads it again, and
-    replaces what has changed.
+    needs the library for plots. refresh_s: after how many seconds it is made again for those who
+    follow it, None where it does not change by itself.
     """
 
     title: str
@@ -133,10 +134,8 @@ def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mappin
     loaded = {
         name: file for name, file in assets.items() if page.plots or not name.startswith("uplot.")
     }
-    content = [
-        _heading(page),
-        tag("div", [_panel(panel, links) for panel in page.panels], class_="panels"),
-    ]
+    parts = render(page, links)
+    content = [parts.heading, tag("div", [panel for _, panel in parts.panels], class_="panels")]
     return write_document(
         page.title,
         content,
@@ -157,6 +156,12 @@ def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mappin
         if forms
         else None,
     )
+
+
+def render(page: Page, links: Links) -> Rendering:
+    """Return the parts of a page that change while it is followed."""
+    panels = tuple((panel.title, _panel(panel, links)) for panel in page.panels)
+    return Rendering(page.title, _heading(page), panels, page.refresh_s)
 
 
 def _heading(page: Page) -> Markup:

@@ -10,9 +10,11 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.policies.evaluations import SavedEvaluation
+from replaylake.serve.explorer.lineage_panel import draw_lineage
 from replaylake.serve.explorer.page import Page, Panel, empty_state
 from replaylake.serve.explorer.promotion_form import show_promotion
 from replaylake.serve.explorer.runs_page import draw_tree, selection_link
+from replaylake.serve.explorer.trial_panel import build_trial
 from replaylake.serve.explorer.visit import Query, Visit
 from replaylake.serve.pages.charts import Interval, column_chart, interval_chart
 from replaylake.serve.pages.markup import Child, Markup, join, tag
@@ -102,7 +104,10 @@ def show_policy(visit: Visit) -> Page:
         _evaluations_panel(visit, evaluations, shown, unreadable),
         *([] if shown is None else _evaluation_panels(visit, shown)),
         *_gate_panels(moves),
+        draw_lineage(visit, entries),
     ]
+    trial = build_trial(visit, entries)
+    panels.append(trial.panel)
     return Page(
         name,
         section="policies",
@@ -120,8 +125,10 @@ def show_policy(visit: Visit) -> Page:
             "shown_evaluation": None if shown is None else shown.to_json(),
             "unreadable_evaluations": unreadable,
             "promotion": None if last is None else last.to_json(),
+            "trial": trial.data,
         },
         rows=versions,
+        status=trial.status,
         refresh_s=_REFRESH_S if last is not None and last.is_running else None,
     )
 

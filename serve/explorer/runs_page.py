@@ -27,7 +27,7 @@ from replaylake.serve.pages.markup import Child, Markup, data_block, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 from replaylake.serve.pages.texts import cell_text, duration_text, number_text
 
-_REFRESH_S: Final = 5
+_REFRESH_S: Final = 2
 _MAX_METRICS: Final = 30
 # Of a curve with more points, so many are drawn.
 _MAX_POINTS: Final = 2000

@@ -57,5 +57,11 @@ def run_explorer(
         sys.stderr.flush()
         if on_ready is not None:
             on_ready(config)
-        run_app(app, listener, lifespan="off", drain_s=_DRAIN_S)
+        run_app(
+            app,
+            listener,
+            lifespan="off",
+            drain_s=_DRAIN_S,
+            stopping=app.live.stopping,
+        )
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,8 @@ import numpy as np
 from replaylake.datastore.episodes.schema import OBSERVATION, to_numpy
 from replaylake.datastore.episodes.spaces import (
     Array,
-    Dict,
     Space,
-    Tuple,
-    children,
-    value_shape,
+    num_elements,
 )
 from replaylake.datastore.errors import NotFoundError, ReplayLakeError
 from replaylake.datastore.feedback.decisions import (
@@ -480,13 +476,7 @@ def _read_drift(
 
 def _drift_rows(space: Space) -> int:
     """Return how many observations are read: fewer of large ones, for 32 MB of float64 at most."""
-    return max(1, min(_DRIFT_ROWS, 4_000_000 // max(1, _num_elements(space))))
-
-
-def _num_elements(space: Space) -> int:
-    if isinstance(space, Dict | Tuple):
-        return sum(map(_num_elements, children(space).values()))
-    return math.prod(value_shape(space))
+    return max(1, min(_DRIFT_ROWS, 4_000_000 // max(1, num_elements(space))))
 
 
 def _sum(rows: Iterable[Mapping[str, Any]], name: str = "num") -> int:

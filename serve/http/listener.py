@@ -6,7 +6,9 @@ import errno
 import ipaddress
 import signal
 import socket
+import threading
 import time
+from types import FrameType
 from typing import Any, Final, Literal
 
 from replaylake.datastore.errors import ServeError
@@ -61,11 +63,17 @@ def open_listener(address: str, port: int) -> socket.socket:
 
 
 def run_app(
-    app: Any, listener: socket.socket, *, lifespan: Literal["on", "off"], drain_s: int
+    app: Any,
+    listener: socket.socket,
+    *,
+    lifespan: Literal["on", "off"],
+    drain_s: int,
+    stopping: threading.Event | None = None,
 ) -> None:
     """Run an ASGI app in this process under uvicorn until SIGINT or SIGTERM.
 
-    drain_s: how many seconds the requests in progress have to end then.
+    drain_s: how many seconds the requests in progress have to end then. stopping: set when that
+    time begins, for responses that would not end.
     """
     # Not on top: the process that supervises workers runs no app.
     import uvicorn
@@ -86,7 +94,14 @@ def run_app(
     # uvicorn raises what stopped it again once it is done, for handlers that were there before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
-    uvicorn.Server(settings).run(sockets=[listener])
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if stopping is not None:
+                stopping.set()
+            super().handle_exit(sig, frame)
+
+    Server(settings).run(sockets=[listener])
 
 
 def _ignore(number: int, frame: Any) -> None:

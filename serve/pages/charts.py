@@ -6,12 +6,12 @@ The colors are classes of page.css, which has them for light and dark.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from replaylake.serve.pages.markup import Markup, tag
+from replaylake.serve.pages.markup import Child, Markup, tag
 from replaylake.serve.pages.texts import number_text
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ _HEIGHT: Final = 100
 # So few whole numbers are bars of their own, each with its value below.
 _MAX_LABELED: Final = 12
 _NUM_COLORS: Final = 8
+# Height of a box of a flow chart with its margin, and width between two stages, in CSS pixels.
+_NODE: Final = 56
+_GAP: Final = 48
 
 
 def column_chart(
@@ -244,6 +247,77 @@ def stacked_chart(
         tag("ul", legend, class_="legend"),
         class_="chart wide",
     )
+
+
+@dataclass(frozen=True)
+class FlowNode:
+    """A box of a flow chart: its name, a line below it, and where it leads."""
+
+    name: str
+    detail: str = ""
+    link: str | None = None
+
+
+def flow_chart(
+    stages: Sequence[tuple[str, Mapping[str, FlowNode]]],
+    links: Sequence[tuple[int, str, str]],
+    *,
+    label: str,
+) -> Markup:
+    """Draw stages beside each other, each a title and boxes by key, and lines between them.
+
+    links: (place of a stage, key of a box in it, key of a box in the next one). explorer.css gives
+    boxes the height of _NODE, so that the lines meet them.
+    """
+    rows = [{key: row for row, key in enumerate(nodes)} for _, nodes in stages]
+    height = _NODE * max((len(nodes) for _, nodes in stages), default=0)
+    parts: list[Markup] = []
+    for place, (title, nodes) in enumerate(stages):
+        boxes = []
+        for node in nodes.values():
+            name: Child = node.name or "(empty)"
+            if node.link is not None:
+                name = tag("a", name, href=node.link)
+            detail = tag("div", node.detail, class_="quiet") if node.detail else None
+            whole = f"{node.name} {node.detail}".strip()
+            boxes.append(tag("li", tag("div", name), detail, title=whole))
+        parts.append(
+            tag("div", tag("h3", title), tag("ul", boxes, aria_label=title), class_="stage")
+        )
+        if place + 1 < len(stages):
+            lines = [
+                tag(
+                    "path",
+                    d=_curve(rows[place][start], rows[place + 1][end]),
+                    class_="flow-line",
+                )
+                for at, start, end in links
+                if at == place
+            ]
+            picture = tag(
+                "svg",
+                lines,
+                width=_GAP,
+                height=height,
+                viewBox=f"0 0 {_GAP} {height}",
+                aria_hidden="true",
+            )
+            parts.append(picture)
+    return tag(
+        "div",
+        tag("div", parts, class_="flow"),
+        class_="scroll",
+        role="region",
+        tabindex=0,
+        aria_label=label,
+    )
+
+
+def _curve(start: int, end: int) -> str:
+    """Return a line from the middle of one row to that of another, level at both ends."""
+    y1, y2 = (_NODE * row + _NODE // 2 for row in (start, end))
+    half = _GAP // 2
+    return f"M0 {y1} C{half} {y1} {half} {y2} {_GAP} {y2}"
 
 
 def density_map(grid: Sequence[Sequence[int]], *, label: str) -> Markup:

@@ -231,12 +231,16 @@ function startPlots() {
   if (scrub) show(0);
 }
 
-// Pages of what goes on are read again, and what has changed is replaced: the place of the window,
-// the focus, and what is open or chosen stay.
+// Pages of what goes on: the explorer sends what changes, and it is put in place: the place of the
+// window, the focus, and what is open or chosen stay. Where it sends nothing (too many pages are
+// followed, or a proxy is in the way), and in a window that is not seen, the page is read again.
 const HIDDEN_PAUSE_S = 60;
 const FOCUSABLE = "a[href], button, input, select, summary, textarea, [tabindex]";
 
 class Follower {
+  // The first event comes at once. Where it does not, a proxy holds events back.
+  static patienceMs = 10_000;
+
   constructor(box) {
     this.box = box;
     this.say = $("span", box);
@@ -245,17 +249,44 @@ class Follower {
     this.written = new Map();
     this.isPaused = false;
     this.isReading = false;
+    this.stream = null;
+    this.hasStreams = "EventSource" in window;
     this.button.addEventListener("click", () => this.pause(!this.isPaused));
-    document.addEventListener("visibilitychange", () => { if (!document.hidden) this.read(); });
+    document.addEventListener("visibilitychange", () => this.start());
+    addEventListener("pagehide", () => this.stop());
+    addEventListener("pageshow", (event) => { if (event.persisted) this.start(); });
     box.hidden = false;
-    this.wait();
+    if (document.hidden) this.wait(); else this.start();
   }
 
   pause(isPaused) {
     this.isPaused = isPaused;
     this.button.textContent = isPaused ? "Resume" : "Pause";
     this.say.textContent = isPaused ? "This page is not updated" : this.words;
-    if (isPaused) clearTimeout(this.timer); else this.read();
+    if (isPaused) this.stop(); else this.start();
+  }
+
+  stop() {
+    this.stream?.close();
+    this.stream = null;
+    clearTimeout(this.timer);
+  }
+
+  // A browser opens few connections to one server, so only a window that is seen has a stream.
+  start() {
+    this.stop();
+    if (this.isPaused || !this.box.isConnected) return;
+    if (document.hidden) { this.wait(); return; }
+    if (!this.hasStreams) { this.read(); return; }
+    const stream = this.stream = new EventSource(location.href);
+    this.timer = setTimeout(() => { this.hasStreams = false; this.start(); }, Follower.patienceMs);
+    stream.addEventListener("page", (event) => {
+      clearTimeout(this.timer);
+      this.say.textContent = "This page is updated when it changes";
+      this.show(new DOMParser().parseFromString(JSON.parse(event.data), "text/html"));
+    });
+    stream.addEventListener("end", () => this.stop());
+    stream.onerror = () => { if (this.stream === stream) { this.stop(); this.read(); } };
   }
 
   wait() {
@@ -265,7 +296,7 @@ class Follower {
   }
 
   async read() {
-    if (this.isPaused || this.isReading || !this.box.isConnected) return;
+    if (this.isPaused || this.isReading || this.stream || !this.box.isConnected) return;
     this.isReading = true;
     try {
       const answer = await fetch(location.href);
@@ -277,7 +308,7 @@ class Follower {
       this.say.textContent = "The explorer does not answer, or no longer has this page";
     }
     this.isReading = false;
-    if (this.box.isConnected && !this.isPaused) this.wait();
+    if (this.box.isConnected && !this.isPaused && !this.stream) this.wait();
   }
 
   show(page) {
@@ -293,13 +324,18 @@ class Follower {
       const title = $("h2", fresh).textContent;
       const known = old.get(title);
       old.delete(title);
+      if ("same" in fresh.dataset) {
+        if (known && known !== place) panels.insertBefore(known, place);
+        if (known) place = known.nextElementSibling;
+        continue;
+      }
       if (!known) { panels.insertBefore(document.adoptNode(fresh), place); showLocalTimes(fresh); continue; }
       if (known !== place) panels.insertBefore(known, place);
       place = this.replace(title, known, fresh).nextElementSibling;
     }
     for (const gone of old.values()) gone.remove();
     if ($$("[data-plots]").some((box) => !plotGroups.has(box))) startPlots();
-    if (!$("[data-refresh]", page)) this.box.remove();
+    if (!$("[data-refresh]", page)) { this.stop(); this.box.remove(); }
   }
 
   // Returns what is there now: the old element where the server wrote the same before.
@@ -537,6 +573,82 @@ function suggestSql(tables) {
   };
 }
 
+// A chart of two columns of a result, drawn when it is opened and when another choice is made.
+function startChart() {
+  const box = $("#chart"), columns = readData("chart-data");
+  if (!box || !columns || !window.uPlot) return;
+  const choices = ["kind", "x", "y"].map((name) => $(`#chart-${name}`));
+  const canvas = $("#chart-canvas");
+  let plot = null;
+  const draw = () => {
+    plot?.destroy();
+    plot = null;
+    if (!box.open) return;
+    const [kind, x, y] = choices.map((one) => one.value);
+    plot = drawChart(canvas, kind, x || "row", x ? columns[x] : null, y, columns[y].values);
+  };
+  for (const one of choices) one.addEventListener("change", draw);
+  box.addEventListener("toggle", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  new ResizeObserver(() => plot?.setSize({ width: canvas.clientWidth, height: CHART_HEIGHT })).observe(box);
+  box.hidden = false;
+}
+
+const CHART_HEIGHT = 260;
+
+function drawChart(canvas, kind, xName, along, yName, ys) {
+  const isTime = along?.kind === "time";
+  // Texts are places side by side, in the order in which they come.
+  const names = along?.kind === "text" ? [...new Set(along.values)] : null;
+  const place = names && new Map(names.map((name, number) => [name, number]));
+  const isBar = kind === "bar";
+  let points = ys
+    .map((value, number) => [!along ? number : names ? place.get(along.values[number]) : along.values[number], value])
+    .filter(([at, value]) => at !== null && value !== null)
+    .sort((one, other) => one[0] - other[0]);
+  const places = new Map();
+  for (const [at, value] of points) places.set(at, (places.get(at) ?? 0) + value);
+  const isSummed = isBar && places.size < points.length;
+  if (isSummed) points = [...places];
+  $("#chart-note").hidden = !isSummed;
+  const low = Math.min(...points.map(([, value]) => value)), high = Math.max(...points.map(([, value]) => value));
+  canvas.setAttribute("aria-label", points.length
+    ? `${yName} by ${xName}: ${points.length} points from ${formatNumber(low)} to ${formatNumber(high)}`
+    : `${yName} by ${xName}: no points`);
+  const axis = {
+    stroke: style("--quiet"), grid: { stroke: style("--line"), width: 1 },
+    ticks: { stroke: style("--line"), width: 1, size: 4 }, font: "12px system-ui, sans-serif",
+    labelFont: "12px system-ui, sans-serif", labelSize: 18,
+  };
+  const xAxis = { ...axis, label: xName, size: 28 };
+  if (names) {
+    xAxis.incrs = WHOLE_INCREMENTS;
+    xAxis.values = (_, ticks) => ticks.map((at) => String(names[at] ?? "").slice(0, 14));
+  } else if (!isTime) xAxis.values = (_, ticks) => ticks.map(formatNumber);
+  const edge = isBar || names ? 0.6 : 0;
+  const plot = new uPlot(
+    {
+      width: canvas.clientWidth, height: CHART_HEIGHT, legend: { show: false },
+      scales: {
+        x: { time: isTime, range: edge && !isTime ? (_, min, max) => [min - edge, max + edge] : undefined },
+        // Bars begin at 0, so that their lengths can be compared.
+        y: isBar ? { range: (_, min, max) => uPlot.rangeNum(Math.min(0, min), Math.max(0, max), 0.1, true) } : {},
+      },
+      axes: [xAxis, { ...axis, label: yName, size: 58, values: (_, ticks) => ticks.map(formatNumber) }],
+      series: [{ label: xName }, {
+        label: yName, stroke: style("--c0"), width: kind === "line" ? 1.5 : 1, spanGaps: false,
+        fill: isBar ? style("--c0") : undefined,
+        paths: isBar ? uPlot.paths.bars({ size: [0.8, 60] }) : kind === "scatter" ? () => null : undefined,
+        points: { show: kind === "scatter" || (kind === "line" && points.length <= 40), size: 6, fill: style("--c0") },
+      }],
+    },
+    [points.map(([at]) => at), points.map(([, value]) => value)],
+    canvas,
+  );
+  for (const part of canvas.children) part.setAttribute("aria-hidden", "true");
+  return plot;
+}
+
 function readHistory() {
   try { return JSON.parse(localStorage.getItem(HISTORY)) ?? []; } catch { return []; }
 }
@@ -558,6 +670,7 @@ function startConsole() {
   if (!form) return;
   const field = $("#q"), status = $("#status"), cancel = $("#cancel"), run = $("button[type=submit]", form);
   new Completion(field, suggestSql(readData("tables")));
+  startChart();
   let running = null;
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
@@ -581,6 +694,7 @@ function startConsole() {
       text = panel ? `${((performance.now() - since) / 1000).toFixed(2)} s` : "no answer";
       history.pushState(null, "", address);
       showLocalTimes();
+      startChart();
     } catch (error) {
       text = error.name === "AbortError" ? "cancelled" : "the explorer does not answer: is it still running?";
     }

@@ -24,6 +24,7 @@ from replaylake.datastore.episodes.spaces import (
     from_json,
     gather,
     leaves,
+    num_elements,
     num_values,
     parse,
     take,
@@ -210,3 +211,7 @@ def test_spaces_are_read_64_levels_deep() -> None:
     assert next(iter(leaves(parse(nested(64)))))[1] == Text()
     with pytest.raises(SchemaMismatchError, match="nested more than 64 levels deep"):
         parse(nested(65))
+
+
+def test_elements_of_a_value_are_counted_in_all_its_parts() -> None:
+    assert [num_elements(space) for space in ALL] == [4, 1, 2, 4, 1, 1, 2, 5, 1, 6]

@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import numpy as np
 import pytest
@@ -59,6 +59,8 @@ _PAGES = {
 # Pages of a lake that servers have logged to.
 _SERVED_PAGES = {
     "policy": "/policies/clone",
+    "trial": "/policies/clone?try=1&observation=[0.5,1]&temperature=2",
+    "refused trial": "/policies/clone?try=1&observation=[0.5,1",
     "serving": "/serving",
     "decision log": "/serving/live",
     "hostile decision log": "/serving/fresh",
@@ -161,7 +163,7 @@ def _check_page(browser, url, name):
             assert browser.run("document.title") != "owned"
             said = browser.take_messages()
             # A browser notes the status of a page that says what was not found.
-            assert [one for one in said if "404" not in one] == [], where
+            assert [one for one in said if "404" not in one and "422" not in one] == [], where
             if width == 1280 or not dark:
                 # As a test's own: the pages' policy lets no script of others in.
                 browser.run(_AXE.read_text())
@@ -227,6 +229,86 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path, monkeypatch):
         browser.wait_until("!document.querySelector('[data-refresh]')")
         assert browser.run("window.isSame")
         assert browser.take_messages() == []
+
+
+def test_a_window_that_is_seen_has_a_stream_and_others_have_none(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("replaylake.serve.explorer.runs_page._REFRESH_S", 0.2)
+    lake = open_lake(tmp_path / "lake", create=True)
+    lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "running"})
+    shown = "[...document.querySelectorAll('.panel td')].map(e => e.textContent).join(' ')"
+    say = "document.querySelector('[data-refresh] span').textContent"
+    app = create_explorer(lake)
+
+    def hide(is_hidden):
+        browser.run(
+            "Object.defineProperty(document, 'hidden', "
+            f"{{value: {is_hidden}, configurable: true}});"
+            "document.dispatchEvent(new Event('visibilitychange')); 0"
+        )
+
+    with _run(app) as address, RunLease(lake.storage, "01run"):
+        browser.open(address + "/runs/01run")
+        browser.wait_until(f"{say} === 'This page is updated when it changes'")
+        assert app.live._num == 1
+        # What is sent takes the place of what was read: nothing is asked for beside the stream.
+        reads = "performance.getEntriesByType('resource').filter(e => e.initiatorType === 'fetch')"
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(1, {"loss": 0.75}, time.time())
+        browser.wait_until(f"{shown}.includes('0.75')")
+        assert browser.run(f"{reads}.length") == 0
+        hide("true")
+        _wait(lambda: app.live._num == 0)
+        hide("false")
+        _wait(lambda: app.live._num == 1)
+        browser.click("[data-refresh] button")
+        _wait(lambda: app.live._num == 0)
+        browser.click("[data-refresh] button")
+        _wait(lambda: app.live._num == 1)
+        # Where as many are followed as may be, the page is read again instead.
+        monkeypatch.setattr("replaylake.serve.explorer.live_pages._MAX_STREAMS", 0)
+        browser.open(address + "/runs/01run")
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(2, {"loss": 0.625}, time.time())
+        browser.wait_until(f"{shown}.includes('0.625')")
+        assert browser.run(f"{reads}.length") > 0
+        assert app.live._num == 0
+        assert all("503" in one for one in browser.take_messages())
+        browser.open("about:blank")
+
+
+def test_behind_a_proxy_that_holds_events_back_a_page_is_read(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("replaylake.serve.explorer.runs_page._REFRESH_S", 0.2)
+    lake = open_lake(tmp_path / "lake", create=True)
+    lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "running"})
+    explorer = create_explorer(lake)
+
+    async def app(scope, receive, send):
+        is_held = (b"accept", b"text/event-stream") in scope["headers"]
+
+        async def forward(message):
+            if not (is_held and message["type"] == "http.response.body"):
+                await send(message)
+
+        await explorer(scope, receive, forward)
+
+    shown = "[...document.querySelectorAll('.panel td')].map(e => e.textContent).join(' ')"
+    with _run(app) as address, RunLease(lake.storage, "01run"):
+        browser.open(address + "/runs/01run")
+        browser.run("Follower.patienceMs = 100; 0")
+        for _ in range(2):
+            browser.click("[data-refresh] button")
+        with MetricsLog(lake.storage, "01run") as log:
+            log.add(1, {"loss": 0.75}, time.time())
+        browser.wait_until(f"{shown}.includes('0.75')")
+        _wait(lambda: explorer.live._num == 0)
+        browser.open("about:blank")
+
+
+def _wait(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_profile_takes_the_place_of_its_progress(browser, explored_lake, monkeypatch):
@@ -518,6 +600,45 @@ def test_why_a_gate_refused_is_seen(browser, gate_lake):
     assert gate_lake.registry.alias_version("p", "champion") == 2
 
 
+def test_a_result_is_drawn_by_the_keyboard_alone(browser, address):
+    label = "document.querySelector('#chart-canvas').getAttribute('aria-label')"
+    browser.show(1280, 900)
+    query = "SELECT step, reward, episode_id FROM walks.steps WHERE episode_id = 'w/09'"
+    _open(browser, address + "/sql?" + urlencode({"q": query}))
+    browser.run("document.querySelector('#chart summary').focus(); 0")
+    browser.press("Enter")
+    browser.wait_until("document.querySelector('#chart canvas')")
+    assert browser.run(label) == "reward by step: 12 points from 0 to 11"
+    browser.press("Tab")
+    for kind in ("bars", "points"):
+        browser.press("ArrowDown")
+        chosen = "document.activeElement.selectedOptions[0].textContent"
+        assert browser.run(chosen) == kind
+        _check_all(browser, kind)
+    browser.press("Tab")
+    browser.press("ArrowDown")
+    browser.press("ArrowDown")
+    assert browser.run(label) == "reward by episode_id: 12 points from 0 to 11"
+    _check_all(browser, "texts along the axis")
+    assert not browser.run("document.querySelector('#chart-note').offsetHeight")
+    # Bars of one text are one: 0 + 1 + ... + 11.
+    browser.run(
+        "document.querySelector('#chart-kind').value = 'bar';"
+        "document.querySelector('#chart-kind').dispatchEvent(new Event('change')); 0"
+    )
+    assert browser.run(label) == "reward by episode_id: 1 points from 66 to 66"
+    assert browser.run("document.querySelector('#chart-note').offsetHeight")
+    # The chart of the next result is another one.
+    browser.run("document.querySelector('#q').value = 'SELECT range AS n FROM range(5)'; 0")
+    browser.run("document.querySelector('#q').focus(); 0")
+    browser.press("Enter", modifiers=2)
+    browser.wait_until("document.querySelectorAll('#result tbody tr').length === 5", 30)
+    assert not browser.run("document.querySelector('#chart').open")
+    browser.click("#chart summary")
+    browser.wait_until(f"{label} === 'n by row: 5 points from 0 to 4'")
+    assert browser.take_messages() == []
+
+
 def test_the_checks_notice_what_they_are_for(browser, address):
     browser.show(390, 844)
     _open(browser, address + "/")
@@ -553,6 +674,38 @@ def _below(prefix, app):
         await app(scope, receive, send)
 
     return forward
+
+
+def test_lines_of_a_flow_meet_its_boxes(browser, served_address):
+    browser.show(1280, 900)
+    _open(browser, served_address + "/policies/clone")
+    middles = """(() => {
+      const middle = (box) => box.getBoundingClientRect().top + box.offsetHeight / 2;
+      const svg = document.querySelectorAll('.flow svg')[1];
+      const top = svg.getBoundingClientRect().top;
+      const ends = [...svg.querySelectorAll('path')].map(
+        (line) => top + Number(line.getAttribute('d').split(' ').pop()));
+      const boxes = [...document.querySelectorAll('.flow .stage')[2].querySelectorAll('li')];
+      return [ends.sort(), boxes.map(middle).sort()];
+    })()"""
+    ends, boxes = browser.run(middles)
+    assert len(ends) == 2
+    assert ends == pytest.approx(boxes)
+
+
+def test_a_policy_acts_on_an_observation_by_the_keyboard_alone(browser, served_address):
+    browser.show(1280, 900)
+    _open(browser, served_address + "/policies/clone")
+    browser.run("document.querySelector('#observation').focus(); 0")
+    browser.run("document.querySelector('#observation').select(); 0")
+    browser.type_text("[0, 1]")
+    for _ in range(3):
+        browser.press("Tab")
+    assert browser.run("document.activeElement.textContent") == "Act"
+    browser.press("Enter")
+    browser.wait_until("document.querySelector('#action')")
+    assert browser.run("document.querySelector('#action dd').textContent") == "1"
+    assert browser.run("document.querySelector('#observation').value") == "[0, 1]"
 
 
 def test_a_policy_server_shows_itself_and_acts(browser, package, serving):

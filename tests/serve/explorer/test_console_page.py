@@ -2,6 +2,8 @@
 
 import asyncio
 import io
+import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -249,3 +251,63 @@ def test_no_query_begins_for_a_page_that_nobody_waits_for(explored_lake):
         visit.sql("SELECT 1 AS x")
     with pytest.raises(QueryError, match="cancelled"):
         visit.table("SELECT * FROM walks.steps", explored_lake.snapshot("walks"))
+
+
+def _chart(reader, query):
+    """Return the choices of a result's chart by name, and its columns; None without a chart."""
+    html = reader.client.get("/sql", params={"q": query}).text
+    found = re.search(r'id="chart-data">(.*?)</script>', html)
+    if found is None:
+        assert 'id="chart"' not in html
+        return None
+    selects = re.findall(r'<select id="chart-(\w+)">(.*?)</select>', html)
+    choices = {
+        name: re.search(r'value="([^"]*)" selected', options)[1] for name, options in selects
+    }
+    return choices, json.loads(found[1])
+
+
+def test_a_result_with_numbers_can_be_drawn(explored):
+    choices, columns = _chart(explored, "SELECT step, reward FROM walks.steps ORDER BY ALL LIMIT 3")
+    assert choices == {"kind": "line", "x": "step", "y": "reward"}
+    assert columns["step"] == {"kind": "number", "values": [0.0, 0.0, 0.0]}
+    query = """SELECT DATE '1970-01-02' AS day, 'a' AS name, true AS flag, 1.5::DECIMAL(4, 2) AS n,
+        [1, 2] AS list UNION ALL SELECT NULL, NULL, NULL, 'nan'::DOUBLE, NULL ORDER BY day"""
+    choices, columns = _chart(explored, query)
+    assert choices == {"kind": "line", "x": "day", "y": "n"}
+    assert columns == {
+        "day": {"kind": "time", "values": [86400.0, None]},
+        "name": {"kind": "text", "values": ["a", None]},
+        "flag": {"kind": "text", "values": ["true", None]},
+        "n": {"kind": "number", "values": [1.5, None]},
+    }
+    choices, _ = _chart(explored, "SELECT range AS n FROM range(2)")
+    assert choices["x"] == ""
+
+
+def test_what_cannot_be_drawn_has_no_chart(explored):
+    assert _chart(explored, "SELECT 'a' AS name UNION ALL SELECT 'b'") is None
+    assert _chart(explored, "SELECT 1 AS n") is None
+    assert _chart(explored, "SELECT 1 AS n WHERE false") is None
+
+
+def test_a_chart_has_so_many_rows_and_columns(explored):
+    names = ", ".join(f"range AS n{i}" for i in range(20))
+    _, columns = _chart(explored, f"SELECT {names} FROM range(3000)")
+    assert len(columns) == 12
+    assert len(columns["n0"]["values"]) == 2000
+    assert (
+        "The first 2,000 rows."
+        in explored.client.get("/sql", params={"q": f"SELECT {names} FROM range(3000)"}).text
+    )
+
+
+def test_hostile_columns_and_values_are_texts_of_a_chart(explored, hostile):
+    name = hostile.replace('"', '""')
+    query = f"""SELECT 1 AS "{name}", ? AS t UNION ALL SELECT 2, ?"""
+    text = hostile.replace("'", "''")
+    query = query.replace("?", f"'{text}'")
+    page = explored.page("/sql?" + urlencode({"q": query}))
+    assert page.texts.count(hostile) >= 2
+    _, columns = _chart(explored, query)
+    assert columns["t"]["values"] == [hostile, hostile]

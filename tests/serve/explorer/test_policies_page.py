@@ -5,6 +5,7 @@ import re
 import pytest
 
 pytest.importorskip("torch")
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
 
@@ -95,3 +96,42 @@ def test_without_an_evaluation_the_command_is_there(empty, kit, tmp_path):
     empty.lake.registry.register("walker", package, run_id="r", lineage={})
     page = empty.page("/policies/walker")
     assert "replaylake promote walker --to champion --gate --dataset DATASET" in page.texts
+
+
+def test_lineage_leads_from_data_to_decisions(served_lake, reader_type):
+    page = reader_type(served_lake).page("/policies/clone")
+    place = page.texts.index("Lineage")
+    texts = page.texts[place:]
+    for text in (
+        "live@1",
+        "where return >= 2",
+        "r",
+        "clone:2",
+        "clone:1",
+        "champion",
+        "14 decisions",
+    ):
+        assert text in texts, text
+    assert "/serving/live" in page.links
+    assert "/serving/fresh" not in page.links
+    paths = [attributes["d"] for tag, attributes in page.tags if tag == "path"]
+    # Data to the run, the run to both versions, both versions to the log.
+    assert len(paths) == 5
+
+
+def test_lineage_of_what_was_not_recorded_and_of_many_versions(tmp_path, kit, reader_type, hostile):
+    lake = open_lake(tmp_path / "lake", create=True)
+    package = kit.save_policy(tmp_path / "p")
+    lineage = {"algorithm": hostile, "datasets": [{"dataset": "gone", "where": hostile}]}
+    for number in range(12):
+        lake.registry.register("p", package, run_id="", lineage=lineage if number else {})
+    lake.registry.set_alias("p", "champion", 1)
+    page = reader_type(lake).page("/policies/p")
+    texts = page.texts[page.texts.index("Lineage") :]
+    assert [text for text in texts if text.startswith("p:")][:9] == [
+        *(f"p:{number}" for number in range(12, 4, -1)),
+        "p:1",
+    ]
+    assert texts.count("not recorded") == 2
+    assert f"where {hostile}" in texts
+    assert any(text.startswith("The newest 8 versions, and those") for text in texts)

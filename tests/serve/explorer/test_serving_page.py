@@ -113,6 +113,8 @@ def test_a_dataset_without_decisions_has_no_page(explored):
 
 
 def test_a_page_that_is_read_again_counts_nothing_again(served, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr("replaylake.serve.explorer.serving_page.time.time", lambda: now)
     served.client.get("/serving/live")
     asked = []
     sql = type(served.lake).sql

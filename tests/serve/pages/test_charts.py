@@ -4,10 +4,12 @@ import re
 
 from replaylake.datastore.lake.profile.column_statistics import Histogram
 from replaylake.serve.pages.charts import (
+    FlowNode,
     Interval,
     bar_list,
     column_chart,
     density_map,
+    flow_chart,
     histogram_chart,
     interval_chart,
     stacked_chart,
@@ -87,3 +89,23 @@ def test_intervals_share_one_axis():
     assert 'cx="27%"' in picture
     assert 'cx="96%"' in picture
     assert interval_chart([Interval("c", 4.0, None, None, "4")], label="x").count('cx="4%"') == 1
+
+
+def test_a_flow_has_boxes_and_lines_between_their_middles():
+    stages = [
+        ("From", {"a": FlowNode("a", "one", "/a"), "b": FlowNode("<b>")}),
+        ("To", {"z": FlowNode("")}),
+    ]
+    picture = flow_chart(stages, [(0, "b", "z")], label="flow")
+    assert '<svg width="48" height="112"' in picture
+    # From the middle of the second row to that of the first.
+    assert 'd="M0 84 C24 84 24 28 48 28"' in picture
+    assert picture.count("<path") == 1
+    assert '<a href="/a">a</a>' in picture
+    assert "&lt;b&gt;" in picture
+    assert "(empty)" in picture
+
+
+def test_bars_of_several_lists_have_one_scale():
+    picture = bar_list([("a", 1.0, "1")], label="n", top=4.0)
+    assert 'width="25"' in picture

@@ -1,0 +1,72 @@
+"""Lineage: from the data that versions of a policy learned from to the decisions they made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from replaylake.serve.explorer.page import Panel
+from replaylake.serve.explorer.serving_page import read_arms
+from replaylake.serve.explorer.visit import Visit
+from replaylake.serve.pages.charts import FlowNode, flow_chart
+from replaylake.serve.pages.texts import count
+
+_MAX_VERSIONS: Final = 8
+_STAGES: Final = ("Data", "Run", "Version", "Decisions")
+
+
+def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]]) -> Panel:
+    """Draw data, runs, versions and decision logs of a policy, and what led to what.
+
+    entries: the versions of the policy, the newest first.
+    """
+    name = visit.path["name"]
+    aliased = [entry for entry in entries[_MAX_VERSIONS:] if entry["aliases"]]
+    shown = [*entries[:_MAX_VERSIONS], *aliased]
+    known_runs = {run["run_id"] for run in visit.lake.registry.runs()}
+    logs = {
+        dataset: {arm["policy_version"]: arm["num"] for arm in arms}
+        for dataset in visit.lake.datasets()
+        if (arms := [arm for arm in read_arms(visit, dataset) if arm["policy"] == name])
+    }
+    stages: list[dict[str, FlowNode]] = [{} for _ in _STAGES]
+    links: set[tuple[int, str, str]] = set()
+    for entry in shown:
+        version = str(entry["version"])
+        aliases = ", ".join(entry["aliases"])
+        stages[2][version] = FlowNode(f"{name}:{version}", aliases)
+        run_id = entry["run_id"] or ""
+        address = visit.link("runs", run_id) if run_id in known_runs else None
+        algorithm = str(entry["lineage"].get("algorithm") or "")
+        stages[1].setdefault(run_id, FlowNode(run_id or "not recorded", algorithm, address))
+        links.add((1, run_id, version))
+        for key, node in _find_data(visit, entry).items():
+            stages[0].setdefault(key, node)
+            links.add((0, key, run_id))
+        for dataset, nums in logs.items():
+            num = nums.get(entry["version"])
+            if num is None:
+                continue
+            address = visit.link("serving", dataset)
+            total = count(sum(nums.values()), "decision")
+            stages[3].setdefault(dataset, FlowNode(dataset, total, address))
+            links.add((2, version, dataset))
+    note = "What led to what; `replaylake lineage` also has the ingests and single decisions."
+    if len(entries) > len(shown):
+        note = f"The newest {_MAX_VERSIONS} versions, and those with an alias. {note}"
+    titled = list(zip(_STAGES, stages, strict=True))
+    chart = flow_chart(titled, sorted(links), label=f"Lineage of {name}")
+    visit.take_queries()
+    return Panel("Lineage", chart, note=note.replace("`", ""))
+
+
+def _find_data(visit: Visit, entry: Mapping[str, Any]) -> dict[str, FlowNode]:
+    """Return what a version learned from, by version and condition."""
+    found = {}
+    for used in entry["lineage"].get("datasets") or ():
+        dataset, version = str(used.get("dataset")), used.get("version")
+        text = dataset if version is None else f"{dataset}@{version}"
+        where = str(used.get("where") or "")
+        address = visit.link("datasets", dataset, at=version)
+        found[f"{text} {where}"] = FlowNode(text, where and f"where {where}", address)
+    return found or {"": FlowNode("not recorded", "")}
