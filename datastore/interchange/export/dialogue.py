@@ -15,6 +15,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.episodes import schema, tokens
+from replaylake.datastore.episodes.message_media import MESSAGE_MEDIA, is_media_column
 from replaylake.datastore.episodes.tokenizer import Tokenizer
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.interchange.formats.generations.messages import (
@@ -53,6 +54,11 @@ _COLUMNS: Final = (
     *tokens.TOKEN_TYPES,
 )
 _HASH_DIGITS: Final = 16
+# The sizes of media are enough to describe them.
+_SIZES: Final = (
+    f"list_transform({MESSAGE_MEDIA}, lambda m: {{'sha256': m.sha256, 'num_bytes': m.num_bytes}})"
+)
+_REFERENCE: Final = "sha256:"
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,8 @@ def read_dialogue(
     schema_of_steps = snapshot.sql("SELECT * FROM steps LIMIT 0").schema
     known = schema_of_steps.names
     columns = ", ".join(name for name in _COLUMNS if name in known)
+    if any(is_media_column(field.name, field.type) for field in schema_of_steps):
+        columns += f", {_SIZES} AS {MESSAGE_MEDIA}"
     order = f"ORDER BY {'env_step, ' if 'env_step' in known else ''}agent_id, step"
     parameters: dict[str, object] = {"id": own[0]}
     limits = []
@@ -239,8 +247,11 @@ def read_token_texts(path: Path, tokenizer: Tokenizer | None) -> list[str | None
     return texts
 
 
-def describe_part(part: Any) -> str | None:
-    """Return what a part of a message's content is, if it is media: kind, size and sha256."""
+def describe_part(part: Any, sizes: Mapping[str, int] | None = None) -> str | None:
+    """Return what a part of a message's content is, if it is media: kind, size and sha256.
+
+    sizes: bytes of the media that the step stores beside its messages, by sha256.
+    """
     if not isinstance(part, dict):
         return None
     kind = str(part.get("type", "part"))
@@ -261,6 +272,9 @@ def describe_part(part: Any) -> str | None:
         stated = body.get("sha256", part.get("sha256"))
         known = f", sha256 {str(stated)[:_HASH_DIGITS]}" if stated else ""
         return clean_text(f"[{what}: {reference}{known}]")
+    stored = data.removeprefix(_REFERENCE)
+    if stored != data and sizes is not None and stored in sizes:
+        return clean_text(f"[{what}: {sizes[stored]:,} bytes, sha256 {stored[:_HASH_DIGITS]}]")
     try:
         content = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
@@ -325,14 +339,15 @@ def _read_tokens(
 def _read_messages(row: Mapping[str, Any], name: str, other: str, role: str) -> list[Utterance]:
     """Return the messages of a column of JSON, else the value of the field that it describes."""
     if text := row.get(name):
-        return [_read_message(one) for one in json.loads(text)]
+        sizes = {one["sha256"]: one["num_bytes"] for one in row.get(MESSAGE_MEDIA) or ()}
+        return [_read_message(one, sizes) for one in json.loads(text)]
     value = row.get(other)
     if value is None or (name in row and row[name] is not None):
         return []
     return [Utterance(role, value if isinstance(value, str) else str(value))]
 
 
-def _read_message(message: Mapping[str, Any]) -> Utterance:
+def _read_message(message: Mapping[str, Any], sizes: Mapping[str, int]) -> Utterance:
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts: list[str] = []
@@ -341,10 +356,10 @@ def _read_message(message: Mapping[str, Any]) -> Utterance:
         if isinstance(part, str):
             texts.append(part)
         elif isinstance(part, dict) and part.get("type") == "tool_result":
-            inner = _read_message({"role": "tool", "content": part.get("content")})
+            inner = _read_message({"role": "tool", "content": part.get("content")}, sizes)
             texts.append(inner.text)
             media += inner.media
-        elif (described := describe_part(part)) is not None:
+        elif (described := describe_part(part, sizes)) is not None:
             media.append(described)
         elif isinstance(part, dict) and isinstance(part.get("text"), str):
             texts.append(part["text"])
