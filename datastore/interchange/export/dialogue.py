@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +30,7 @@ from replaylake.datastore.interchange.formats.generations.rows import (
     REWARD_COMPONENTS,
 )
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.storage.table.delta_schema import plain_type
 
 _MAX_TOKENIZER_BYTES: Final = 1 << 30
 _COLUMNS: Final = (
@@ -128,7 +129,8 @@ class Dialogue:
     turns: Sequence[DialogueTurn]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        # `asdict` copies each of a few hundred thousand tokens deeply.
+        return {**vars(self), "turns": [_turn_to_json(turn) for turn in self.turns]}
 
 
 def read_dialogue(
@@ -164,12 +166,11 @@ def read_dialogue(
             f"{snapshot.dataset}.episodes lists the ids.",
             parameter="episode",
         )
-    schema_of_steps = snapshot.sql("SELECT * FROM steps LIMIT 0").schema
-    known = schema_of_steps.names
-    columns = ", ".join(name for name in _COLUMNS if name in known)
-    if any(is_media_column(field.name, field.type) for field in schema_of_steps):
+    types = {field.name: plain_type(field.type) for field in snapshot.table.schema}
+    columns = ", ".join(name for name in _COLUMNS if name in types)
+    if any(is_media_column(*one) for one in types.items()):
         columns += f", {_SIZES} AS {MESSAGE_MEDIA}"
-    order = f"ORDER BY {'env_step, ' if 'env_step' in known else ''}agent_id, step"
+    order = f"ORDER BY {'env_step, ' if 'env_step' in types else ''}agent_id, step"
     parameters: dict[str, object] = {"id": own[0]}
     limits = []
     if max_turns is not None:
@@ -179,7 +180,7 @@ def read_dialogue(
         texts_of_turn = [
             f"coalesce(strlen({name}), 0)"
             for name in _COLUMNS
-            if name in known and pa.types.is_string(schema_of_steps.field(name).type)
+            if name in types and pa.types.is_string(types[name])
         ]
         limits.append(
             f"(row_number() OVER turns = 1 OR sum({' + '.join(texts_of_turn)}) OVER turns "
@@ -283,13 +284,22 @@ def describe_part(part: Any, sizes: Mapping[str, int] | None = None) -> str | No
     return clean_text(f"[{what}: {len(content):,} bytes, sha256 {digest}]")
 
 
+def _turn_to_json(turn: DialogueTurn) -> dict[str, Any]:
+    lists = ("observation", "action", "final_observation", "tokens")
+    return {**vars(turn), **{name: [*map(vars, getattr(turn, name))] for name in lists}}
+
+
 def _make_turn(
     row: Mapping[str, Any], with_tokens: bool, texts: Sequence[str | None]
 ) -> DialogueTurn:
     ids = row.get(tokens.ACTION_TOKENS)
-    sampled = [] if ids is None else _read_tokens(row, ids, texts)
+    num_trainable = None
+    if ids is not None:
+        mask = row.get(tokens.ACTION_LOSS_MASK) or [True] * len(ids)
+        num_trainable = 0 if row.get(tokens.IS_TRAINABLE) is False else sum(map(bool, mask))
     read = row.get(tokens.OBSERVATION_TOKENS)
-    log_probs = [one.log_prob for one in sampled if one.log_prob is not None]
+    known = row.get(tokens.ACTION_LOG_PROBS) if ids else None
+    log_probs = [value for value in known or () if value is not None]
     agent_id, step = row["agent_id"], row["step"]
     parent = None
     if (parent_step := row.get(tokens.PARENT_STEP)) is not None:
@@ -312,9 +322,9 @@ def _make_turn(
         policy_version=row.get("policy_version"),
         num_observation_tokens=None if read is None else len(read),
         num_tokens=None if ids is None else len(ids),
-        num_trainable=None if ids is None else sum(one.is_trainable for one in sampled),
+        num_trainable=num_trainable,
         mean_log_prob=sum(log_probs) / len(log_probs) if log_probs else None,
-        tokens=sampled if with_tokens else (),
+        tokens=_read_tokens(row, ids, texts) if with_tokens and ids else (),
     )
 
 
