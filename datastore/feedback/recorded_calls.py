@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes import tokens
 from replaylake.datastore.episodes.compatibility import is_compatible
+from replaylake.datastore.episodes.message_media import CommittedMedia, move_media
 from replaylake.datastore.episodes.schema import (
     AGENT_ID,
     ENV_STEP,
@@ -130,12 +131,22 @@ def calls_encoder(dataset: Dataset, message_columns: Mapping[str, pa.DataType]) 
 
 
 class _StepEncoder(RowEncoder):
-    """Encodes records as rows with some columns of a dataset, and whichever others they have."""
+    """Encodes records as rows with some columns of a dataset, and whichever others they have.
+
+    The media of their messages are stored beside them, each once in an episode.
+    """
 
     def __init__(self, dataset: Dataset, names: Sequence[str]) -> None:
         table = dataset.table.snapshot().schema
         self._dataset = dataset
+        self._media = CommittedMedia()
         super().__init__(self._encode_all, pa.schema([table.field(name) for name in names]))
+
+    def prepare_commit(self, rows: pa.Table) -> pa.Table:
+        return self._media.leave_out(move_media(rows, self._dataset.spec.extras))
+
+    def note_commit(self, rows: pa.Table) -> None:
+        self._media.add(rows)
 
     def _encode_all(self, records: Sequence[Mapping[str, Any]]) -> pa.Table:
         own = self.schema
