@@ -168,12 +168,13 @@ def fit_call(row: Mapping[str, Any], fits: Mapping[str, Fit]) -> dict[str, Any]:
     """Return a row that can be stored: values of another type than their column's become NULL.
 
     They come from clients, engines and their functions. A record that does not fit would only fail
-    at the commit, after the client was answered. Lists are as the caller made them.
+    at the commit, after the client was answered. Lists are as the caller made them. Columns that
+    are NULL are left out, which is the same to the encoder, and shorter.
     """
     return {
-        name: None if value is None else fits[name](value)
+        name: fitted
         for name, value in row.items()
-        if name in fits
+        if value is not None and name in fits and (fitted := fits[name](value)) is not None
     }
 
 
@@ -240,6 +241,8 @@ def _make_fit(kind: pa.DataType) -> Fit:
 def _fit_text(value: Any) -> str | None:
     if not isinstance(value, str):
         return None
+    if value.isascii() and "\0" not in value:
+        return value
     # Half of a surrogate pair is no character, and no engine shows text after a NUL.
     text = value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")
