@@ -111,21 +111,27 @@ def test_a_dataset_that_is_deleted_or_made_anew(dataset: Dataset, make_told: Mak
         assert raised(view, NotFoundError)
 
 
-def test_commits_that_expired(
-    lake: Lake, dataset: Dataset, make_told: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    are_expired, follow = threading.Event(), follower.CommitFollower._follow
+@pytest.fixture
+def may_follow(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Views that follow read no commits until it is set."""
+    allowed, follow = threading.Event(), follower.CommitFollower._follow
 
     def follow_late(self: follower.CommitFollower) -> bool:
-        return are_expired.wait(60) and follow(self)
+        return allowed.wait(60) and follow(self)
 
     monkeypatch.setattr(follower.CommitFollower, "_follow", follow_late)
+    return allowed
+
+
+def test_commits_that_expired(
+    lake: Lake, dataset: Dataset, make_told: Make, may_follow: threading.Event
+) -> None:
     dataset.append([make_told(0), make_told(1)])
     with dataset.follow() as view:
         for number in range(2, 5):
             dataset.append([make_told(number)])
         expire(dataset.table.log, 4)
-        are_expired.set()
+        may_follow.set()
         assert "it expired" in raised(view, NotFoundError)
         version = dataset.append([make_told(9)]).version
         assert view.wait_for(version)
@@ -171,9 +177,11 @@ def failing_once(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 
 @pytest.mark.slow
 def test_beginning_anew_goes_on_after_a_failure_and_past_damage(
-    dataset: Dataset, make_told: Make, monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset,
+    make_told: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    may_follow: threading.Event,
 ) -> None:
-    monkeypatch.setattr(follower, "_INTERVAL_S", 0.5)
     dataset.append([make_told(0)])
     with dataset.follow() as view:
         for number in range(1, 5):
@@ -183,6 +191,7 @@ def test_beginning_anew_goes_on_after_a_failure_and_past_damage(
         path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
         expire(dataset.table.log, 4)
         failing_once(monkeypatch, view._follower._reader, "change")
+        may_follow.set()
         assert "it expired" in raised(view, NotFoundError)
         assert raised(view, StorageError) == "away"
         assert "found sha256" in raised(view, ShardCorruptError)
