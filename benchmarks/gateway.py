@@ -1,15 +1,17 @@
 """What the recording gateway adds to a call: 16 at a time, to an engine that answers from memory.
 
-Time to the first byte and to the last of an answer, of the engine alone and through the gateway,
-taken in turns, for whole answers and for streams of 32 events. Each answer has token ids and
-log-probs as vLLM sends them, asked for or not. The rows of the dataset are counted afterwards: as
-many as there were calls, or there is no figure.
+Time to the first byte and to the last of an answer, of the engine alone, through a relay and
+through the gateway, taken in turns, for whole answers and for streams of 32 events. The relay is
+the bound of a proxy in Python: it passes bytes on and reads none of them. A figure is the median of
+the rounds. Each answer has token ids and log-probs as vLLM sends them, asked for or not. The rows
+of the dataset are counted afterwards: as many as there were calls, or there is no figure.
 
-    python -m benchmarks.gateway [--calls 4000] [--rounds 3] [--folder FOLDER]
+    python -m benchmarks.gateway [--calls 3000] [--rounds 5] [--folder FOLDER]
 
 The bars of issue 22: at most 2 ms more at p50 and 5 ms more at p99, to the first byte and the last.
 The engine, the gateway and the client are processes of their own: with fewer than three idle cores
-they take turns, which the figures then contain.
+they take turns, which the figures then contain. The processor time of a call does not: that of the
+thread that passes calls on, and that of all others, which commit them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 import uvloop
@@ -37,22 +40,31 @@ WORDS: Final = [f" word{number}" for number in range(NUM_TOKENS)]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calls", type=int, default=4000)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calls", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the lake is made; a real disk")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--relay", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:
         uvloop.run(_serve(options.serve))
+        return
+    if options.relay is not None:
+        uvloop.run(_relay(*options.relay))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         _measure(Path(folder) / "lake", options.calls, options.rounds)
 
 
 def _measure(lake: Path, num_calls: int, num_rounds: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    engine = subprocess.Popen([sys.executable, "-m", "benchmarks.gateway", "--serve", str(port)])
+    with (
+        socket.create_server(("127.0.0.1", 0)) as free,
+        socket.create_server(("127.0.0.1", 0)) as also_free,
+    ):
+        port, relay_port = str(free.getsockname()[1]), str(also_free.getsockname()[1])
+    this = [sys.executable, "-m", "benchmarks.gateway"]
+    engine = subprocess.Popen([*this, "--serve", port])
+    relay = subprocess.Popen([*this, "--relay", relay_port, port])
     engine_url = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).with_name("replaylake")), "gateway", "--lake", str(lake)]
     command += ["--upstream", engine_url, "--dataset", "bench", "--engine", "vllm", "--port", "0"]
@@ -67,17 +79,30 @@ def _measure(lake: Path, num_calls: int, num_rounds: int) -> None:
         assert gateway.stderr is not None
         ready = next(line for line in gateway.stderr if "ready after" in line)
         gateway_url = re.findall(r" on (http://\S+),", ready)[0]
-        urls = {"engine": engine_url, "gateway": gateway_url}
+        urls = {
+            "engine": engine_url,
+            "relay": f"http://127.0.0.1:{relay_port}",
+            "gateway": gateway_url,
+        }
+        processes = {"engine": engine, "relay": relay, "gateway": gateway}
         for url in urls.values():  # connections, and what runs for the first time
             uvloop.run(_load(url, 200, is_stream=True))
         num_sent = 200
         for is_stream in (False, True):
-            times: dict[str, list[tuple[float, float]]] = {name: [] for name in urls}
+            rounds: list[_Round] = []
             for _ in range(num_rounds):
+                done: _Round = {}
                 for name, url in urls.items():
-                    times[name] += uvloop.run(_load(url, num_calls, is_stream=is_stream))
+                    before = _read_processor_times(processes[name].pid)
+                    times = uvloop.run(_load(url, num_calls, is_stream=is_stream))
+                    after = _read_processor_times(processes[name].pid)
+                    spent = [
+                        (end - begin) / num_calls for begin, end in zip(before, after, strict=True)
+                    ]
+                    done[name] = (times, spent)
+                rounds.append(done)
                 num_sent += num_calls
-            _report("stream" if is_stream else "whole", times)
+            _report("stream" if is_stream else "whole", rounds)
         gateway.send_signal(signal.SIGTERM)
         gateway.wait(60)
         from replaylake.datastore.lake.lake import open_lake
@@ -88,24 +113,53 @@ def _measure(lake: Path, num_calls: int, num_rounds: int) -> None:
             raise RuntimeError(f"found {counts} of {num_sent} calls")
     finally:
         engine.kill()
+        relay.kill()
         gateway.kill()
 
 
-def _report(what: str, times: dict[str, list[tuple[float, float]]]) -> None:
+# Of each system: times to the first byte and the last (s), processor time of a call (s).
+_Round = dict[str, tuple[list[tuple[float, float]], list[float]]]
+
+
+def _read_processor_times(pid: int) -> tuple[float, float]:
+    """Return the processor time of a process: of its first thread and of all others (s)."""
+    times = {}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        times[thread.name] = int((thread / "schedstat").read_text().split()[0]) / 1e9
+    first = times.pop(str(pid))
+    return first, sum(times.values())
+
+
+def _report(what: str, rounds: list[_Round]) -> None:
     for place, byte in enumerate(("first", "last")):
         for share in (0.5, 0.99):
-            values = {
-                name: sorted(pair[place] for pair in pairs)[int(share * len(pairs))] * 1e3
-                for name, pairs in times.items()
-            }
+            values = {name: [] for name in rounds[0]}
+            for one in rounds:
+                for name, (times, _) in one.items():
+                    ordered = sorted(pair[place] for pair in times)
+                    values[name].append(ordered[int(share * len(ordered))] * 1e3)
+            more = [
+                gateway - engine
+                for gateway, engine in zip(values["gateway"], values["engine"], strict=True)
+            ]
             line = {
                 "workload": f"{what}, to the {byte} byte, p{share * 100:g}",
-                **{name: round(value, 3) for name, value in values.items()},
+                **{name: round(median(all_), 3) for name, all_ in values.items()},
                 "system": "ours",
-                "figure": round(values["gateway"] - values["engine"], 3),
+                "figure": round(median(more), 3),
                 "unit": "ms more than the engine alone",
             }
             print(json.dumps(line), flush=True)
+    for name in ("relay", "gateway"):
+        first, others = (median(one[name][1][thread] * 1e6 for one in rounds) for thread in (0, 1))
+        line = {
+            "workload": f"{what}, processor time of a call",
+            "system": "ours" if name == "gateway" else name,
+            "figure": round(first),
+            "other_threads": round(others),
+            "unit": "us",
+        }
+        print(json.dumps(line), flush=True)
 
 
 async def _load(url: str, num_calls: int, *, is_stream: bool) -> list[tuple[float, float]]:
@@ -160,6 +214,43 @@ class _Engine(asyncio.Protocol):
             self._transport.write(self.stream if is_stream else self.whole)
 
 
+class _Relay(asyncio.Protocol):
+    """Passes a client's bytes on to the engine, over a connection of its own, and back."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._queued = port, b""
+        self._engine: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._client: asyncio.Transport = transport  # type: ignore[assignment]
+        self._connecting = asyncio.ensure_future(self._connect())
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._engine, _ = await loop.create_connection(
+            lambda: _RelayBack(self._client), "127.0.0.1", self._port
+        )
+        self._engine.write(self._queued)
+
+    def data_received(self, data: bytes) -> None:
+        if self._engine is None:
+            self._queued += data
+        else:
+            self._engine.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+
+class _RelayBack(asyncio.Protocol):
+    def __init__(self, client: asyncio.Transport) -> None:
+        self._client = client
+
+    def data_received(self, data: bytes) -> None:
+        self._client.write(data)
+
+
 def _make_answers() -> None:
     prompt = list(range(100, 164))
     ids = list(range(200, 200 + NUM_TOKENS))
@@ -205,6 +296,12 @@ def _make_answers() -> None:
 async def _serve(port: int) -> None:
     _make_answers()
     server = await asyncio.get_running_loop().create_server(_Engine, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+async def _relay(port: int, engine_port: int) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _Relay(engine_port), "127.0.0.1", port)
     await server.serve_forever()
 
 

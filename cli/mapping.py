@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,9 +29,26 @@ from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 if TYPE_CHECKING:
     from replaylake.datastore.interchange.formats.format import ReadOptions
 
+
+class Gaps(StrEnum):
+    """What becomes of an episode whose steps have a gap."""
+
+    REJECT = "reject"
+    SPLIT = "split"  # in capitals, as `split` is a method of texts
+
+
+class OpenEnds(StrEnum):
+    """What an episode without an end in the log is recorded as."""
+
+    open = "open"
+    truncated = "truncated"
+    time_limit = "time-limit"
+
+
+# The keys of the file by their kind of value; those that are fields of ReadOptions set these.
 _TABLES: Final = ("map", "fill")
 _COLUMNS: Final = ("episode_by", "order_by")
-_CHOICES: Final = {"gaps": ("reject", "split"), "open_ends": ("open", "truncated", "time-limit")}
+_CHOICES: Final[Mapping[str, type[StrEnum]]] = {"gaps": Gaps, "open_ends": OpenEnds}
 _NUMBERS: Final = ("action_scale", "action_low", "action_high", "reward_scale")
 _COUNTS: Final = ("time_limit", "max_categories")
 _TEXTS: Final = ("timezone", "format")
@@ -55,21 +74,13 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
             raise typer.BadParameter(
                 f"found '{ours}=' without a column, expected {ours}=COLUMN.", param_hint="--map"
             )
-    plain = ReadOptions()
+    merged |= {name: split_columns(merged.get(name)) for name in _COLUMNS}
+    same_names = {f.name for f in fields(ReadOptions)} & merged.keys()
     options = ReadOptions(
+        **{name: merged[name] for name in same_names},
         mapping=merged["map"],
-        fill=merged["fill"],
-        episode_by=split_columns(merged.get("episode_by")),
-        order_by=split_columns(merged.get("order_by")),
-        time_limit=merged.get("time_limit"),
-        gaps=merged.get("gaps", plain.gaps),
-        open_ends=merged.get("open_ends", plain.open_ends),
-        action_scale=merged.get("action_scale"),
         action_range=_range(merged.get("action_low"), merged.get("action_high")),
-        reward_scale=merged.get("reward_scale"),
-        timezone=merged.get("timezone"),
         reward_unknown=merged.get("no_reward", False),
-        max_categories=merged.get("max_categories", plain.max_categories),
     )
     return options, merged.get("format", "auto")
 
@@ -140,8 +151,8 @@ def _check_value(key: str, value: Any, file: Path) -> Any:
     if type(value) not in kinds.get(key, (str,)):
         what = {"no_reward": "true or false", **dict.fromkeys((*_NUMBERS, *_COUNTS), "a number")}
         raise _invalid_value_error(file, key, value, what.get(key, "text"))
-    if key in _CHOICES and value not in _CHOICES[key]:
-        raise _invalid_value_error(file, key, value, f"one of {', '.join(_CHOICES[key])}")
+    if key in _CHOICES and value not in (choices := [one.value for one in _CHOICES[key]]):
+        raise _invalid_value_error(file, key, value, f"one of {', '.join(choices)}")
     if key in _COUNTS and value < 1:
         raise _invalid_value_error(file, key, value, "1 or more")
     return value

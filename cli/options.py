@@ -224,6 +224,7 @@ _SAME_NAMES: Final = (
     "path_prefix",
     "port",
     "random",
+    "read_only",
     "readmit",
     "repair",
     "replace",

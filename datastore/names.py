@@ -46,6 +46,8 @@ _SQL_KEYWORDS: Final = set(
 )
 _CROCKFORD: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _ULID: Final = re.compile(rf"[{_CROCKFORD}]{{26}}")
+# Two digits at a time take half of the time.
+_PAIRS: Final = [first + second for first in _CROCKFORD for second in _CROCKFORD]
 _TO_CROCKFORD: Final = bytes.maketrans(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", _CROCKFORD.encode())
 
 
@@ -108,6 +110,11 @@ def check_alias(alias: str) -> str:
     return alias
 
 
+def is_sql_keyword(name: str) -> bool:
+    """Whether SQL takes a name for a word of its own, unless it is in double quotes."""
+    return name.lower() in _SQL_KEYWORDS
+
+
 def is_column_name(name: str) -> bool:
     """Whether a further column may have this name."""
     return _COLUMN.fullmatch(name) is not None
@@ -120,7 +127,7 @@ def new_ulid(*, after: str = "") -> str:
     back since: for files whose names say which is the later. Other names have no effect.
     """
     moment_ms = time.time_ns() // 1_000_000
-    if _ULID.match(after):
+    if after and _ULID.match(after):
         moment_ms = max(moment_ms, _decode_crockford(after[:10]) + 1)
     return _encode_crockford(moment_ms << 80 | int.from_bytes(os.urandom(10), "big"))
 
@@ -146,4 +153,4 @@ def _decode_crockford(digits: str) -> int:
 
 
 def _encode_crockford(number: int) -> str:
-    return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
+    return "".join([_PAIRS[number >> shift & 1023] for shift in range(120, -1, -10)])

@@ -145,7 +145,9 @@ class S3Server:
         self._server = make_server("127.0.0.1", 0, self, threaded=True)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.environment = {**_S3_VARIABLES, "AWS_ENDPOINT_URL": self.url}
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
         self._thread.start()
 
     def __call__(self, environ: dict[str, Any], start: Any) -> list[bytes]:
@@ -272,7 +274,9 @@ class ChatEndpoint:
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

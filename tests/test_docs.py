@@ -100,6 +100,27 @@ def test_every_config_field_is_documented(config):
     assert documented == fields
 
 
+def test_comments_and_contributing_name_files_that_exist():
+    folders = ("datastore", "offline", "online", "serve", "cli", "tests")
+    modules = [path for folder in folders for path in (_ROOT / folder).rglob("*.py")]
+    names = {path.name for path in modules}
+    # With a folder before it, a name may be of another project.
+    is_named = re.compile(r"(?<![\w/.$-])(?<!python )\w+\.py\b")
+    missing = [
+        f"{path.relative_to(_ROOT)}: {name}"
+        for path in modules
+        if path.parts[len(_ROOT.parts)] != "tests"
+        for name in is_named.findall(path.read_text())
+        if name not in names
+    ]
+    assert missing == []
+    paths = re.findall(
+        rf"`((?:{'|'.join(folders)})/[^`]*)`", (_ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert len(paths) > 50
+    assert [path for path in paths if "<" not in path and not (_ROOT / path).exists()] == []
+
+
 def test_decisions_name_code_that_exists_and_are_in_the_index():
     folder = _ROOT / "docs" / "decisions"
     index = (folder / "README.md").read_text()

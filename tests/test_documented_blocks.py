@@ -196,7 +196,12 @@ def _commands(text: str) -> list[tuple[str, str]]:
 
 
 def _comparable(text: str, figures_vary: bool) -> str:
-    text = _VARYING.sub("#", "\n".join(line.rstrip() for line in text.strip("\n").splitlines()))
+    text, num_varying = _VARYING.subn(
+        "#", "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
+    )
+    if num_varying:
+        # A table's columns are as wide as the widest figure.
+        text = re.sub(r"(?<=\S)  +", "  ", text)
     if figures_vary:
         text = _TIME.sub("#", text)
         text = re.sub(r"#(?:, #)*", "#", _FIGURE.sub("#", text))

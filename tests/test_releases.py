@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
 import os
@@ -174,6 +175,28 @@ def test_a_release_reads_values_for_each_token(
     assert found[0]["action_entropies"] == [0.5, 0.25]
     checked = release.run("fsck", "--lake", lake.path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.slow
+def test_a_release_refuses_media_of_messages_and_reads_other_datasets(
+    release: Release, tmp_path: Path, script: ModuleType
+) -> None:
+    """They came after 0.1.0, which would take the reference for the image."""
+    lake = rl.open(tmp_path / "lake", create=True)
+    script._write_generations(lake)
+    screen = base64.b64encode(bytes(300)).decode()
+    text = json.dumps([{"role": "user", "content": f"data:image/png;base64,{screen}"}])
+    one = {"observations": np.array(["?"], object), "actions": np.array(["!"], object)}
+    extras = {"prompt_messages": [text]}
+    lake.dataset("screens").append([rl.Episode("e", **one, rewards=[0.0], extras=extras)])
+    done = release.run("show", "screens", "--lake", lake.path)
+    assert done.returncode == 1
+    assert "found format version 2, expected at most 1. Install ReplayLake" in done.stderr
+    target = tmp_path / "a.jsonl"
+    done = release.run("export", "screens", target, "--to", "jsonl", "--lake", lake.path)
+    assert done.returncode == 1
+    assert not target.exists()
+    assert release.run("show", "agents", "--lake", lake.path).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -153,11 +153,14 @@ def _show_episode(
         read_dialogue,
         read_token_texts,
     )
+    from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded
 
+    keep_pandas_unloaded()
     snapshot = store.snapshot(name)
     texts = [] if tokenizer is None else read_token_texts(tokenizer, snapshot.spec.tokenizer)
     dialogue = read_dialogue(snapshot, episode, with_tokens=tokens, texts=texts)
-    report.print_result(dialogue.to_json(), dialogue_lines(dialogue, tokens))
+    body = dialogue.to_json() if report.as_json else {}
+    report.print_result(body, dialogue_lines(dialogue, tokens))
 
 
 def _write_page(store: Lake, name: str, page: Path, report: CommandOutput) -> Profile:

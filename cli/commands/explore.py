@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,11 @@ from replaylake.cli.options import (
 from replaylake.cli.output.command_output import CommandOutput, result_stream
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from replaylake.datastore.lake.lake import Lake
     from replaylake.serve.explorer.config import ExplorerConfig
+    from replaylake.serve.explorer.promotions import Promote, PromotionRequest
 
 
 def explore(
@@ -56,17 +60,45 @@ def explore(
             help="Path prefix of the requests that a proxy forwards, for example /lake.",
         ),
     ] = "",
+    tokenizer: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="FILE",
+            show_default=False,
+            help="File tokenizer.json with the texts of tokens; without it, their ids are shown. "
+            "Repeatable, for datasets with several tokenizers.",
+        ),
+    ] = None,
     admin_token_file: Annotated[
         Path | None,
         typer.Option(
             "--admin-token-file",
             rich_help_panel=ACCESS_OPTIONS,
             metavar="FILE",
-            help="File with bearer tokens that allow reading the whole lake, one per line.",
+            help="File with bearer tokens, one per line, that allow reading the whole lake and "
+            "labeling its episodes.",
         ),
     ] = None,
     insecure: InsecureOption = False,
     allowed_host: AllowedHostOption = None,
+    read_only: Annotated[
+        bool,
+        typer.Option(
+            "--read-only",
+            rich_help_panel=ACCESS_OPTIONS,
+            help="Show no forms, and write nothing to the lake. Required with --insecure for other "
+            "machines.",
+        ),
+    ] = False,
+    allow_promote: Annotated[
+        bool,
+        typer.Option(
+            "--allow-promote",
+            rich_help_panel=ACCESS_OPTIONS,
+            help="Let readers move aliases of policies through the gate, as promote --gate does.",
+        ),
+    ] = False,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -74,12 +106,18 @@ def explore(
     """Show the lake in a browser.
 
     Serves pages of datasets, episodes, runs and policies, and a SQL console, until interrupted.
-    The explorer reads the lake and does not change it.
+    On the page of an episode, readers can label it, unless --read-only is given. With
+    --allow-promote, they can also move aliases on the page of a policy.
 
     Example:
       replaylake explore --open
       replaylake explore s3://bucket/lake --port 0
+      replaylake explore --tokenizer Qwen3-4B/tokenizer.json
     """
+    if allow_promote and read_only:
+        raise typer.BadParameter(
+            "cannot be combined with --read-only.", param_hint="--allow-promote"
+        )
     from replaylake.serve.explorer.config import ExplorerConfig
     from replaylake.serve.explorer.server import run_explorer
 
@@ -92,6 +130,8 @@ def explore(
         admin_token_file=admin_token_file,
         insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
+        read_only=read_only,
+        tokenizers=tuple(tokenizer or ()),
     )
 
     def answer(ready: ExplorerConfig) -> None:
@@ -104,4 +144,46 @@ def explore(
             if not webbrowser.open(ready.url):
                 report.print_message(f"found no browser to open: the address is {ready.url}")
 
-    raise typer.Exit(run_explorer(config, answer))
+    promote = load_promote() if allow_promote else None
+    raise typer.Exit(run_explorer(config, answer, promote=promote))
+
+
+def load_promote() -> Promote:
+    """Return the function that promotes; loading it needs the extra `offline`."""
+    from replaylake.datastore.lake.holdout import Holdout
+    from replaylake.datastore.lake.policies.exploration import parse_exploration
+    from replaylake.offline.evaluation.ope.evaluation_request import (
+        EvaluationRequest,
+        ProgressCallbacks,
+    )
+    from replaylake.offline.evaluation.ope.promotion import promote_through_gate
+
+    def promote(
+        lake: Lake, asked: PromotionRequest, on_stage: Callable[[str], None]
+    ) -> Mapping[str, Any]:
+        candidate = lake.registry.resolve(f"{asked.policy}:{asked.version}")
+        request = EvaluationRequest(
+            dataset=asked.dataset,
+            policy=str(candidate),
+            where=asked.where,
+            discount=asked.gamma,
+            holdout=None if asked.holdout is None else Holdout(asked.holdout),
+            exploration=parse_exploration(asked.explore),
+            estimators=asked.estimators or None,
+            ignore_masks=asked.ignore_masks,
+            unseen=asked.unseen,
+        )
+        done = promote_through_gate(
+            lake,
+            candidate,
+            asked.alias,
+            request,
+            alpha=asked.alpha,
+            margin=asked.margin,
+            by=asked.by,
+            note=asked.note,
+            callbacks=ProgressCallbacks(on_stage),
+        )
+        return {**done.to_json(), "unsaved": done.unsaved}
+
+    return promote

@@ -20,7 +20,7 @@ from replaylake.cli.commands.quarantine import (
     ReasonOption,
     selection,
 )
-from replaylake.cli.mapping import iter_misspellings, resolve
+from replaylake.cli.mapping import Gaps, OpenEnds, iter_misspellings, resolve
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -67,21 +67,6 @@ _STAGES: Final = {
     "check": ("checked", "steps"),
     "commit": ("committed", "steps"),
 }
-
-
-class Gaps(StrEnum):
-    """What becomes of an episode whose steps have a gap."""
-
-    REJECT = "reject"
-    SPLIT = "split"  # in capitals, as `split` is a method of texts
-
-
-class OpenEnds(StrEnum):
-    """What an episode without an end in the log is recorded as."""
-
-    open = "open"
-    truncated = "truncated"
-    time_limit = "time-limit"
 
 
 class OnInvalid(StrEnum):

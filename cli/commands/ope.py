@@ -274,12 +274,25 @@ def _lines(report: PolicyReport) -> Iterator[str]:
     )
     yield ""
     yield from _table(report)
+    yield from _explain_impossible_values(report)
     yield from _list_normalized_returns(report)
     refusals = report.estimates.refused
     for why in dict.fromkeys(refusals.values()):
         yield f"no {', '.join(name for name in refusals if refusals[name] == why)}: {why}"
     yield from _diagnostics(report)
     yield f"{report.verdict}: {report.assessment.reason}"
+
+
+def _explain_impossible_values(report: PolicyReport) -> Iterator[str]:
+    """Yield a line for each value that its interval leaves out, as where weights are clipped."""
+    for one in report.estimates.estimates:
+        if one.ci_low is None or one.ci_high is None or one.ci_low <= one.value <= one.ci_high:
+            continue
+        yield (
+            f"note: the value of {one.estimator}, {_round_digits(one.value):,}, is outside its "
+            "interval: no policy can have it with the rewards of this log, and intervals hold only "
+            "values that are possible."
+        )
 
 
 def _list_normalized_returns(report: PolicyReport) -> Iterator[str]:

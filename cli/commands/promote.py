@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from replaylake.cli.commands.ope import reward_text, save_evaluation
+from replaylake.cli.commands.ope import reward_text
 from replaylake.cli.name_completion import complete_policies
 from replaylake.cli.options import (
     DEFAULT_LAKE,
@@ -21,10 +21,9 @@ from replaylake.cli.options import (
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
 
 if TYPE_CHECKING:
-    from replaylake.datastore.lake.lake import Lake
     from replaylake.datastore.lake.policies.aliases import Move
     from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
-    from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
+    from replaylake.offline.evaluation.ope.promotion import GatedPromotion
     from replaylake.offline.evaluation.ope.promotion_gate import GateNotApplicable, GateResult
 
 _EXIT_NO: Final = 3
@@ -205,67 +204,67 @@ def promote(
     registry = store.registry
     ref = _candidate(registry, policy)
     now_at = registry.alias_version(ref.name, to)
-    champion = registry.alias_version(ref.name, _CHAMPION)
     if now_at == ref.version:
         body = {"promoted": False, "policy": ref.name, "version": ref.version, "alias": to}
         report.print_result(
             {**body, "move": None, "gate": None}, [f"{ref.name}@{to} is {ref} already"]
         )
         return
-    result, saved = None, None
-    if gate:
-        from replaylake.datastore.lake.holdout import Holdout
-        from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
-        from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
+    who = by or user_name()
+    if not gate:
+        moved = registry.aliases.move(
+            ref.name, to, ref.version, kind="promote", expected=now_at or 0, by=who, note=note
+        )
+        body = {
+            "promoted": True,
+            "policy": ref.name,
+            "version": ref.version,
+            "alias": to,
+            "move": moved.to_json(),
+            "gate": None,
+            "evaluation_id": None,
+        }
+        report.print_result(body, [_format_move(moved)])
+        return
+    from replaylake.datastore.lake.holdout import Holdout
+    from replaylake.offline.evaluation.ope.evaluation_request import (
+        EvaluationRequest,
+        ProgressCallbacks,
+    )
+    from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
+    from replaylake.offline.evaluation.ope.promotion import promote_through_gate
 
-        split = None if holdout is None else Holdout(holdout)
-        request = EvaluationRequest(
-            dataset=str(dataset),
-            policy=str(ref),
-            where=where,
-            reward=reward,
-            discount=gamma,
-            holdout=split,
-            exploration=exploration,
-            estimators=tuple(estimator) if estimator else None,
-            ignore_masks=ignore_masks,
-            unseen=unseen,
-            seed=seed,
-            fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
-        )
-        result = _evaluate_gate(report, store, ref, champion, request, alpha, margin)
-        found = {**result.to_json(), "alias": to}
-        of = {**found, "policy": ref.name, "policy_version": ref.version}
-        of["dataset"] = request.dataset.partition("@")[0]
-        verdict = "passed" if result.passed else "refused"
-        saved = save_evaluation(report, store, "gate", found, of=of, verdict=verdict, by=by)
-    passed = result is None or result.passed
-    move = None
-    if passed or force:
-        move = registry.aliases.move(
-            ref.name,
+    request = EvaluationRequest(
+        dataset=str(dataset),
+        policy=str(ref),
+        where=where,
+        reward=reward,
+        discount=gamma,
+        holdout=None if holdout is None else Holdout(holdout),
+        exploration=exploration,
+        estimators=tuple(estimator) if estimator else None,
+        ignore_masks=ignore_masks,
+        unseen=unseen,
+        seed=seed,
+        fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
+    )
+    with report.progress("reading the steps", "") as progress:
+        done = promote_through_gate(
+            store,
+            ref,
             to,
-            ref.version,
-            kind="promote",
-            expected=now_at or 0,
-            # What the gate compared with is the champion still.
-            unmoved={_CHAMPION: champion} if result is not None else None,
-            by=by or user_name(),
+            request,
+            alpha=alpha,
+            margin=margin,
+            force=force,
+            by=who,
             note=note,
-            forced=not passed,
-            gate=None if result is None else result.to_record(),
+            callbacks=ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress),
         )
-    body = {
-        "promoted": move is not None,
-        "policy": ref.name,
-        "version": ref.version,
-        "alias": to,
-        "move": None if move is None else move.to_json(),
-        "gate": None if result is None else result.to_json(),
-        "evaluation_id": saved,
-    }
-    report.print_result(body, _promotion_lines(ref, to, result, move))
-    if move is None:
+    if done.unsaved is not None:
+        report.print_message(f"the report is not saved in the lake: {done.unsaved}")
+    report.print_result(done.to_json(), _promotion_lines(done))
+    if done.move is None:
         raise typer.Exit(_EXIT_NO)
 
 
@@ -326,25 +325,6 @@ def rollback(
     report.print_result({"move": move.to_json()}, [_format_move(move)])
 
 
-def _evaluate_gate(
-    report: CommandOutput,
-    lake: Lake,
-    ref: PolicyRef,
-    champion: int | None,
-    request: EvaluationRequest,
-    alpha: float,
-    margin: float,
-) -> GateResult | GateNotApplicable:
-    from replaylake.offline.evaluation.ope.evaluation_request import ProgressCallbacks
-    from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
-
-    against = None if champion is None else lake.registry.resolve(f"{ref.name}:{champion}")
-    with report.progress("reading the steps", "") as progress:
-        callbacks = ProgressCallbacks(lambda stage: progress.stage(stage, ""), progress)
-        options = {"alpha": alpha, "margin": margin}
-        return evaluate_gate(lake, ref, against, request, **options, callbacks=callbacks)
-
-
 def _candidate(registry: Registry, text: str) -> PolicyRef:
     """Return the version that is meant: of a bare name the newest, as its champion is there."""
     return registry.resolve(text) if set(text) & set(":@") else registry.newest(text)
@@ -371,15 +351,14 @@ def _check_gate_options(
             raise typer.BadParameter("requires --gate.", param_hint=parameter.opts[0])
 
 
-def _promotion_lines(
-    ref: PolicyRef, alias: str, gate: GateResult | GateNotApplicable | None, move: Move | None
-) -> Iterator[str]:
-    if gate is not None:
-        yield from gate_lines(gate)
-    if move is None:
-        yield f"{ref} is not promoted to {alias}: use --force to promote it anyway"
+def _promotion_lines(done: GatedPromotion) -> Iterator[str]:
+    yield from gate_lines(done.gate)
+    if done.move is None:
+        yield (
+            f"{done.candidate} is not promoted to {done.alias}: use --force to promote it anyway"
+        )
     else:
-        yield _format_move(move)
+        yield _format_move(done.move)
 
 
 def _format_move(move: Move) -> str:

@@ -238,7 +238,9 @@ def score(
     """
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.maintenance.scoring.compare import compare_scores
+    from replaylake.datastore.maintenance.scoring.score import ScoringInterrupted
     from replaylake.datastore.maintenance.scoring.score import score as run
+    from replaylake.offline.running.training.interruption import interrupt_on_sigterm
 
     report = CommandOutput(as_json)
     if sum(one is not None for one in (function, model, judge)) > 1:
@@ -282,16 +284,20 @@ def score(
             scorer = RewardModel(model, device=device)
     else:
         scorer = _load_function(str(function), revision, label)
-    with report.progress("scored", "episodes") as progress:
-        receipt = run(
-            store,
-            dataset,
-            scorer,
-            name=name,
-            where=where,
-            by=user_name(),
-            on_progress=progress,
-        )
+    try:
+        with interrupt_on_sigterm(), report.progress("scored", "episodes") as progress:
+            receipt = run(
+                store,
+                dataset,
+                scorer,
+                name=name,
+                where=where,
+                by=user_name(),
+                on_progress=progress,
+            )
+    except ScoringInterrupted as interrupted:
+        report.print_message(f"{interrupted}, and none written; the same command resumes")
+        raise
     body, lines = receipt.to_json(), [*_summary(receipt)]
     if against is not None:
         comparison = compare_scores(

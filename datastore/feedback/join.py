@@ -12,8 +12,8 @@ What is written, and when:
       the row before the gap keeps the observation that followed as its final_observation.
     - A decision is written at most once, whenever and however often this runs. A reward that comes
       after its step was written, and differs, changes the step, which then says `reward_late`
-      (late.py has the rules). Of several rewards of one decision the last by time counts and sums
-      add onto it, whichever order they arrive in (reports.py).
+      (late_rewards.py has the rules). Of several rewards of one decision the last by time counts
+      and sums add onto it, whichever order they arrive in (reports.py).
     - A decision whose reports come to no finite number, or whose row is none of a step, is set
       aside (set_aside.py): as one without a reward, but that an end that was reported counts. All
       others go on.

@@ -147,7 +147,9 @@ class Journal:
                 self._sync(segment)
                 if self._failure:
                     raise StorageError(f"{self._failure}. Repair the disk, then restart.")
-        self._written.set()
+        # Where it is set, the thread has yet to clear it, and syncs after that.
+        if not self._written.is_set():
+            self._written.set()
         if segment.num_bytes >= self.config.segment_bytes:
             self._full.set()
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from replaylake.datastore.episodes import tokens
 from replaylake.datastore.episodes.compatibility import is_compatible
+from replaylake.datastore.episodes.message_media import CommittedMedia, move_media
 from replaylake.datastore.episodes.schema import (
     AGENT_ID,
     ENV_STEP,
@@ -130,12 +131,22 @@ def calls_encoder(dataset: Dataset, message_columns: Mapping[str, pa.DataType]) 
 
 
 class _StepEncoder(RowEncoder):
-    """Encodes records as rows with some columns of a dataset, and whichever others they have."""
+    """Encodes records as rows with some columns of a dataset, and whichever others they have.
+
+    The media of their messages are stored beside them, each once in an episode.
+    """
 
     def __init__(self, dataset: Dataset, names: Sequence[str]) -> None:
         table = dataset.table.snapshot().schema
         self._dataset = dataset
+        self._media = CommittedMedia()
         super().__init__(self._encode_all, pa.schema([table.field(name) for name in names]))
+
+    def prepare_commit(self, rows: pa.Table) -> pa.Table:
+        return self._media.leave_out(move_media(rows, self._dataset.spec.extras))
+
+    def note_commit(self, rows: pa.Table) -> None:
+        self._media.add(rows)
 
     def _encode_all(self, records: Sequence[Mapping[str, Any]]) -> pa.Table:
         own = self.schema
@@ -157,12 +168,13 @@ def fit_call(row: Mapping[str, Any], fits: Mapping[str, Fit]) -> dict[str, Any]:
     """Return a row that can be stored: values of another type than their column's become NULL.
 
     They come from clients, engines and their functions. A record that does not fit would only fail
-    at the commit, after the client was answered. Lists are as the caller made them.
+    at the commit, after the client was answered. Lists are as the caller made them. Columns that
+    are NULL are left out, which is the same to the encoder, and shorter.
     """
     return {
-        name: None if value is None else fits[name](value)
+        name: fitted
         for name, value in row.items()
-        if name in fits
+        if value is not None and name in fits and (fitted := fits[name](value)) is not None
     }
 
 
@@ -229,6 +241,8 @@ def _make_fit(kind: pa.DataType) -> Fit:
 def _fit_text(value: Any) -> str | None:
     if not isinstance(value, str):
         return None
+    if value.isascii() and "\0" not in value:
+        return value
     # Half of a surrogate pair is no character, and no engine shows text after a NUL.
     text = value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -33,6 +33,13 @@ class RowEncoder:
         """Return the same rows, or None where it takes the other way to tell."""
         return parse_records(records, self.schema) if self._is_plain else None
 
+    def prepare_commit(self, rows: pa.Table) -> pa.Table:
+        """Return rows of these records in the form in which they are committed."""
+        return rows
+
+    def note_commit(self, rows: pa.Table) -> None:
+        """Take note of prepared rows that were committed."""
+
 
 def can_parse(schema: pa.Schema) -> bool:
     """Whether the columns are texts, numbers, flags, times, or lists of those or their structs."""

@@ -153,7 +153,11 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
         if rows.num_rows:
             is_of_steps = "/" not in table.root and {EPISODE_ID, STEP} <= {*rows.column_names}
             info = _count_steps(rows) if is_of_steps else None
+            if isinstance(encode, RowEncoder):
+                rows = encode.prepare_commit(rows)
             table.append(rows, producer=producer, sequence=segment.sequence, info=info)
+            if isinstance(encode, RowEncoder):
+                encode.note_commit(rows)
     try:
         if faults:
             path = segment.path.rename(segment.path.with_suffix(DAMAGED))

@@ -18,6 +18,7 @@ from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.episode_columns import EpisodeColumns, as_text_array
 from replaylake.datastore.episodes.inference import infer_spec
+from replaylake.datastore.episodes.message_media import move_media
 from replaylake.datastore.episodes.parents import find_orphans
 from replaylake.datastore.episodes.rows import encode
 from replaylake.datastore.episodes.schema import (
@@ -915,8 +916,10 @@ class Dataset:
                 work.items, work.num_bytes = rows.num_rows, rows.nbytes
             self._check_parents(rows)
             if spec.unique is not None:
+                # Media stay in their messages: a row may go, and others need the bytes it has.
                 check_keys_known(rows, spec.unique)
-            return rows
+                return rows
+            return move_media(rows, spec.extras)
         except SchemaMismatchError as error:
             raise SchemaMismatchError(f"dataset {self.name!r}: {error}") from error
 

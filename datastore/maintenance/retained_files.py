@@ -1,9 +1,9 @@
-"""Kept: the versions of a dataset that someone may still read, and the files that they name.
+"""Retained files: what the versions of a dataset that someone may still read consist of.
 
-Kept are: the newest version; every tagged one; every one that a policy was trained on, or a run
+Retained are: the newest version; every tagged one; every one that a policy was trained on, or a run
 reads that goes on or was interrupted; and every one whose successor was committed less than the
-retention ago. Vacuum deletes no file of these, fsck calls none of them an orphan, and purge goes
-through all of them.
+retention ago. Vacuum deletes no file of these, fsck calls none of them an orphan, and maintain
+drops none of these versions from the log.
 """
 
 from __future__ import annotations

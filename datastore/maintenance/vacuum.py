@@ -1,11 +1,12 @@
 """Vacuum: the files that nobody can need any more are deleted.
 
-Those are shards that no kept version names (kept.py), what crashes left in the folder of temporary
-files, and policy packages that were copied in but never registered; each older than a limit, since
-a younger one may belong to a commit that is being made. And the checkpoints of training runs that
-are done, or that nobody was at work on for a month; their metrics stay. And this machine's cached
-replay views, of whatever age, once a shard that they were decoded from is gone: what was deleted is
-in them, too. Files of other kinds or names are not ours to touch, links are not followed.
+Those are shards that no retained version names (retained_files.py), what crashes left in the folder
+of temporary files, and policy packages that were copied in but never registered; each older than a
+limit, since a younger one may belong to a commit that is being made. And the checkpoints of
+training runs that are done, or that nobody was at work on for a month; their metrics stay. And this
+machine's cached replay views, of whatever age, once a shard that they were decoded from is gone:
+what was deleted is in them, too. Files of other kinds or names are not ours to touch, links are not
+followed.
 """
 
 from __future__ import annotations

@@ -20,15 +20,18 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.datastore.storage.remote.object_storage import ENDPOINTS, ObjectStorage, open_store
+from replaylake.datastore.storage.remote.object_storage import (
+    BACKENDS,
+    MEMORY,
+    ObjectStorage,
+    open_store,
+)
 from replaylake.datastore.storage.remote.shard_cache import CacheConfig, ShardCache
 from replaylake.datastore.storage.storage import LocalStorage, Storage
 
-MEMORY: Final = "memory"
-_REMOTE: Final = ("s3", "gs", "az", MEMORY)
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What a URL becomes as a pathlib.Path: `Path("s3://bucket")` is the folder `s3:/bucket`.
-_COLLAPSED_URL: Final = re.compile(rf"({'|'.join((*_REMOTE, 'file'))}):/[^/]")
+_COLLAPSED_URL: Final = re.compile(rf"({'|'.join((*BACKENDS, 'file'))}):/[^/]")
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Location:
     def folder_name(self, environment: Mapping[str, str]) -> str:
         """Return a name for this lake's own folder on this machine."""
         # A bucket of the same name at another endpoint is another bucket.
-        endpoint = [environment.get(name, "") for name in ENDPOINTS[self.scheme]]
+        endpoint = [environment.get(name, "") for name in BACKENDS[self.scheme].endpoints]
         digest = hashlib.sha256("\n".join([self.url, *endpoint]).encode()).hexdigest()
         return f"{re.sub('[^a-z0-9.-]', '_', self.bucket.lower())[:40]}-{digest[:16]}"
 
@@ -65,9 +68,10 @@ def parse_location(lake: str | Path) -> Path | Location:
     scheme, rest = match.group(1).lower(), match.group(2)
     if scheme == "file":
         return _file_folder(text)
-    if scheme not in _REMOTE:
+    if scheme not in BACKENDS:
+        others = [f"{one}://" for one in (*BACKENDS, "file") if one != MEMORY]
         raise _invalid_location_error(
-            text, "a folder, or a URL of s3://, gs://, az://, file:// or memory://"
+            text, f"a folder, or a URL of {', '.join(others)} or {MEMORY}://"
         )
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.rstrip("/")

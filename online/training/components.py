@@ -1,4 +1,4 @@
-"""Parts: what an online run is made of, put together by assembly.py."""
+"""The components of an online run, which run.py puts together."""
 
 from __future__ import annotations
 

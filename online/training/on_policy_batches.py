@@ -1,4 +1,4 @@
-"""Once supply: consecutive sequences, each handed out one time, in the order in which they came.
+"""On-policy batches: consecutive sequences, each handed out once, in the order of their arrival.
 
 For algorithms that correct for the policy that acted; steps that are too old are left out. Which
 sequences were taken is known by their first and last steps' keys, and is in the checkpoint: what a

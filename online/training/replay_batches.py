@@ -1,7 +1,7 @@
-"""Supply: what a learner's batches come from while the dataset grows.
+"""Batches of a learner while the dataset grows.
 
-Replayed (Supply): drawn at random, again and again, from the newest steps and, by ratio, other
-datasets. Taken once (once_supply.py): each sequence handed out one time, in order.
+Replayed (ReplayBatches): drawn at random, again and again, from the newest steps and, by ratio,
+other datasets. Consumed once (on_policy_batches.py): each sequence handed out one time, in order.
 """
 
 from __future__ import annotations

@@ -20,22 +20,29 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from replaylake.datastore.errors import (
+    CommitConflictError,
     InvalidNameError,
     NotFoundError,
     ReplayLakeError,
     StorageError,
 )
 from replaylake.datastore.lake.lake import Lake
+from replaylake.serve.explorer.breakdown_page import show_breakdown
+from replaylake.serve.explorer.compare_page import show_comparison
 from replaylake.serve.explorer.console_page import send_result, show_console
 from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
+from replaylake.serve.explorer.episode_labels import open_next, write_label
 from replaylake.serve.explorer.episode_page import send_frame, show_episode
 from replaylake.serve.explorer.episodes_page import show_episodes
+from replaylake.serve.explorer.forms import TOKEN_FIELD, FormTokens, check_sender, read_form
+from replaylake.serve.explorer.group_page import show_group, show_groups
 from replaylake.serve.explorer.lake_page import show_lake
 from replaylake.serve.explorer.live_pages import EVENT_STREAM, SEEN, LivePages, Rendering
 from replaylake.serve.explorer.page import (
     Download,
     Page,
     Panel,
+    Redirect,
     empty_state,
     render,
     to_csv,
@@ -44,9 +51,12 @@ from replaylake.serve.explorer.page import (
 )
 from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
+from replaylake.serve.explorer.promotion_form import start_promotion
+from replaylake.serve.explorer.promotions import Promote, Promotions
+from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.explorer.runs_page import list_runs, show_run
-from replaylake.serve.explorer.sandbox_queue import SandboxQueue
 from replaylake.serve.explorer.serving_page import list_serving, show_serving
+from replaylake.serve.explorer.token_texts import TokenTexts
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.frame import FRAME_FILES, HTML, SECURITY_HEADERS, read_static
@@ -55,7 +65,8 @@ from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.tokens import Tokens
 
 _logger = logging.getLogger(__name__)
-PageFunction = Callable[[Visit], Page | Download]
+PageFunction = Callable[[Visit], Page | Download | Redirect]
+WriteFunction = Callable[[Visit], Redirect]
 _JSON: Final = "application/json"
 _FORMS: Final = {
     ".json": _JSON,
@@ -64,8 +75,16 @@ _FORMS: Final = {
 }
 _COOKIE: Final = "replaylake_explorer"
 _ROLE: Final = "admin"
-_MAX_FORM_BYTES: Final = 4096
+# The reader's name, for the next form; a year.
+_READER_COOKIE: Final = "replaylake_reader"
+_READER_S: Final = 365 * 86400
+_MAX_SIGN_IN_BYTES: Final = 4096
+_MAX_FORM_BYTES: Final = 64 << 10
 _CHECK_S: Final = 0.2
+# A sandbox may take a gigabyte and two cores.
+_MAX_SANDBOXES: Final = 4
+# Each query takes 10 s at most: who comes last waits less than a minute.
+_MAX_WAITING: Final = 16
 # What a query may have as it is (RFC 3986), with the sign of what is quoted already.
 _QUERY_SAFE: Final = "%/?:@!$&'()*+,;=~"
 # In the order in which a page loads them.
@@ -73,10 +92,15 @@ _FILES: Final = ("uplot.css", "explorer.css", "uplot.js", "explorer.js")
 PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/", show_lake),
     ("/datasets/{name}", show_dataset),
+    ("/datasets/{name}/breakdown", show_breakdown),
+    ("/datasets/{name}/compare", show_comparison),
     ("/datasets/{name}/diff", show_diff),
     ("/datasets/{name}/episodes", show_episodes),
     ("/datasets/{name}/episode", show_episode),
     ("/datasets/{name}/frame", send_frame),
+    ("/datasets/{name}/next", open_next),
+    ("/datasets/{name}/group", show_group),
+    ("/datasets/{name}/groups", show_groups),
     ("/policies", list_policies),
     ("/policies/{name}", show_policy),
     ("/runs", list_runs),
@@ -85,11 +109,18 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/serving/{name}", show_serving),
     ("/sql", show_console),
 )
+# Addresses that forms are sent to, and all that changes the lake.
+WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (
+    ("/datasets/{name}/label", write_label),
+    ("/policies/{name}/promote", start_promotion),
+)
 # Pages that run SQL of the reader's, or act with a policy, where their address has it, and in which
 # parameter: so few at a time. The forms of `/sql` as a file always run it.
 READERS_SQL: Final = {
     "/datasets/{name}/episodes": "where",
     "/datasets/{name}/episode": "where",
+    "/datasets/{name}/breakdown": "where",
+    "/datasets/{name}/next": "where",
     "/policies/{name}": "observation",
     "/sql": "q",
 }
@@ -101,15 +132,40 @@ def create_explorer(
     tokens: Tokens | None = None,
     allowed_hosts: AllowedHosts | None = None,
     path_prefix: str = "",
+    read_only: bool = False,
+    token_texts: TokenTexts | None = None,
+    promote: Promote | None = None,
 ) -> Explorer:
-    """Return the ASGI app of a lake's pages."""
-    return Explorer(lake, tokens or Tokens(), allowed_hosts or AllowedHosts(), path_prefix)
+    """Return the ASGI app of a lake's pages.
+
+    read_only: no form is shown, and none is taken. promote: moves an alias through the gate; None
+    where readers may not do that.
+    """
+    return Explorer(
+        lake,
+        tokens or Tokens(),
+        allowed_hosts or AllowedHosts(),
+        path_prefix,
+        token_texts or TokenTexts(),
+        read_only=read_only,
+        promotions=None if promote is None or read_only else Promotions(lake, promote),
+    )
 
 
 class Explorer:
-    """An ASGI app. It only reads: the lake is the same after any request."""
+    """An ASGI app. Only forms that are sent to WRITES change the lake."""
 
-    def __init__(self, lake: Lake, tokens: Tokens, hosts: AllowedHosts, prefix: str) -> None:
+    def __init__(
+        self,
+        lake: Lake,
+        tokens: Tokens,
+        hosts: AllowedHosts,
+        prefix: str,
+        token_texts: TokenTexts,
+        *,
+        read_only: bool,
+        promotions: Promotions | None,
+    ) -> None:
         self._lake = lake
         self._tokens = tokens
         self._hosts = hosts
@@ -117,12 +173,19 @@ class Explorer:
         self._links = Links(prefix)
         self._memory = QueryMemory()
         self._profiles = ProfileMemory()
-        self.sandboxes = SandboxQueue()
+        self._token_texts = token_texts
+        self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
+        # Labels of one shard that are written at once would be planned again after each other.
+        self.writes = RequestQueue(1, _MAX_WAITING, "forms")
         self.live = LivePages()
         # Of this process: after a restart everybody signs in again.
         self._cookie_key = secrets.token_bytes(32)
-        self._routes = [Route(path, _never, name=path) for path, _ in PAGES]
+        self._form_tokens = FormTokens(self._cookie_key)
+        self._read_only = read_only
+        self._promotions = promotions
         self._pages = dict(PAGES)
+        self._writes = dict(WRITES)
+        self._routes = [Route(path, _never, name=path) for path in (*self._pages, *self._writes)]
         self._files: dict[str, tuple[bytes, str]] = {}
         self._assets: dict[str, str] = {}
         for one in (
@@ -158,9 +221,10 @@ class Explorer:
                 return self._send_file(request, path)
             if path == "/sign-in":
                 return await self._sign_in(request)
-            if not self._is_signed_in(request):
+            session = self._find_session(request)
+            if session is None:
                 return self._ask_for_token(request, _to_address(path, request.url.query))
-            return await self._show(request, path, is_cross_site=is_cross_site)
+            return await self._show(request, path, session, is_cross_site=is_cross_site)
         except RequestRefusedError as error:
             return self._error(request, path, error.status, f"{error.message}.")
         except ReplayLakeError as error:
@@ -174,20 +238,25 @@ class Explorer:
             )
             return self._error(request, path, 500, text)
 
-    async def _show(self, request: Request, path: str, *, is_cross_site: bool) -> Response:
+    async def _show(
+        self, request: Request, path: str, session: bytes, *, is_cross_site: bool
+    ) -> Response:
         suffix = next((form for form in _FORMS if path.endswith(form)), "")
         stem = path.removesuffix(suffix)
         stem = "/" if suffix and stem == "/index" else stem
         scope = {**request.scope, "path": stem, "root_path": ""}
         for route in self._routes:
             match, child = route.matches(scope)
-            if match is Match.NONE:
+            if match is Match.NONE or (suffix and route.path in self._writes):
                 continue
+            if route.path in self._writes:
+                return await self._write(request, path, session, route.path, child["path_params"])
             if request.method not in ("GET", "HEAD"):
                 text = f"{request.method} is not possible here: pages are only read, with GET."
                 return self._error(request, path, 405, text)
             return await self._open(
                 request,
+                session,
                 route.path,
                 child["path_params"],
                 stem,
@@ -199,6 +268,7 @@ class Explorer:
     async def _open(
         self,
         request: Request,
+        session: bytes,
         route: str,
         parameters: Mapping[str, str],
         stem: str,
@@ -210,6 +280,7 @@ class Explorer:
         lists = parse_qs(request.url.query, keep_blank_values=True)
         values = {name: several[0] for name, several in lists.items()}
         function = self._find_page(route, suffix)
+        reader = unquote(request.cookies.get(_READER_COOKIE, ""))
 
         def visit() -> Visit:
             return Visit(
@@ -221,6 +292,10 @@ class Explorer:
                 values,
                 lists,
                 is_cross_site=is_cross_site,
+                form_token=None if self._read_only else self._form_tokens.issue(session),
+                reader=reader,
+                token_texts=self._token_texts,
+                promotions=self._promotions,
             )
 
         runs_sql = (suffix and route == "/sql") or values.get(READERS_SQL.get(route, ""))
@@ -230,9 +305,11 @@ class Explorer:
                 return Response(status_code=204)
             seen = values.pop(SEEN, "")
             lists.pop(SEEN, None)
-            address = f"{stem}?{urlencode(lists, doseq=True)}"
             return self.live.follow(
-                address, lambda: run_in_threadpool(self._make_parts, visit(), function), seen
+                f"{stem}?{urlencode(lists, doseq=True)}",
+                (session, reader),
+                lambda: run_in_threadpool(self._make_parts, visit(), function),
+                seen,
             )
         if runs_sql:
             async with self.sandboxes.turn(request.is_disconnected):
@@ -241,7 +318,48 @@ class Explorer:
             page = await _run_while_connected(request, visit(), function)
         if isinstance(page, Download):
             return _send_download(page)
+        if isinstance(page, Redirect):
+            return Response(status_code=303, headers={"location": page.address})
         return await run_in_threadpool(self._render, request, page, suffix, stem)
+
+    async def _write(
+        self, request: Request, path: str, session: bytes, route: str, names: Mapping[str, str]
+    ) -> Response:
+        if request.method != "POST":
+            text = f"{request.method} is not possible here: forms of pages are sent to this address"
+            return self._error(request, path, 405, f"{text}, with POST.")
+        if self._read_only:
+            message = "this explorer was started to read the lake alone, and writes nothing"
+            raise RequestRefusedError(403, "read_only", message)
+        check_sender(request)
+        form = await read_form(request, _MAX_FORM_BYTES)
+        self._form_tokens.check(session, form.pop(TOKEN_FIELD, ""))
+        visit = Visit(
+            self._lake,
+            self._links,
+            self._memory,
+            self._profiles,
+            names,
+            form,
+            promotions=self._promotions,
+        )
+        try:
+            async with self.writes.turn(request.is_disconnected):
+                result = await run_in_threadpool(self._writes[route], visit)
+        except ReplayLakeError as error:
+            return self._error(request, path, _status_of(error), str(error), back=visit.back)
+        response = Response(status_code=303, headers={"location": result.address})
+        if result.reader is not None:
+            response.set_cookie(
+                _READER_COOKIE,
+                quote(result.reader, safe=""),
+                max_age=_READER_S,
+                path=f"{self._prefix}/",
+                httponly=True,
+                secure=_is_secure(request),
+                samesite="strict",
+            )
+        return response
 
     def _find_page(self, path: str, suffix: str) -> PageFunction:
         if path == "/sql" and suffix:
@@ -251,8 +369,8 @@ class Explorer:
 
     def _make_parts(self, visit: Visit, function: PageFunction) -> Rendering:
         page = function(visit)
-        if isinstance(page, Download):
-            raise NotFoundError("This address is a file, which is not followed.")
+        if not isinstance(page, Page):
+            raise NotFoundError("This address is no page, and is not followed.")
         return render(page, self._links)
 
     def _render(self, request: Request, page: Page, suffix: str, stem: str) -> Response:
@@ -289,18 +407,19 @@ class Explorer:
             headers.get(b"host"), headers.get(b"origin"), None if server is None else server[0]
         )
 
-    def _is_signed_in(self, request: Request) -> bool:
+    def _find_session(self, request: Request) -> bytes | None:
+        """Return what the reader signed in with, empty where no token is needed; else None."""
         if self._tokens.is_empty:
-            return True
+            return b""
         cookie = request.cookies.get(_COOKIE, "").encode()
         for token, _ in self._tokens.pairs:
             if hmac.compare_digest(self._cookie_of(token), cookie):
-                return True
+                return token
         authorization = request.headers.get("authorization")
         if authorization is None:
-            return False
+            return None
         self._tokens.check(_ROLE, authorization.encode("latin-1"))
-        return True
+        return authorization.encode("latin-1")
 
     def _cookie_of(self, token: bytes) -> bytes:
         return hmac.new(self._cookie_key, token, hashlib.sha256).hexdigest().encode()
@@ -308,26 +427,19 @@ class Explorer:
     async def _sign_in(self, request: Request) -> Response:
         if request.method != "POST":
             return self._ask_for_token(request, "/", status=200)
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > _MAX_FORM_BYTES:
-                return self._error(request, "/sign-in", 413, "The form is larger than a token.")
-        form = parse_qs(body.decode("latin-1"))
-        presented = form.get("token", [""])[0].strip().encode("latin-1", "replace")
-        to = form.get("to", ["/"])[0]
+        form = await read_form(request, _MAX_SIGN_IN_BYTES)
+        presented = form.get("token", "").strip().encode()
+        to = form.get("to", "/")
         known = [token for token, _ in self._tokens.pairs if hmac.compare_digest(token, presented)]
         if not known:
             return self._ask_for_token(request, to, wrong=True)
         response = Response(status_code=303, headers={"location": self._find_target(to)})
-        # A browser says in Origin how it reached the page, also where a proxy speaks HTTPS for us.
-        is_secure = request.headers.get("origin", "").startswith("https://")
         response.set_cookie(
             _COOKIE,
             self._cookie_of(known[0]).decode(),
             path=f"{self._prefix}/",
             httponly=True,
-            secure=is_secure or request.url.scheme == "https",
+            secure=_is_secure(request),
             # A link in a chat leads to its page; what else other sites request is refused.
             samesite="lax",
         )
@@ -338,7 +450,10 @@ class Explorer:
         path, _, query = to.partition("?")
         address = _to_address(unquote(path), query)
         scope = {"type": "http", "method": "GET", "path": unquote(path), "root_path": ""}
-        is_page = any(route.matches(scope)[0] is Match.FULL for route in self._routes)
+        is_page = any(
+            route.matches(scope)[0] is Match.FULL and route.path in self._pages
+            for route in self._routes
+        )
         return f"{self._prefix}{address}" if is_page else self._links()
 
     def _ask_for_token(
@@ -373,12 +488,17 @@ class Explorer:
         text = to_html(page, self._links, lake="", address=self._links(), assets=self._assets)
         return Response(text, status, media_type=HTML)
 
-    def _error(self, request: Request, path: str, status: int, text: str) -> Response:
+    def _error(
+        self, request: Request, path: str, status: int, text: str, *, back: str | None = None
+    ) -> Response:
         phrase = HTTPStatus(status).phrase
         if path.endswith(tuple(_FORMS)):
             page = Page(phrase, data={"error": {"status": status, "message": text}})
             return Response(to_json(page), status, media_type=_JSON)
-        body = empty_state(text, hint=tag("a", "Go to the lake", href=self._links()))
+        hint = tag("a", "Go to the lake", href=self._links())
+        if back is not None:
+            hint = tag("a", "Back to the page of the form", href=back)
+        body = empty_state(text, hint=hint)
         page = Page(phrase, section="error", panels=[Panel("Why", body)])
         return self._page(page, self._links(), status)
 
@@ -401,6 +521,15 @@ def _check_site(request: Request) -> bool:
     return True
 
 
+def _is_secure(request: Request) -> bool:
+    """Whether the browser reached the page over HTTPS, perhaps that of a proxy.
+
+    It says in Origin how, also where the proxy speaks HTTP with us.
+    """
+    is_https = request.headers.get("origin", "").startswith("https://")
+    return is_https or request.url.scheme == "https"
+
+
 def _to_address(path: str, query: str) -> str:
     """Return a path, which is not quoted, and a query, which is, as an address in ASCII."""
     return quote(path, safe="/@:~") + (f"?{quote(query, safe=_QUERY_SAFE)}" if query else "")
@@ -408,7 +537,7 @@ def _to_address(path: str, query: str) -> str:
 
 async def _run_while_connected(
     request: Request, visit: Visit, function: PageFunction
-) -> Page | Download:
+) -> Page | Download | Redirect:
     """Make a page in a thread. If the reader leaves, the query that it waits for is cancelled."""
     work = asyncio.ensure_future(run_in_threadpool(function, visit))
     while not work.done():
@@ -442,4 +571,6 @@ async def _never(request: Request) -> Response:
 def _status_of(error: ReplayLakeError) -> int:
     if isinstance(error, NotFoundError | InvalidNameError):
         return 404
+    if isinstance(error, CommitConflictError):
+        return 409
     return 503 if isinstance(error, StorageError) else 400

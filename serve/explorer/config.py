@@ -26,7 +26,8 @@ class ExplorerConfig:
     lake: a folder or URL. path_prefix: the path below which a proxy passes requests on, such as
     `/lake`; empty without one. admin_token_file: tokens, one per line; those in the variable
     REPLAYLAKE_ADMIN_TOKEN count, too. insecure: allow other machines without tokens. allowed_hosts:
-    names to answer to besides loopback and the address itself.
+    names to answer to besides loopback and the address itself. read_only: show no forms, and refuse
+    what is sent to their addresses. tokenizers: files tokenizer.json, for the texts of token ids.
     """
 
     lake: str
@@ -36,6 +37,8 @@ class ExplorerConfig:
     admin_token_file: Path | None = None
     insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
+    read_only: bool = False
+    tokenizers: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         for host in self.allowed_hosts:
@@ -66,11 +69,23 @@ class ExplorerConfig:
         return read_tokens({_ROLE: self.admin_token_file}, named)
 
     def check_exposure(self, address: str, tokens: Tokens) -> None:
-        """Refuse to show a lake to other machines without a token. Raises: ConfigInvalidError."""
-        if tokens.is_empty and not self.insecure and not ipaddress.ip_address(address).is_loopback:
+        """Refuse to show a lake to other machines without a token, and to let them write to it.
+
+        Raises: ConfigInvalidError.
+        """
+        if not tokens.is_empty or ipaddress.ip_address(address).is_loopback:
+            return
+        if not self.insecure:
             raise ConfigInvalidError(
                 f"explore: host: found {address}, which other machines can reach, but no tokens. "
                 f"Set {variable_of(_ROLE)} or `admin_token_file`, listen on 127.0.0.1, or allow "
                 "requests without tokens with `insecure`.",
                 parameter="host",
+            )
+        if not self.read_only:
+            raise ConfigInvalidError(
+                f"explore: insecure: found {address}, from which anybody could write labels, "
+                f"expected `read_only` beside it. Or set {variable_of(_ROLE)} or "
+                "`admin_token_file`.",
+                parameter="insecure",
             )

@@ -16,6 +16,7 @@ from replaylake.datastore.lake.runs.summary import dataset_texts, summarize
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.diff import ChangeCounts, EpisodeKey, diff
 from replaylake.datastore.lake.versions.history import read_history
+from replaylake.datastore.query.group_views import GROUP_ID
 from replaylake.serve.explorer.lake_page import describe_writer
 from replaylake.serve.explorer.page import Page, Panel, build_panels, empty_state
 from replaylake.serve.explorer.profiles import FoundProfile
@@ -124,6 +125,18 @@ def dataset_tools(visit: Visit, snapshot: Snapshot) -> list[Markup]:
     steps = f"SELECT * FROM {name}.steps LIMIT 100"
     return [
         tag("a", "Episodes", href=visit.link("datasets", name, "episodes", at=at), class_="button"),
+        *(
+            [
+                tag(
+                    "a",
+                    "Groups",
+                    href=visit.link("datasets", name, "groups", at=at),
+                    class_="button",
+                )
+            ]
+            if GROUP_ID in snapshot.table.schema.names
+            else []
+        ),
         tag(
             "a",
             "SQL",

@@ -22,7 +22,14 @@ from replaylake.datastore.interchange.export.dialogue import (
 from replaylake.datastore.interchange.formats.generations.rows import COMPLETION_MESSAGES
 from replaylake.datastore.lake.profile.vectors import LeafStatistics
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.maintenance.labels.episode_labels import (
+    EpisodeLabel,
+    read_episode_labels,
+)
+from replaylake.datastore.query.group_views import GROUP_ID
+from replaylake.serve.explorer.agents_panel import draw_branches, draw_side_by_side
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
+from replaylake.serve.explorer.episode_labels import show_episode_labels, to_json_labels
 from replaylake.serve.explorer.episodes_page import (
     EpisodeKey,
     EpisodeList,
@@ -31,9 +38,11 @@ from replaylake.serve.explorer.episodes_page import (
     read_list,
 )
 from replaylake.serve.explorer.frames import encode_png
+from replaylake.serve.explorer.group_page import link_group
 from replaylake.serve.explorer.page import Download, Page, Panel, build_panels
+from replaylake.serve.explorer.token_panel import draw_tokens
 from replaylake.serve.explorer.visit import Visit
-from replaylake.serve.pages.markup import Child, Markup, data_block, tag
+from replaylake.serve.pages.markup import Child, Markup, data_block, join, join_list, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag, value_cell
 from replaylake.serve.pages.texts import number_text
 
@@ -70,13 +79,17 @@ _NOT_FURTHER: Final = frozenset(
 class EpisodeContents:
     """What the panels share. summary: its row of `episodes`; steps: the first steps, in Arrow.
 
-    numbers: by observation and action, the names of their numbers and these, float64 [T, D].
+    agents: the rows of all agents of the episode, ordered by agent. numbers: by observation and
+    action, the names of their numbers and these, float64 [T, D].
+    labels: those of people, by name.
     """
 
     snapshot: Snapshot
     summary: Mapping[str, Any]
+    agents: Sequence[Mapping[str, Any]]
     steps: Any
     numbers: Mapping[str, tuple[Sequence[str], NDArray[np.float64]]]
+    labels: Mapping[str, EpisodeLabel]
 
     @property
     def episode_id(self) -> str:
@@ -85,6 +98,11 @@ class EpisodeContents:
     @property
     def agent_id(self) -> str:
         return str(self.summary["agent_id"])
+
+    @property
+    def key(self) -> EpisodeKey:
+        """Its place in the list that its address names."""
+        return EpisodeKey(self.summary["sort_key"], self.episode_id, self.agent_id)
 
     @property
     def step_numbers(self) -> list[int]:
@@ -155,6 +173,8 @@ def show_episode(visit: Visit) -> Page:
         ("steps", f"{summary['num_steps']:,}"),
         ("end", describe_end(summary)),
     ]
+    if (measure := listed.measure) is not None:
+        facts.append((measure.title.lower(), quiet_number(summary[measure.name])))
     if summary["agent_id"]:
         facts.append(("agent", summary["agent_id"]))
     if summary["policy"] is not None:
@@ -162,6 +182,11 @@ def show_episode(visit: Visit) -> Page:
         facts.append(("policy", summary["policy"] + ("" if version is None else f":{version}")))
     if summary["started_at"] is not None:
         facts.append(("started", time_tag(summary["started_at"])))
+    if GROUP_ID in contents.steps.column_names:
+        (group,) = contents.steps.column(GROUP_ID)[:1].to_pylist() or (None,)
+        if group is not None:
+            link = tag("a", str(group) or "(empty)", href=link_group(visit, name, group))
+            facts.append(("group", link))
     if summary["source_episode_id"]:
         facts.append(("id in its source", summary["source_episode_id"]))
     return Page(
@@ -180,6 +205,7 @@ def show_episode(visit: Visit) -> Page:
             "dataset": name,
             "version": snapshot.version,
             "episode": summary,
+            "labels": to_json_labels(contents.labels),
             "steps": _Columns(contents.steps),
             "previous": neighbors.get("previous"),
             "next": neighbors.get("next"),
@@ -194,7 +220,7 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
     agent_id = visit.values.get("agent")
     name = snapshot.dataset
     rows = visit.sql(
-        f"""SELECT *, CAST({listed.column} AS VARCHAR) AS sort_key FROM {name}.episodes
+        f"""SELECT *, CAST({listed.column} AS VARCHAR) AS sort_key FROM {listed.rows}
         WHERE episode_id = $id ORDER BY agent_id""",
         snapshot,
         id=episode_id,
@@ -229,8 +255,9 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
         (schema.ACTION, snapshot.spec.action_space, ()),
     ):
         if column in names:
-            numbers[column] = _read_numbers(space, column, steps.column(column), labels)
-    return EpisodeContents(snapshot, summary, steps, numbers)
+            numbers[column] = read_numbers(space, column, steps.column(column), labels)
+    said = read_episode_labels(snapshot, summary["episode_id"], summary["agent_id"])
+    return EpisodeContents(snapshot, summary, rows, steps, numbers, said)
 
 
 def _read_steps(
@@ -266,9 +293,13 @@ def _read_steps(
     return type(parts[0]).from_batches(batches, parts[0].schema)
 
 
-def _read_numbers(
+def read_numbers(
     space: Space, name: str, column: Any, labels: Sequence[str]
 ) -> tuple[Sequence[str], NDArray[np.float64]]:
+    """Return the names of the numbers of a column's values, and these, float64 [T, D].
+
+    Texts and frames have none; of others, there are at most 32.
+    """
     statistics = LeafStatistics(space, name, labels)
     return statistics.names[:_MAX_SERIES], statistics.add(column)[:, :_MAX_SERIES]
 
@@ -282,8 +313,7 @@ def _has_frames(spec: schema.DatasetSpec, column: str) -> bool:
 def _find_neighbors(
     visit: Visit, listed: EpisodeList, contents: EpisodeContents
 ) -> dict[str, dict[str, Any]]:
-    key = EpisodeKey(contents.summary["sort_key"], contents.episode_id, contents.agent_id)
-    rows = listed.run(visit, listed.neighbor_query(key))
+    rows = listed.run(visit, listed.neighbor_query(contents.key))
     return {row["place"]: {k: row[k] for k in ("episode_id", "agent_id")} for row in rows}
 
 
@@ -294,14 +324,32 @@ def _neighbor_links(
     at: str | None,
 ) -> Markup:
     links = []
-    for place, text, rel in (("previous", "Previous", "prev"), ("next", "Next", "next")):
+    for place, text, rel, key in (
+        ("previous", "Previous", "prev", "k"),
+        ("next", "Next", "next", "j"),
+    ):
         row = neighbors.get(place)
         if row is None:
             links.append(tag("span", text, class_="button", aria_disabled="true"))
             continue
-        address = link_episode(visit, listed, row, at)
-        links.append(tag("a", text, href=address, rel=rel, accesskey=rel[0], class_="button"))
+        address = link_episode(visit, listed, row, at, queue=visit.values.get("queue"))
+        links.append(
+            tag(
+                "a",
+                text,
+                href=address,
+                rel=rel,
+                accesskey=rel[0],
+                data_key=key,
+                class_="button",
+            )
+        )
     return tag("div", links, class_="tools")
+
+
+def show_labels(visit: Visit, contents: EpisodeContents) -> Panel | None:
+    """Show labels and scores, and the form that sets labels."""
+    return show_episode_labels(visit, contents.snapshot, contents.key, contents.labels)
 
 
 def show_frames(visit: Visit, contents: EpisodeContents) -> Panel | None:
@@ -391,7 +439,7 @@ def _sum_rest(visit: Visit, contents: EpisodeContents) -> float:
 
 
 def _make_plots(contents: EpisodeContents, rest: float) -> Iterator[dict[str, Any]]:
-    rewards = _floats(contents.steps.column(schema.REWARD))
+    rewards = to_floats(contents.steps.column(schema.REWARD))
     if np.isfinite(rewards).any():
         yield _plot("Reward", [("reward", rewards)])
         # Unknown from the first unknown reward backwards: a sum of the others is no return.
@@ -406,7 +454,7 @@ def _make_plots(contents: EpisodeContents, rest: float) -> Iterator[dict[str, An
                 contents.snapshot.spec.action_space, Discrete
             )
             yield {**plot, "stepped": is_discrete}
-    log_probs = _floats(contents.steps.column(schema.BEHAVIOR_LOG_PROB))
+    log_probs = to_floats(contents.steps.column(schema.BEHAVIOR_LOG_PROB))
     if np.isfinite(log_probs).any():
         yield _plot("Log-prob of the action, by its behavior policy", [("log-prob", log_probs)])
     further: list[tuple[str, NDArray[np.float64]]] = []
@@ -415,7 +463,7 @@ def _make_plots(contents: EpisodeContents, rest: float) -> Iterator[dict[str, An
             continue
         column_values = contents.steps.column(name)
         if _is_numeric(column_values.type) or str(column_values.type) == "bool":
-            known = _floats(column_values)
+            known = to_floats(column_values)
             if np.isfinite(known).any():
                 further.append((name, known))
     if further:
@@ -425,11 +473,11 @@ def _make_plots(contents: EpisodeContents, rest: float) -> Iterator[dict[str, An
 def _plot(title: str, series: Sequence[tuple[str, NDArray[np.float64]]]) -> dict[str, Any]:
     return {
         "title": title,
-        "series": [{"name": name, "values": _round_values(values)} for name, values in series],
+        "series": [{"name": name, "values": round_values(values)} for name, values in series],
     }
 
 
-def _floats(column: Any) -> NDArray[np.float64]:
+def to_floats(column: Any) -> NDArray[np.float64]:
     """Return a column of numbers, NaN where it has none."""
     if str(column.type) == "bool":
         column = column.cast("int8")
@@ -438,7 +486,7 @@ def _floats(column: Any) -> NDArray[np.float64]:
     return numbers
 
 
-def _round_values(values: NDArray[np.float64]) -> list[float | None]:
+def round_values(values: NDArray[np.float64]) -> list[float | None]:
     """Return values with seven digits, which is more than a screen shows; whole numbers exactly."""
     return [
         None if not math.isfinite(one) else one if one.is_integer() else float(f"{one:.7g}")
@@ -456,7 +504,7 @@ def show_conversation(visit: Visit, contents: EpisodeContents) -> Panel | None:
         max_turns=_MAX_TURNS,
         max_bytes=_MAX_DIALOGUE_BYTES,
     )
-    turns = [_turn(turn) for turn in dialogue.turns]
+    turns = _draw_turns(dialogue.turns)
     note = None
     total = contents.summary["num_steps_of_agents"]
     if len(turns) < total:
@@ -464,19 +512,49 @@ def show_conversation(visit: Visit, contents: EpisodeContents) -> Panel | None:
     return Panel("Conversation", turns, note=note)
 
 
-def _turn(turn: DialogueTurn) -> Markup:
-    facts = [turn.agent_id] if turn.agent_id else []
+def _draw_turns(turns: Sequence[DialogueTurn]) -> list[Markup]:
+    """Return turns with links from each to the turn that it branches from, and back."""
+    places = {(turn.agent_id, turn.step): place for place, turn in enumerate(turns)}
+    branches: dict[tuple[str, int], list[Markup]] = {}
+    for place, turn in enumerate(turns):
+        if turn.parent is not None:
+            link = tag("a", _name_turn(turn.agent_id, turn.step), href=f"#turn-{place}")
+            branches.setdefault(turn.parent, []).append(link)
+    drawn = []
+    for place, turn in enumerate(turns):
+        parent: Child = None
+        if turn.parent is not None:
+            parent = _name_turn(*turn.parent)
+            if (at := places.get(turn.parent)) is not None:
+                parent = tag("a", parent, href=f"#turn-{at}")
+        drawn.append(_turn(turn, place, parent, branches.get((turn.agent_id, turn.step), ())))
+    return drawn
+
+
+def _name_turn(agent_id: str, step: int) -> Markup:
+    # Isolated: a name with marks of another direction does not turn what follows.
+    return join(tag("bdi", agent_id or "agent"), f" step {step}")
+
+
+def _turn(turn: DialogueTurn, place: int, parent: Child, branches: Sequence[Markup]) -> Markup:
+    """Draw a turn. place: its number among those of the page; parent, branches: links to others."""
+    facts: list[Child] = [tag("bdi", turn.agent_id)] if turn.agent_id else []
     facts += [f"step {turn.step}", f"reward {number_text(turn.reward)}"]
-    facts += [f"{one['name']} {number_text(one['score'])}" for one in turn.reward_components]
+    facts += [
+        [tag("bdi", str(one["name"])), f" {number_text(one['score'])}"]
+        for one in turn.reward_components
+    ]
     if turn.policy is not None:
         version = "" if turn.policy_version is None else f":{turn.policy_version}"
-        facts.append(f"{turn.policy}{version}")
+        facts.append(tag("bdi", f"{turn.policy}{version}"))
     if turn.num_tokens is not None:
         facts.append(f"{turn.num_tokens:,} tokens")
     if turn.mean_log_prob is not None:
         facts.append(f"mean log-prob {turn.mean_log_prob:.3g}")
-    if turn.parent is not None:
-        facts.append(f"branches from {turn.parent[0] or 'agent'} step {turn.parent[1]}")
+    if parent is not None:
+        facts.append(["branches from ", parent])
+    if branches:
+        facts.append(["branched to ", join_list(branches)])
     if turn.terminated or turn.truncated:
         facts.append("terminated" if turn.terminated else "truncated")
     return tag(
@@ -484,11 +562,12 @@ def _turn(turn: DialogueTurn) -> Markup:
         [_utterance(said) for said in turn.observation],
         tag(
             "div",
-            tag("p", " \N{MIDDLE DOT} ".join(facts), class_="meta"),
+            tag("p", join_list(facts, " \N{MIDDLE DOT} "), class_="meta"),
             [_utterance(said, is_own=True) for said in turn.action],
             class_="turn sampled",
         ),
         [_utterance(said) for said in turn.final_observation],
+        id=f"turn-{place}",
     )
 
 
@@ -521,29 +600,19 @@ def _first_line(text: str) -> str:
     return line if len(line) <= 90 else f"{line[:88]}\N{HORIZONTAL ELLIPSIS}"
 
 
-def list_agents(visit: Visit, contents: EpisodeContents) -> Panel | None:
-    """Link the other agents of the episode."""
-    agents = contents.summary["agents"]
-    if len(agents) < 2:
-        return None
-    links = [
-        tag(
-            "a",
-            agent or "(no name)",
-            href=visit.link(
-                "datasets",
-                contents.snapshot.dataset,
-                "episode",
-                id=contents.episode_id,
-                agent=agent or None,
-                at=at_of(visit),
-            ),
-            class_="pill good" if agent == contents.agent_id else "pill",
-            aria_current="page" if agent == contents.agent_id else None,
-        )
-        for agent in agents
-    ]
-    return Panel("Agents", tag("p", links))
+def show_tokens(visit: Visit, contents: EpisodeContents) -> Panel | None:
+    """Show a window of the tokens that were sampled."""
+    return draw_tokens(visit, contents.snapshot, contents.episode_id, contents.agent_id)
+
+
+def show_branches(visit: Visit, contents: EpisodeContents) -> Panel | None:
+    """Show the tree of the episode's agents."""
+    return draw_branches(visit, contents.snapshot, contents.agents, contents.agent_id)
+
+
+def show_side_by_side(visit: Visit, contents: EpisodeContents) -> Panel | None:
+    """Show what the episode's agents did at the same time."""
+    return draw_side_by_side(visit, contents.snapshot, contents.agents, contents.agent_id)
 
 
 def list_steps(visit: Visit, contents: EpisodeContents) -> Panel:
@@ -576,7 +645,16 @@ def _is_numeric(kind: Any) -> bool:
     return _NUMERIC.fullmatch(str(kind)) is not None
 
 
-PANELS: Final = (show_frames, show_conversation, draw_curves, list_agents, list_steps)
+PANELS: Final = (
+    show_labels,
+    show_frames,
+    show_branches,
+    show_conversation,
+    show_side_by_side,
+    show_tokens,
+    draw_curves,
+    list_steps,
+)
 
 
 def send_frame(visit: Visit) -> Download:

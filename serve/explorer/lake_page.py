@@ -27,7 +27,7 @@ _MAX_POLICIES: Final = 4
 # Versions of one decision log, the newest ones; the page of serving has all.
 _MAX_SERVED: Final = 20
 # Writers by the name in their commits, where that is an earlier one.
-_WRITERS: Final = {"sessionise": "feedback join"}
+_WRITERS: Final = {"sessionise": "feedback join", "label": "explorer"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Live pages: what changes on a page of what goes on, sent as server-sent events.
 
-https://html.spec.whatwg.org/multipage/server-sent-events.html. Streams of one address share what is
-made for them, so that a page costs the same for one reader and for thirty.
+https://html.spec.whatwg.org/multipage/server-sent-events.html. Streams of one address and reader
+share what is made for them, so that a page costs the same in one window and in thirty. Readers
+share nothing: forms have the token of a session and the name of a reader.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -80,7 +81,7 @@ Render = Callable[[], Awaitable[Rendering]]
 
 @dataclass
 class _Shared:
-    """What the streams of one address share. number: of the newest rendering, from 1."""
+    """What the streams of one address and reader share. number: of the newest rendering, from 1."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_streams: int = 0
@@ -130,12 +131,13 @@ class LivePages:
     def __init__(self) -> None:
         self.stopping = threading.Event()
         self._num = 0
-        self._shared: dict[str, _Shared] = {}
+        self._shared: dict[tuple[str, Hashable], _Shared] = {}
 
-    def follow(self, address: str, render: Render, seen: str) -> Response:
+    def follow(self, address: str, reader: Hashable, render: Render, seen: str) -> Response:
         """Return a stream of a page: event `page` with HTML as JSON, and `end` after the last.
 
-        seen: digests of the panels that the reader has, with dots between them.
+        reader: whom the page is made for. Streams of one address and reader share its parts. seen:
+        digests of the panels that the reader has, with dots between them.
         An error of `render` ends the stream. Raises: RequestRefusedError with too many streams.
         """
         if self._num >= _MAX_STREAMS:
@@ -144,18 +146,19 @@ class LivePages:
                 f"{RETRY_AFTER_S} s"
             )
             raise RequestRefusedError(503, "server", message)
-        return _Stream(self, address, render, frozenset(seen.split(".")))
+        return _Stream(self, address, reader, render, frozenset(seen.split(".")))
 
     async def run(
         self,
         address: str,
+        reader: Hashable,
         render: Render,
         seen: frozenset[str],
         left: asyncio.Event,
         send: Callable[[str], Awaitable[None]],
     ) -> None:
         """Send events until the page ends, its reader has left, or the explorer stops."""
-        shared = self._shared.setdefault(address, _Shared())
+        shared = self._shared.setdefault((address, reader), _Shared())
         self._num += 1
         shared.num_streams += 1
         sent, sent_at = 0, time.monotonic()
@@ -183,20 +186,26 @@ class LivePages:
             self._num -= 1
             shared.num_streams -= 1
             if not shared.num_streams:
-                del self._shared[address]
+                del self._shared[address, reader]
 
 
 class _Stream(Response):
     """The response of one stream, which ends when its reader leaves."""
 
     def __init__(
-        self, pages: LivePages, address: str, render: Render, seen: frozenset[str]
+        self,
+        pages: LivePages,
+        address: str,
+        reader: Hashable,
+        render: Render,
+        seen: frozenset[str],
     ) -> None:
         super().__init__(media_type=EVENT_STREAM)
         del self.headers["content-length"]
         # nginx holds back what it passes on otherwise.
         self.headers["x-accel-buffering"] = "no"
-        self._pages, self._address, self._render, self._seen = pages, address, render, seen
+        self._pages, self._address, self._reader = pages, address, reader
+        self._render, self._seen = render, seen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         left = asyncio.Event()
@@ -214,7 +223,9 @@ class _Stream(Response):
         try:
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await self._pages.run(self._address, self._render, self._seen, left, write)
+            await self._pages.run(
+                self._address, self._reader, self._render, self._seen, left, write
+            )
             if not left.is_set():
                 await send({"type": "http.response.body", "body": b""})
         finally:

@@ -19,7 +19,7 @@ from replaylake.serve.pages.frame import (
     write_heading,
     write_panel,
 )
-from replaylake.serve.pages.markup import Child, Markup, join, tag
+from replaylake.serve.pages.markup import Child, Markup, join, join_list, tag
 
 _Subject = TypeVar("_Subject")
 # What the pages call themselves, where, and the first segment of the pages below.
@@ -79,6 +79,14 @@ class Download:
     media_type: str
     name: str | None = None
     is_fixed: bool = False
+
+
+@dataclass(frozen=True)
+class Redirect:
+    """Where the browser goes next. reader: the name that it is to keep for further forms."""
+
+    address: str
+    reader: str | None = None
 
 
 # One function a panel: it returns None where the subject has nothing to show.
@@ -147,7 +155,7 @@ def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mappin
                 for name, href in forms
             ),
         ],
-        footer=tag("span", "This page as ", _list_links(tag("a", n, href=h) for n, h in forms))
+        footer=tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
         if forms
         else None,
     )
@@ -202,10 +210,6 @@ def _queries(queries: Sequence[Query], links: Links) -> Markup | None:
     ]
     word = "SQL of this panel"
     return tag("details", tag("summary", word), tag("ul", items), class_="sql")
-
-
-def _list_links(items: Any) -> Markup:
-    return join([[", " if place else None, item] for place, item in enumerate(items)])
 
 
 def to_json(page: Page) -> bytes:

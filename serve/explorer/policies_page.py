@@ -12,6 +12,7 @@ from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.policies.evaluations import SavedEvaluation
 from replaylake.serve.explorer.lineage_panel import draw_lineage
 from replaylake.serve.explorer.page import Page, Panel, empty_state
+from replaylake.serve.explorer.promotion_form import show_promotion
 from replaylake.serve.explorer.runs_page import draw_tree, selection_link
 from replaylake.serve.explorer.trial_panel import build_trial
 from replaylake.serve.explorer.visit import Query, Visit
@@ -19,6 +20,7 @@ from replaylake.serve.pages.charts import Interval, column_chart, interval_chart
 from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 
+_REFRESH_S: Final = 2
 _COMMAND: Final = "`replaylake train offline DATASET --algorithm bc --policy NAME`"
 
 
@@ -93,8 +95,11 @@ def show_policy(visit: Visit) -> Page:
         name, on_unreadable=lambda error: unreadable.append(str(error))
     )[::-1]
     shown = _select_evaluation(visit, evaluations)
+    promotion = show_promotion(visit, [row["version"] for row in versions], aliases)
+    last = None if visit.promotions is None else visit.promotions.find(name)
     panels = [
         Panel("Versions", _version_table(visit, entries), queries=queries),
+        *([] if promotion is None else [promotion]),
         _moves_panel(visit, moves),
         _evaluations_panel(visit, evaluations, shown, unreadable),
         *([] if shown is None else _evaluation_panels(visit, shown)),
@@ -119,10 +124,12 @@ def show_policy(visit: Visit) -> Page:
             "evaluations": [_summarize_evaluation(one) for one in evaluations],
             "shown_evaluation": None if shown is None else shown.to_json(),
             "unreadable_evaluations": unreadable,
+            "promotion": None if last is None else last.to_json(),
             "trial": trial.data,
         },
         rows=versions,
         status=trial.status,
+        refresh_s=_REFRESH_S if last is not None and last.is_running else None,
     )
 
 

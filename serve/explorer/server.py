@@ -12,6 +12,8 @@ from typing import Final
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.explorer.app import create_explorer
 from replaylake.serve.explorer.config import ExplorerConfig
+from replaylake.serve.explorer.promotions import Promote
+from replaylake.serve.explorer.token_texts import TokenTexts
 from replaylake.serve.http.listener import open_listener, resolve_host, run_app
 
 _LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [explorer] %(message)s"
@@ -20,14 +22,21 @@ _DRAIN_S: Final = 3
 
 
 def run_explorer(
-    config: ExplorerConfig, on_ready: Callable[[ExplorerConfig], None] | None = None
+    config: ExplorerConfig,
+    on_ready: Callable[[ExplorerConfig], None] | None = None,
+    *,
+    promote: Promote | None = None,
 ) -> int:
     """Show a lake's pages until SIGINT or SIGTERM, then return 0.
 
     One line on stderr says where; `on_ready` is then called with the config and the port that it
-    listens on. Raises: NotFoundError if there is no lake; ServeError if the port is in use;
-    ConfigInvalidError if other machines could reach it without a token.
+    listens on. promote: moves an alias through the gate; without it, no page can.
+
+    Raises: NotFoundError if there is no lake; ServeError if the port is in use;
+    ConfigInvalidError if other machines could read or write it without a token, and for a
+    tokenizer that is none.
     """
+    token_texts = TokenTexts(config.tokenizers)
     lake = open_lake(config.lake)
     address = resolve_host(config.host)
     tokens = config.read_tokens(os.environ)
@@ -40,6 +49,9 @@ def run_explorer(
             tokens=tokens,
             allowed_hosts=config.hosts,
             path_prefix=config.path_prefix,
+            read_only=config.read_only,
+            token_texts=token_texts,
+            promote=promote,
         )
         sys.stderr.write(f"{lake.url} is at {config.url}; stop with Ctrl-C\n")
         sys.stderr.flush()

@@ -17,6 +17,8 @@ from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.statements import literal
 from replaylake.datastore.query.untrusted import Cancellation, UntrustedResult
 from replaylake.serve.explorer.profiles import ProfileMemory
+from replaylake.serve.explorer.promotions import Promotions
+from replaylake.serve.explorer.token_texts import TokenTexts
 
 _PARAMETER: Final = re.compile(r"\$(\w+)")
 # Of all that is remembered; one result may take an eighth of it.
@@ -105,8 +107,10 @@ class Links:
 class Visit:
     """A request for a page, below the explorer's prefix.
 
-    path: the parameters in its path; values: those after the question mark, the first of each name.
-    is_cross_site: whether a link on another site led to it.
+    path: the parameters in its path; values: those after the question mark, the first of each name,
+    or the fields of a form. is_cross_site: whether a link on another site led to it. form_token:
+    what a form has to send; None where nothing may be written. reader: the name that the reader
+    gave, empty before. promotions: None where no alias may be moved.
     """
 
     def __init__(
@@ -120,6 +124,10 @@ class Visit:
         lists: Mapping[str, Sequence[str]] | None = None,
         *,
         is_cross_site: bool = False,
+        form_token: str | None = None,
+        reader: str = "",
+        token_texts: TokenTexts | None = None,
+        promotions: Promotions | None = None,
     ) -> None:
         self.lake = lake
         self.link = links
@@ -129,9 +137,15 @@ class Visit:
         self.values = values
         self.lists = lists or {}
         self.is_cross_site = is_cross_site
+        self.form_token = form_token
+        self.reader = reader
+        self.token_texts = token_texts or TokenTexts()
+        self.promotions = promotions
         # Cancelled once nobody waits for the page: ends a query of the reader, and begins no other.
         self.cancellation = Cancellation()
         self.queries: list[Query] = []
+        # The address of the page whose form this is, once that is known.
+        self.back: str | None = None
 
     def take_queries(self) -> tuple[Query, ...]:
         """Return the queries since the last call."""

@@ -145,20 +145,51 @@ class CallLog:
 
         Once this returns, they survive a kill of the process. Raises: RecordFailedError.
         """
+        (result,) = self.write_all([call])
+        if isinstance(result, RecordFailedError):
+            raise result
+        return result
+
+    def write_all(self, calls: Sequence[PassedCall]) -> list[int | RecordFailedError]:
+        """Write calls as `write` does, with one write(2); return the number of steps of each.
+
+        A call that cannot be a record does not hold up the others, and has its error in the place
+        of a number. If the journal cannot be written, none of the calls is in it.
+        """
+        results: list[int | RecordFailedError] = []
+        records: list[bytes] = []
         added: list[Generation] = []
+        for call in calls:
+            own: list[Generation] = []
+            try:
+                lines = self._make_records(call, own)
+            except Exception as error:
+                self._undo(own)
+                # The cause is a value from the client or the engine, or `redact`.
+                _logger.exception("call not recorded")
+                results.append(_record_error(f"{type(error).__name__}: {error}", error))
+            else:
+                results.append(len(lines))
+                records += lines
+                added += own
         try:
-            records = self._make_records(call, added)
             if records:
                 self.journal.append(records)
         except Exception as error:
-            for generation in reversed(added):
-                self.conversations.undo(generation)
-            if isinstance(error, StorageError):
-                raise RecordFailedError(str(error)) from error
-            # The cause is a value from the client or the engine, or `redact`.
-            _logger.exception("call not recorded")
-            raise RecordFailedError(f"{type(error).__name__}: {error}") from error
-        return len(records)
+            self._undo(added)
+            is_expected = isinstance(error, StorageError)
+            if not is_expected:
+                _logger.exception("calls not recorded")
+            text = str(error) if is_expected else f"{type(error).__name__}: {error}"
+            return [
+                _record_error(text, error) if isinstance(result, int) else result
+                for result in results
+            ]
+        return results
+
+    def _undo(self, added: Sequence[Generation]) -> None:
+        for generation in reversed(added):
+            self.conversations.undo(generation)
 
     def close_reported(self, report: Mapping[str, Any]) -> str | None:
         """Return the id of the episode that a report is of, None if it is not known here.
@@ -204,7 +235,8 @@ class CallLog:
             row[SAMPLE_INDEX] = index
             row["context"] = f"{place.episode.scope}:{context}:{ids[0]}:{ids[1]}"
             if (group := place.episode.group) is None:
-                group = place.episode.group = self._find_group(call.identity, row)
+                new = prompt.messages[place.num_known :]
+                group = place.episode.group = self._find_group(call.identity, new, row)
             row["group_id"], row["group_id_source"] = group
             records.append(orjson.dumps(fit_call(row, self._fits)))
             generation = self.conversations.add(
@@ -218,13 +250,23 @@ class CallLog:
             added.append(generation)
         return records
 
-    def _find_group(self, identity: CallIdentity, row: Mapping[str, Any]) -> tuple[str | None, str]:
-        """Return the group of an episode that begins with a row, and where its id is from."""
+    def _find_group(
+        self, identity: CallIdentity, messages: Sequence[Message], row: Mapping[str, Any]
+    ) -> tuple[str | None, str]:
+        """Return the group of an episode that begins with a row, and where its id is from.
+
+        messages: the new ones of the row, before `redact`.
+        """
         if (given := identity.group_id) is not None:
             return given, GIVEN
-        messages = json.loads(row[PROMPT_MESSAGES])
+        if self._redact is not None:
+            messages = json.loads(row[PROMPT_MESSAGES])
         roles = (i for i, message in enumerate(messages) if message["role"] == "assistant")
-        derived, source = derive_group(messages[: next(roles, None)])
+        prompt = messages[: next(roles, None)]
+        try:
+            derived, source = derive_group(prompt)
+        except ValueError:  # NaN, which is text in the row
+            derived, source = derive_group(json.loads(row[PROMPT_MESSAGES])[: len(prompt)])
         return (None if derived is None else hash_group(derived, self._key)), source
 
     def _make_row(
@@ -288,6 +330,12 @@ class CallLog:
         return row, place, context, (num_tokens, tokens_hash)
 
 
+def _record_error(text: str, cause: Exception) -> RecordFailedError:
+    error = RecordFailedError(text)
+    error.__cause__ = cause
+    return error
+
+
 def _describe(prompt: Sequence[Message], message: Message | None) -> dict[str, Any]:
     """Return the columns of messages, as generations/rows.py makes them for transcripts.
 
@@ -341,6 +389,9 @@ class _Prompt:
 
 def _clean_answer(answer: CallAnswer) -> CallAnswer:
     """Return an answer with text where the API has text, at least one sample, and roles."""
+    are_texts = _is_text(answer.completion_id) and _is_text(answer.model)
+    if are_texts and answer.samples and all(map(_is_clean_sample, answer.samples)):
+        return answer
     samples = [
         replace(
             sample,
@@ -356,6 +407,17 @@ def _clean_answer(answer: CallAnswer) -> CallAnswer:
         completion_id=_to_text(answer.completion_id),
         model=_to_text(answer.model),
     )
+
+
+def _is_clean_sample(sample: Sample) -> bool:
+    message, log_probs = sample.message, sample.log_probs
+    is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
+    is_list = log_probs is None or isinstance(log_probs, list)
+    return (is_message or message is None) and _is_text(sample.finish_reason) and is_list
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def _has_all_log_probs(answer: CallAnswer) -> bool:
@@ -426,13 +488,13 @@ def _clean_log_probs(values: list[Any] | None) -> list[float] | None:
     if not values:
         return None
     try:
-        if not all(math.isfinite(value) for value in values):
-            return None
+        numbers = array("d", values)
     except (TypeError, OverflowError):
         return None
-    if max(values) > TOKEN_LOG_PROB_TOLERANCE:
+    highest = max(numbers)
+    if not all(map(math.isfinite, numbers)) or highest > TOKEN_LOG_PROB_TOLERANCE:
         return None
-    return [min(float(value), 0.0) for value in values]
+    return [min(value, 0.0) for value in numbers] if highest > 0 else numbers.tolist()
 
 
 _JSON_COLUMNS: Final = (PROMPT_MESSAGES, COMPLETION_MESSAGES, "tools", "sampling", "metadata")

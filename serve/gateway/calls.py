@@ -10,6 +10,8 @@ Message = dict[str, Any]
 COMPLETED = "completed"
 ABORTED = "aborted"
 FAILED = "failed"
+_ABOUT = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
+_LEFT_OUT = frozenset((*_ABOUT, "model", "stream", "stream_options", "tools"))
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ def take_messages(value: Any) -> list[Message]:
 
 def split_fields(body: Mapping[str, Any], *used: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the sampling parameters of a request, and the fields that say who asks and why."""
-    about = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")
-    left_out = {*used, *about, "model", "stream", "stream_options", "tools"}
-    sampling = {name: value for name, value in body.items() if name not in left_out}
-    return sampling, {name: body[name] for name in about if body.get(name) is not None}
+    sampling = {
+        name: value for name, value in body.items() if name not in _LEFT_OUT and name not in used
+    }
+    return sampling, {name: body[name] for name in _ABOUT if body.get(name) is not None}

@@ -288,6 +288,9 @@ class Conversations:
         if self._by_scope.get(tree.scope) is tree:
             del self._by_scope[tree.scope]
         self._num_generations -= len(tree.generations)
+        # Steps and episode name each other: without this, only a garbage collection frees them.
+        tree.generations.clear()
+        tree.lasts.clear()
 
     def expire(self, now_s: float) -> None:
         """Remove the episodes without a recent call, and the oldest where there are too many."""

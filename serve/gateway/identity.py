@@ -20,6 +20,7 @@ _FIELDS: Final = {
     "parent-agent": "parent_agent",
     "policy-version": "policy_version",
 }
+_HEADERS: Final = [(name, PREFIX + name.encode(), field) for name, field in _FIELDS.items()]
 # Fields that may stand before /v1 in the path: some clients can only be given a base URL.
 _IN_PATH: Final = ("run", "iteration", "group", "episode", "agent")
 _NUMBERS: Final = ("iteration", "policy_version")
@@ -52,8 +53,8 @@ def read_identity(
     Raises: RequestRefusedError (400) for a value that cannot be stored.
     """
     values: dict[str, str | int | None] = {}
-    for name, field in _FIELDS.items():
-        raw = headers.get(PREFIX + name.encode())
+    for name, header, field in _HEADERS:
+        raw = headers.get(header)
         text = in_path.get(name) if raw is None else _decode(raw)
         if text is not None:
             values[field] = _read(name, field, text)

@@ -147,8 +147,11 @@ class _Choice:
         self.is_empty = True
 
     def add_delta(self, delta: Mapping[str, Any]) -> None:
+        self.is_empty = False
         if isinstance(text := delta.get("content"), str):
             self.texts.append(text)
+            if len(delta) == 1:  # by far most of them
+                return
         for name in ("reasoning_content", "reasoning"):
             if isinstance(text := delta.get(name), str):
                 self.reasoning.append(text)
@@ -161,7 +164,6 @@ class _Choice:
             for name in ("name", "arguments"):
                 if isinstance(text := function.get(name), str):
                     self.function[name] = self.function.get(name, "") + text
-        self.is_empty = False
 
     def _add_call(self, part: Mapping[str, Any]) -> None:
         number = part.get("index")
@@ -183,15 +185,22 @@ class _Choice:
             return
         entries = log_probs.get("content")
         if isinstance(entries, list):
-            self.log_probs = (self.log_probs or []) + [entry.get("logprob") for entry in entries]
+            self._add_values([entry.get("logprob") for entry in entries])
             if engine == LLAMA_CPP:
-                self.token_ids = (self.token_ids or []) + [entry.get("id") for entry in entries]
+                self.add_ids([entry.get("id") for entry in entries])
         elif isinstance(values := log_probs.get("token_logprobs"), list):
-            self.log_probs = (self.log_probs or []) + values
+            self._add_values(values)
+
+    def _add_values(self, values: list[Any]) -> None:
+        if self.log_probs is None:
+            self.log_probs = []
+        self.log_probs += values
 
     def add_ids(self, ids: Any) -> None:
         if isinstance(ids, list):
-            self.token_ids = (self.token_ids or []) + ids
+            if self.token_ids is None:
+                self.token_ids = []
+            self.token_ids += ids
 
     def sample(self, prompt: int) -> Sample:
         message = dict(self.message)
@@ -264,7 +273,6 @@ class _OpenAIReader:
             return event, False
         self._read_head(body)
         choices = _choices_of(body)
-        is_without_text = self._is_chat and all(map(_is_without_text, choices))
         for choice in choices:
             one = self._choice(choice)
             if self._is_chat:
@@ -280,7 +288,8 @@ class _OpenAIReader:
             return event, False
         if _IDS in self._added:
             body.pop("prompt_token_ids", None)
-            if self._engine == VLLM and choices and is_without_text and not body.get("usage"):
+            is_chunk_of_ids = self._engine == VLLM and self._is_chat and choices
+            if is_chunk_of_ids and not body.get("usage") and all(map(_is_without_text, choices)):
                 return b"", False
         if isinstance(sglext, dict):
             for field, name in ((_SGLEXT_IN, "input_ids"), (_SGLEXT_OUT, "output_ids")):
@@ -320,17 +329,18 @@ class _OpenAIReader:
         return self._choices[number]
 
     def _read_head(self, body: Mapping[str, Any]) -> None:
-        if isinstance(text := body.get("id"), str) and text:
+        get = body.get
+        if isinstance(text := get("id"), str) and text:
             self._completion_id = text
-        if isinstance(text := body.get("model"), str):
+        if isinstance(text := get("model"), str):
             self._model = text
-        if body.get("usage"):
-            self._usage = body["usage"]
-        if body.get("error"):
+        if usage := get("usage"):
+            self._usage = usage
+        if get("error"):
             self._has_error = True
-        if isinstance(ids := body.get("prompt_token_ids"), list):
+        if isinstance(ids := get("prompt_token_ids"), list):
             self._prompt_ids = ids
-        if isinstance(about := body.get("metadata"), dict):
+        if isinstance(about := get("metadata"), dict):
             self._version = _to_version(about.get("weight_version"))
 
     def _read_choice(self, one: _Choice, choice: dict[str, Any], *, is_event: bool) -> None:
@@ -374,8 +384,9 @@ def _added_id_fields(added: frozenset[str], engine: str, is_chat: bool) -> tuple
 
 def _is_without_text(choice: Mapping[str, Any]) -> bool:
     delta = choice.get("delta")
-    is_empty = isinstance(delta, dict) and all(value is None for value in delta.values())
-    return is_empty and choice.get("finish_reason") is None
+    if not isinstance(delta, dict) or choice.get("finish_reason") is not None:
+        return False
+    return not delta.get("content") and all(value is None for value in delta.values())
 
 
 def _choices_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:

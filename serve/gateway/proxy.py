@@ -61,6 +61,8 @@ from replaylake.serve.gateway.openai_api import (
 from replaylake.serve.gateway.responses_api import ResponsesApi
 from replaylake.serve.gateway.sse import EventSplitter, EventTooLongError
 from replaylake.serve.gateway.upstream import Headers, Upstream, UpstreamAnswer, UpstreamError
+from replaylake.serve.http.connections import CONNECTION, LimitedProtocol
+from replaylake.serve.http.deadlines import Deadlines
 from replaylake.serve.http.request_handler import write_response
 from replaylake.serve.messages import JSON, RETRY_LATER, RequestRefusedError
 from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
@@ -176,6 +178,9 @@ class Proxy:
         self._num_retained_bytes = 0
         self._refused: dict[_Added, float] = {}
         self._num_active = 0
+        self._deadlines = Deadlines()
+        # Calls whose record is written in the next round of the event loop, all at once.
+        self._unwritten: list[tuple[_Call, PassedCall, asyncio.Future[None]]] = []
         self._complaints = RateLimitedLog(_logger, "gateway")
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
@@ -195,7 +200,7 @@ class Proxy:
             message = "internal error; see the gateway's log"
             await self._refuse(exchange, RequestRefusedError(500, "gateway", message))
         finally:
-            self._metrics.requests.labels(exchange.api, str(exchange.status)).inc()
+            self._metrics.find_requests(exchange.api, exchange.status).inc()
 
     async def _route(self, exchange: _Exchange, receive: Any) -> None:
         scope = exchange.scope
@@ -233,11 +238,11 @@ class Proxy:
         try:
             body = await self._read_body(receive)
             if api is None:
-                await self._pass_on(exchange, receive, path, body)
+                await self._pass_on(exchange, path, body)
             else:
                 exchange.api = api.name
                 identity = read_identity(in_path, exchange.headers, self._user_header)
-                await self._call(exchange, receive, api, path, body, identity)
+                await self._call(exchange, api, path, body, identity)
         finally:
             self._num_active -= 1
 
@@ -272,30 +277,33 @@ class Proxy:
 
     async def _read_body(self, receive: Any) -> bytes:
         limit, parts, size = self._config.safety.body_bytes, [], 0
+        timeout_s = self._config.safety.body_timeout_s
+        wait = self._deadlines.enter(time.perf_counter() + timeout_s)
         try:
-            async with asyncio.timeout(self._config.safety.body_timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise RequestRefusedError(_CLIENT_GONE, "client", "gone")
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > limit:
-                        raise RequestRefusedError(
-                            413, "body", found=f"{size} bytes", expected=f"at most {limit} bytes"
-                        )
-                    parts.append(part)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            seconds = self._config.safety.body_timeout_s
-            message = f"request body not received within {seconds:g} s"
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise RequestRefusedError(_CLIENT_GONE, "client", "gone")
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise RequestRefusedError(
+                        413, "body", found=f"{size} bytes", expected=f"at most {limit} bytes"
+                    )
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+        except asyncio.CancelledError:
+            if not wait.is_overdue or wait.task.cancelling() > 1:
+                raise
+            message = f"request body not received within {timeout_s:g} s"
             raise RequestRefusedError(408, "body", message) from None
+        finally:
+            self._deadlines.leave(wait)
 
     async def _pass_on(
         self,
         exchange: _Exchange,
-        receive: Any,
         path: str,
         body: bytes,
         *,
@@ -309,7 +317,7 @@ class Proxy:
         target = _target(path, exchange.scope)
         headers = self._passed_headers(exchange)
         method = exchange.scope["method"]
-        with _DisconnectWatch(receive, exchange):
+        with _DisconnectWatch(exchange):
             try:
                 answer = await self._upstream.request(method, target, headers, body)
                 try:
@@ -337,7 +345,6 @@ class Proxy:
     async def _call(
         self,
         exchange: _Exchange,
-        receive: Any,
         api: Api,
         path: str,
         body: bytes,
@@ -348,14 +355,14 @@ class Proxy:
             fields = _parse_json(body)
             request = api.read_request(fields)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            await self._pass_on(exchange, receive, path, body, unread=error)
+            await self._pass_on(exchange, path, body, unread=error)
             return
         failure = self._log.journal.failure
         if failure is not None and self._config.on_record_failure != PASS:
             self._refuse_or_count(RecordFailedError(failure))
-        engine = await self._find_engine(exchange)
+        engine = self._engine or await self._find_engine(exchange)
         key = exchange.headers.get(IDEMPOTENCY_KEY)
-        if key is not None and await self._answer_again(exchange, receive, key, path, body):
+        if key is not None and await self._answer_again(exchange, key, path, body):
             return
         try:
             added = api.ask(fields, engine)
@@ -365,7 +372,7 @@ class Proxy:
             sent = _add_fields(body, added, fields)
             reader = api.reader(request, frozenset(added), engine)
             call = _Call(exchange, api, identity, request, reader, key)
-            with _DisconnectWatch(receive, exchange, ends=key is None):
+            with _DisconnectWatch(exchange, ends=key is None):
                 await self._call_engine(call, path, body, sent, about, engine)
         finally:
             self._settle(exchange)
@@ -436,7 +443,7 @@ class Proxy:
         else:
             if is_changed:
                 data = orjson.dumps(body)
-            self._record(call, COMPLETED)
+            await self._record(call, COMPLETED)
         exchange = call.exchange
         left = [name for name, _ in answer.headers if name not in _NOT_PASSED_BACK]
         is_plain = answer.status == 200 and left == [b"content-type"] and exchange.retained is None
@@ -471,7 +478,7 @@ class Proxy:
                 await self._continue(exchange, data)
         held.append(splitter.rest)
         try:
-            self._record(call, COMPLETED)
+            await self._record(call, COMPLETED)
         except RequestRefusedError:
             self._cut(exchange)
             return
@@ -485,16 +492,57 @@ class Proxy:
             self._complaints.warning("an event of the engine's cannot be read")
             return event, False
 
-    def _record(self, call: _Call, status: str) -> None:
-        """Write a call. Raises: RequestRefusedError where it cannot be and that is to refuse."""
+    async def _record(self, call: _Call, status: str) -> None:
+        """Write a call, together with others that have been answered by now.
+
+        Raises: RequestRefusedError where it cannot be written and that is to refuse.
+        """
         if call.is_recorded:
             return
         call.is_recorded = True
+        loop = asyncio.get_running_loop()
+        if not self._unwritten:
+            loop.call_soon(self._write_all)
+        done: asyncio.Future[None] = loop.create_future()
+        self._unwritten.append((call, self._describe_call(call, status), done))
+        try:
+            await done
+        except RecordFailedError as error:
+            self._refuse_or_count(error)
+
+    def _record_partial(self, call: _Call, status: str) -> None:
+        """Write a call whose client is not there to be refused."""
+        if call.is_recorded:
+            return
+        call.is_recorded = True
+        passed = self._describe_call(call, status)
+        try:
+            self._count_call(call, passed, self._log.write(passed))
+        except RecordFailedError as error:
+            with suppress(RequestRefusedError):
+                self._refuse_or_count(error)
+
+    def _write_all(self) -> None:
+        waiting, self._unwritten = self._unwritten, []
+        results = self._log.write_all([passed for _, passed, _ in waiting])
+        for (call, passed, done), result in zip(waiting, results, strict=True):
+            is_waiting = not done.done()  # else its client has gone meanwhile
+            if isinstance(result, int):
+                self._count_call(call, passed, result)
+                if is_waiting:
+                    done.set_result(None)
+            elif is_waiting:
+                done.set_exception(result)
+            else:
+                with suppress(RequestRefusedError):
+                    self._refuse_or_count(result)
+
+    def _describe_call(self, call: _Call, status: str) -> PassedCall:
         answer, exchange = call.reader.answer(), call.exchange
         if status == COMPLETED and not answer.is_complete:
             status = FAILED
         key = call.idempotency_key
-        passed = PassedCall(
+        return PassedCall(
             call.api.name,
             call.identity,
             call.request,
@@ -505,21 +553,14 @@ class Proxy:
             time.monotonic(),
             None if key is None else key.decode("latin-1"),
         )
-        try:
-            num = self._log.write(passed)
-        except RecordFailedError as error:
-            self._refuse_or_count(error)
-            return
-        if num:
-            self._metrics.calls.labels(call.api.name, status).inc()
-            self._count_tokens(answer)
-        if exchange.first_byte_s is not None:
-            seconds = exchange.first_byte_s - exchange.begun_s
-            self._metrics.first_byte.labels(call.api.name).observe(seconds)
 
-    def _record_partial(self, call: _Call, status: str) -> None:
-        with suppress(RequestRefusedError):  # nobody is there to be refused
-            self._record(call, status)
+    def _count_call(self, call: _Call, passed: PassedCall, num: int) -> None:
+        if num:
+            self._metrics.find_calls(passed.api, passed.status).inc()
+            self._count_tokens(passed.answer)
+        if passed.first_byte_s is not None:
+            seconds = passed.first_byte_s - passed.begun_s
+            self._metrics.find_first_byte(call.api.name).observe(seconds)
 
     def _refuse_or_count(self, error: RecordFailedError) -> None:
         """Refuse a call that cannot be recorded, or count it. Raises: RequestRefusedError (503)."""
@@ -534,16 +575,14 @@ class Proxy:
     def _count_tokens(self, answer: CallAnswer) -> None:
         known = sum(len(one.token_ids) for one in answer.samples if one.token_ids is not None)
         if known:
-            self._metrics.tokens.labels("known").inc(known)
+            self._metrics.find_tokens("known").inc(known)
             return
         usage = answer.usage if isinstance(answer.usage, dict) else {}
         num = usage.get("completion_tokens", usage.get("output_tokens"))
         if type(num) is int and num > 0:
-            self._metrics.tokens.labels("unknown").inc(num)
+            self._metrics.find_tokens("unknown").inc(num)
 
-    async def _answer_again(
-        self, exchange: _Exchange, receive: Any, key: bytes, path: str, body: bytes
-    ) -> bool:
+    async def _answer_again(self, exchange: _Exchange, key: bytes, path: str, body: bytes) -> bool:
         """Answer a repeated request with the retained answer; else retain what the engine answers.
 
         A request is repeated if key, path, query, body, identity and credentials are the same.
@@ -560,7 +599,7 @@ class Proxy:
             if (answer := self._in_progress.get(digest)) is None:
                 exchange.retained = self._in_progress[digest] = _RetainedAnswer(digest)
                 return False
-            with _DisconnectWatch(receive, exchange):
+            with _DisconnectWatch(exchange):
                 try:
                     await answer.done.wait()
                 except asyncio.CancelledError:
@@ -653,9 +692,8 @@ class Proxy:
     def _passed_headers(self, exchange: _Exchange) -> list[tuple[bytes, bytes]]:
         key = self._key
         ours = (b"authorization", b"x-api-key") if key is not None else ()
-        named = {
-            value.strip().lower() for value in exchange.headers.get(b"connection", b"").split(b",")
-        }
+        connection = exchange.headers.get(b"connection")
+        named = () if connection is None else _split_names(connection)
         passed = [
             (name, value)
             for name, value in exchange.scope["headers"]
@@ -745,29 +783,36 @@ class _Call:
 
 
 class _DisconnectWatch:
-    """Ends the task that handles a request when its client is gone, where nothing else waits."""
+    """Ends the task that handles a request when its client is gone, where nothing else waits.
 
-    def __init__(self, receive: Any, exchange: _Exchange, *, ends: bool = True) -> None:
-        self._receive, self._exchange, self._ends = receive, exchange, ends
+    The connection calls it: a second task, which waits for ASGI's message, costs more.
+    """
+
+    def __init__(self, exchange: _Exchange, *, ends: bool = True) -> None:
+        self._exchange, self._ends = exchange, ends
+        self._connection: LimitedProtocol = exchange.scope[CONNECTION]
 
     def __enter__(self) -> None:
         self._task = asyncio.current_task()
-        self._watch = asyncio.ensure_future(self._receive())
-        self._watch.add_done_callback(self._on_message)
+        self._connection.on_disconnect = self._on_disconnect
+        if self._connection.transport.is_closing():
+            self._on_disconnect()
 
     def __exit__(self, *_: Any) -> None:
-        self._watch.remove_done_callback(self._on_message)
-        self._watch.cancel()
+        self._connection.on_disconnect = None
         if self._task is not None and self._exchange.is_client_gone:
             self._task.uncancel()
 
-    def _on_message(self, watch: asyncio.Future[Any]) -> None:
-        if watch.cancelled() or watch.exception() is not None:
+    def _on_disconnect(self) -> None:
+        if self._exchange.is_client_gone:
             return
-        if watch.result().get("type") == "http.disconnect":
-            self._exchange.is_client_gone = True
-            if self._ends and self._task is not None:
-                self._task.cancel()
+        self._exchange.is_client_gone = True
+        if self._ends and self._task is not None:
+            self._task.cancel()
+
+
+def _split_names(value: bytes) -> set[bytes]:
+    return {name.strip().lower() for name in value.split(b",")}
 
 
 def _split_raw_path(scope: Mapping[str, Any]) -> tuple[dict[str, str], str]:

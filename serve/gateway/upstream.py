@@ -7,6 +7,7 @@ processor time, with aiohttp 167 and with httpx 2,320 (docs/decisions/094; 2 cor
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import time
 from collections import deque
@@ -97,6 +98,7 @@ class Upstream:
         self._silence_s = silence_s
         self._idle: deque[_Connection] = deque()
         self._open: set[_Connection] = set()
+        self._check_s, self._is_watching = min(1.0, silence_s / 20), False
 
     async def request(
         self, method: str, target: str, headers: Headers, body: bytes = b""
@@ -145,6 +147,25 @@ class Upstream:
         if len(self._idle) > _MAX_IDLE:
             self._idle.popleft().abort()
 
+    def watch(self, connection: _Connection) -> asyncio.Future[None]:
+        """Return a future to wait for; `check_due` is called meanwhile.
+
+        One timer serves all connections, as in serve/http/deadlines.py.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._is_watching:
+            self._is_watching = True
+            loop.call_later(self._check_s, self._check_all, loop)
+        return loop.create_future()
+
+    def _check_all(self, loop: asyncio.AbstractEventLoop) -> None:
+        now_s = time.monotonic()
+        for connection in tuple(self._open):
+            connection.check_due(now_s)
+        self._is_watching = bool(self._open)
+        if self._is_watching:
+            loop.call_later(self._check_s, self._check_all, loop)
+
     def forget(self, connection: _Connection) -> None:
         """Note that a connection is closed."""
         self._open.discard(connection)
@@ -190,6 +211,7 @@ class _Connection(asyncio.Protocol):
         self._num_queued, self._is_paused = 0, False
         self.idle_since = self.connect_s = 0.0
         self.is_open = False
+        self._due_s, self._awaited = math.inf, ("", 0.0)
         self._reset()
 
     def _reset(self) -> None:
@@ -254,18 +276,19 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def _wait(self, timeout_s: float, what: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, self._time_out, f"{what} within {timeout_s:g} s")
+        self._waiter = self._upstream.watch(self)
+        self._due_s, self._awaited = time.monotonic() + timeout_s, (what, timeout_s)
         try:
             await self._waiter
         finally:
-            timer.cancel()
+            self._due_s = math.inf
             self._waiter = None
 
-    def _time_out(self, failure: str) -> None:
-        self._has_bytes = True  # it is not for another connection
-        self._fail(failure)
+    def check_due(self, now_s: float) -> None:
+        """Fail a request whose engine has been silent for too long."""
+        if now_s >= self._due_s:
+            self._has_bytes = True  # it is not for another connection
+            self._fail("{} within {:g} s".format(*self._awaited))
 
     def _fail(self, failure: str) -> None:
         if self._failure is None:

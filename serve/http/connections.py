@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 from weakref import WeakSet
@@ -26,6 +27,8 @@ from replaylake.serve.messages import (
 )
 from replaylake.serve.safety.limits import ConnectionLimits
 
+# Key of an ASGI scope: the connection of the request, a LimitedProtocol.
+CONNECTION: Final = "replaylake.connection"
 _CHECK_INTERVAL_S: Final = 0.5
 _SERVER: Final = (b"server", f"replaylake/{VERSION}".encode())
 # httptools keeps the places of a URL's parts in 16 bits.
@@ -83,6 +86,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_since: float | None = None
         self._head_bytes = 0
         self._unread_since: float | None = None
+        self.on_disconnect: Callable[[], None] | None = None
         if len(self.connections) > self.limits.num and not self._close_idle_connection():
             self._refuse(
                 503,
@@ -93,6 +97,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.server_state not in self._server_states:
             self._server_states.add(self.server_state)
             self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a connection; tell whoever answers a request of it."""
+        super().connection_lost(exc)
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
     def data_received(self, data: bytes) -> None:
         """Take a packet."""
@@ -123,6 +133,7 @@ class LimitedProtocol(HttpToolsProtocol):
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ARRIVED] = time.perf_counter()
         scope[ARRIVALS] = self._arrivals
+        scope[CONNECTION] = self
         self._arrivals.record_arrival(self.loop)
 
     def on_response_complete(self) -> None:

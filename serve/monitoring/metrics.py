@@ -1,7 +1,7 @@
 """What the server counts.
 
-Counting is adding to numbers in memory (cells.py); Prometheus text is made of them when somebody
-asks (exposition.py). Several workers have their numbers in files of PROMETHEUS_MULTIPROC_DIR, and
+Counting is adding to numbers in memory (shared_counters.py); Prometheus text is made of them when
+somebody asks. Several workers have their numbers in files of PROMETHEUS_MULTIPROC_DIR, and
 whichever is asked adds them up; without it there is one worker.
 """
 

@@ -238,7 +238,7 @@ def stacked_chart(
         aria_label=label,
     )
     legend = [
-        tag("li", _swatch(number), tag("span", name, class_="name"), tag("span", text))
+        tag("li", swatch(number), tag("span", name, class_="name"), tag("span", text))
         for number, (name, _, text) in enumerate(parts)
     ]
     return tag(
@@ -417,7 +417,8 @@ def density_map(grid: Sequence[Sequence[int]], *, label: str) -> Markup:
     return tag("figure", tag("figcaption", label), picture, class_="chart map")
 
 
-def _swatch(number: int) -> Markup:
+def swatch(number: int) -> Markup:
+    """Draw the color of a part or a line by its number, for a legend."""
     square = tag("rect", x=0, y=0, width=10, height=10, class_=_color(number))
     return tag("svg", square, viewBox="0 0 10 10", class_="swatch", aria_hidden="true")
 

@@ -7,7 +7,7 @@ message from data is always text, whatever it holds.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any, Final, TypeAlias
 
@@ -21,7 +21,7 @@ _UNENCODABLE: Final = {0: "\ufffd", **{half: "\ufffd" for half in range(0xD800, 
 
 
 class Markup(str):
-    """HTML that is written as it is. Only `tag`, `join` and `data_block` make it."""
+    """HTML that is written as it is. Only `tag`, `join`, `join_list` and `data_block` make it."""
 
     __slots__ = ()
 
@@ -61,6 +61,11 @@ def tag(name: str, /, *children: Child, **attributes: Any) -> Markup:
 def join(*children: Child) -> Markup:
     """Return children one after the other, each text escaped."""
     return Markup("".join(_render(child) for child in children))
+
+
+def join_list(children: Sequence[Child], separator: str = ", ") -> Markup:
+    """Return children with a text between each two."""
+    return join(*([separator if place else None, child] for place, child in enumerate(children)))
 
 
 def data_block(identity: str, value: Any) -> Markup:

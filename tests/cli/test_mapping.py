@@ -1,9 +1,14 @@
 """`ingest --mapping FILE`, and the flags that win over it."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from replaylake.cli.mapping import KEYS
+from replaylake.cli.options import name_options
+from replaylake.datastore.interchange.formats.format import ReadOptions
 
 LOG = """\
 user,session,hour,age,device,item,paid
@@ -106,6 +111,17 @@ def test_a_file_that_makes_no_sense(
 
 def test_a_file_that_is_not_there(run: Any, source: Path) -> None:
     run("ingest", source, "--dataset", "d", "--mapping", "none.toml").failed("none.toml")
+
+
+def test_each_option_of_reading_has_a_key_and_a_flag() -> None:
+    names = {"mapping": "map", "reward_unknown": "no_reward", "action_range": "action_low"}
+    of_the_library = {"encoding", "head_rows", "on_rows"}
+    parameters = [f.name for f in fields(ReadOptions) if f.name not in of_the_library]
+    assert [name for name in parameters if names.get(name, name) not in KEYS] == []
+    # Messages name parameters; a flag that is missing from `_SAME_NAMES` would show as a parameter.
+    assert [name for name in parameters if not name_options(f"`{name}`").startswith("--")] == []
+    page = (Path(__file__).parents[2] / "docs" / "FORMATS.md").read_text()
+    assert [key for key in KEYS if f"`{key}`" not in page] == []
 
 
 def test_half_a_range_is_wrong_usage(run: Any, source: Path) -> None:

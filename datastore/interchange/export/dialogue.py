@@ -7,7 +7,7 @@ import binascii
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.episodes import schema, tokens
+from replaylake.datastore.episodes.message_media import MESSAGE_MEDIA, is_media_column
 from replaylake.datastore.episodes.tokenizer import Tokenizer
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.interchange.formats.generations.messages import (
@@ -29,6 +30,7 @@ from replaylake.datastore.interchange.formats.generations.rows import (
     REWARD_COMPONENTS,
 )
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.storage.table.delta_schema import plain_type
 
 _MAX_TOKENIZER_BYTES: Final = 1 << 30
 _COLUMNS: Final = (
@@ -53,6 +55,11 @@ _COLUMNS: Final = (
     *tokens.TOKEN_TYPES,
 )
 _HASH_DIGITS: Final = 16
+# The sizes of media are enough to describe them.
+_SIZES: Final = (
+    f"list_transform({MESSAGE_MEDIA}, lambda m: {{'sha256': m.sha256, 'num_bytes': m.num_bytes}})"
+)
+_REFERENCE: Final = "sha256:"
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,8 @@ class Dialogue:
     turns: Sequence[DialogueTurn]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        # `asdict` copies each of a few hundred thousand tokens deeply.
+        return {**vars(self), "turns": [_turn_to_json(turn) for turn in self.turns]}
 
 
 def read_dialogue(
@@ -158,10 +166,11 @@ def read_dialogue(
             f"{snapshot.dataset}.episodes lists the ids.",
             parameter="episode",
         )
-    schema_of_steps = snapshot.sql("SELECT * FROM steps LIMIT 0").schema
-    known = schema_of_steps.names
-    columns = ", ".join(name for name in _COLUMNS if name in known)
-    order = f"ORDER BY {'env_step, ' if 'env_step' in known else ''}agent_id, step"
+    types = {field.name: plain_type(field.type) for field in snapshot.table.schema}
+    columns = ", ".join(name for name in _COLUMNS if name in types)
+    if any(is_media_column(*one) for one in types.items()):
+        columns += f", {_SIZES} AS {MESSAGE_MEDIA}"
+    order = f"ORDER BY {'env_step, ' if 'env_step' in types else ''}agent_id, step"
     parameters: dict[str, object] = {"id": own[0]}
     limits = []
     if max_turns is not None:
@@ -171,7 +180,7 @@ def read_dialogue(
         texts_of_turn = [
             f"coalesce(strlen({name}), 0)"
             for name in _COLUMNS
-            if name in known and pa.types.is_string(schema_of_steps.field(name).type)
+            if name in types and pa.types.is_string(types[name])
         ]
         limits.append(
             f"(row_number() OVER turns = 1 OR sum({' + '.join(texts_of_turn)}) OVER turns "
@@ -239,8 +248,11 @@ def read_token_texts(path: Path, tokenizer: Tokenizer | None) -> list[str | None
     return texts
 
 
-def describe_part(part: Any) -> str | None:
-    """Return what a part of a message's content is, if it is media: kind, size and sha256."""
+def describe_part(part: Any, sizes: Mapping[str, int] | None = None) -> str | None:
+    """Return what a part of a message's content is, if it is media: kind, size and sha256.
+
+    sizes: bytes of the media that the step stores beside its messages, by sha256.
+    """
     if not isinstance(part, dict):
         return None
     kind = str(part.get("type", "part"))
@@ -261,6 +273,9 @@ def describe_part(part: Any) -> str | None:
         stated = body.get("sha256", part.get("sha256"))
         known = f", sha256 {str(stated)[:_HASH_DIGITS]}" if stated else ""
         return clean_text(f"[{what}: {reference}{known}]")
+    stored = data.removeprefix(_REFERENCE)
+    if stored != data and sizes is not None and stored in sizes:
+        return clean_text(f"[{what}: {sizes[stored]:,} bytes, sha256 {stored[:_HASH_DIGITS]}]")
     try:
         content = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
@@ -269,13 +284,22 @@ def describe_part(part: Any) -> str | None:
     return clean_text(f"[{what}: {len(content):,} bytes, sha256 {digest}]")
 
 
+def _turn_to_json(turn: DialogueTurn) -> dict[str, Any]:
+    lists = ("observation", "action", "final_observation", "tokens")
+    return {**vars(turn), **{name: [*map(vars, getattr(turn, name))] for name in lists}}
+
+
 def _make_turn(
     row: Mapping[str, Any], with_tokens: bool, texts: Sequence[str | None]
 ) -> DialogueTurn:
     ids = row.get(tokens.ACTION_TOKENS)
-    sampled = [] if ids is None else _read_tokens(row, ids, texts)
+    num_trainable = None
+    if ids is not None:
+        mask = row.get(tokens.ACTION_LOSS_MASK) or [True] * len(ids)
+        num_trainable = 0 if row.get(tokens.IS_TRAINABLE) is False else sum(map(bool, mask))
     read = row.get(tokens.OBSERVATION_TOKENS)
-    log_probs = [one.log_prob for one in sampled if one.log_prob is not None]
+    known = row.get(tokens.ACTION_LOG_PROBS) if ids else None
+    log_probs = [value for value in known or () if value is not None]
     agent_id, step = row["agent_id"], row["step"]
     parent = None
     if (parent_step := row.get(tokens.PARENT_STEP)) is not None:
@@ -298,9 +322,9 @@ def _make_turn(
         policy_version=row.get("policy_version"),
         num_observation_tokens=None if read is None else len(read),
         num_tokens=None if ids is None else len(ids),
-        num_trainable=None if ids is None else sum(one.is_trainable for one in sampled),
+        num_trainable=num_trainable,
         mean_log_prob=sum(log_probs) / len(log_probs) if log_probs else None,
-        tokens=sampled if with_tokens else (),
+        tokens=_read_tokens(row, ids, texts) if with_tokens and ids else (),
     )
 
 
@@ -325,14 +349,15 @@ def _read_tokens(
 def _read_messages(row: Mapping[str, Any], name: str, other: str, role: str) -> list[Utterance]:
     """Return the messages of a column of JSON, else the value of the field that it describes."""
     if text := row.get(name):
-        return [_read_message(one) for one in json.loads(text)]
+        sizes = {one["sha256"]: one["num_bytes"] for one in row.get(MESSAGE_MEDIA) or ()}
+        return [_read_message(one, sizes) for one in json.loads(text)]
     value = row.get(other)
     if value is None or (name in row and row[name] is not None):
         return []
     return [Utterance(role, value if isinstance(value, str) else str(value))]
 
 
-def _read_message(message: Mapping[str, Any]) -> Utterance:
+def _read_message(message: Mapping[str, Any], sizes: Mapping[str, int]) -> Utterance:
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts: list[str] = []
@@ -341,10 +366,10 @@ def _read_message(message: Mapping[str, Any]) -> Utterance:
         if isinstance(part, str):
             texts.append(part)
         elif isinstance(part, dict) and part.get("type") == "tool_result":
-            inner = _read_message({"role": "tool", "content": part.get("content")})
+            inner = _read_message({"role": "tool", "content": part.get("content")}, sizes)
             texts.append(inner.text)
             media += inner.media
-        elif (described := describe_part(part)) is not None:
+        elif (described := describe_part(part, sizes)) is not None:
             media.append(described)
         elif isinstance(part, dict) and isinstance(part.get("text"), str):
             texts.append(part["text"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.message_media import is_media_column
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import (
     AlreadyExistsError,
@@ -183,6 +184,10 @@ class _Export:
         self._selection = selection
         self._format = known
         self._target = target
+        spec = snapshot.spec
+        # Episodes have their media in their messages.
+        columns = {n: kind for n, kind in spec.extras.items() if not is_media_column(n, kind)}
+        self._spec = replace(spec, extras=columns)
         self._on_progress = on_progress
         self._num_pieces = 0
         self._num_steps = 0
@@ -197,7 +202,7 @@ class _Export:
             # Under its own name, which some formats keep inside too.
             path = beside / "o" / target.name
             path.parent.mkdir()
-            written = self._format.write(self._episodes(beside), self._snapshot.spec, path)
+            written = self._format.write(self._episodes(beside), self._spec, path)
             self._check_not_empty()
             num_bytes = _make_durable(path)
             _publish(path, target, force)

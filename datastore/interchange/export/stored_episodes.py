@@ -7,10 +7,11 @@ what is held, the rest of which is on disk.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,11 @@ import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.message_media import (
+    MESSAGE_MEDIA,
+    is_media_column,
+    restore_media,
+)
 from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import StorageError
@@ -55,7 +61,7 @@ def iter_stored_episodes(
     """Yield a snapshot's episodes with all that is known of them, in the order of their first rows.
 
     An episode whose steps are not consecutive comes as several, each with its first_step. Their
-    episode_id is the store's.
+    episode_id is the store's. Media are in their messages, as they were written.
 
     Args:
         snapshot: where from.
@@ -65,8 +71,10 @@ def iter_stored_episodes(
         batch_bytes: decoded at a time, about.
 
     Cost: the ids and flags of all rows are read once, then all columns once.
-    Raises: ShardCorruptError, before any row of a shard whose sha256 is another; StorageError.
+    Raises: ShardCorruptError, before any row of a shard whose sha256 is another, and for media
+    whose bytes are lost; StorageError.
     """
+    media = _EpisodeMedia(snapshot)
     last_rows = _last_rows(snapshot.table, selection)
     pending = PendingEpisodes(snapshot.spec, scratch)
     num_read = 0
@@ -80,12 +88,45 @@ def iter_stored_episodes(
             touched.append(pending.get_or_add(*key, last_rows.get(key)))
             touched[-1].add(StoredPiece(block, span.start, span.end), span.last_row)
         for episode in pending.take_whole():
-            yield from _assemble(episode, snapshot)
+            yield from map(media.restore, _assemble(episode, snapshot))
         pending.copy_pending(block, touched)
         if on_rows is not None:
             on_rows(num_read)
     for episode in pending.take_all():
-        yield from _assemble(episode, snapshot)
+        yield from map(media.restore, _assemble(episode, snapshot))
+
+
+class _EpisodeMedia:
+    """Puts the media of messages back into them.
+
+    An agent's messages may refer to bytes that another agent's step has, or one that was not
+    selected: then those of the episode are read.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._has_media = any(is_media_column(*one) for one in snapshot.spec.extras.items())
+        self._loaded: tuple[str, dict[str, bytes]] = ("", {})
+
+    def restore(self, episode: Episode) -> Episode:
+        """Return an episode whose messages have their media."""
+        if not self._has_media or MESSAGE_MEDIA not in episode.extras:
+            return episode
+        load, where = partial(self._load, episode.episode_id), f"episode {episode.episode_id}"
+        return replace(episode, extras=restore_media(episode.extras, load, where))
+
+    def _load(self, episode_id: str) -> dict[str, bytes]:
+        if self._loaded[0] != episode_id:
+            rows = self._snapshot.sql(
+                f"SELECT m.sha256 AS digest, m.bytes AS bytes FROM (SELECT unnest({MESSAGE_MEDIA}) "
+                f"AS m FROM steps WHERE {schema.EPISODE_ID} = $id) WHERE m.bytes IS NOT NULL",
+                {"id": episode_id},
+            )
+            pairs = zip(rows["digest"].to_pylist(), rows["bytes"].to_pylist(), strict=True)
+            # SQL does not verify what it reads.
+            known = {one: data for one, data in pairs if hashlib.sha256(data).hexdigest() == one}
+            self._loaded = (episode_id, known)
+        return self._loaded[1]
 
 
 def find_agents(snapshot: Snapshot, selection: ExportSelection) -> dict[str, set[str]]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
+from replaylake.datastore.episodes.message_media import MESSAGE_MEDIA, is_media_column
 from replaylake.datastore.episodes.schema import EPISODE_ID, TRACE_ID
 from replaylake.datastore.errors import LogCorruptError, NotFoundError, StorageError
 from replaylake.datastore.feedback.decisions import DECISION_ID
@@ -142,6 +143,7 @@ class DatasetCheck:
         steps = plans[0]
         if steps.log.state is not None and steps.schema is not None and not steps.damages:
             self._check_keys(handle)
+            self._check_media(handle)
         self.datasets.append(
             CheckedDataset(
                 name,
@@ -186,6 +188,24 @@ class DatasetCheck:
             self.repairs += [
                 Repair("deleted", self._name, path, "", None, 0, 0) for path in damaged
             ]
+
+    def _check_media(self, handle: Dataset) -> None:
+        """Find references of messages to media whose bytes no step of the episode has."""
+        snapshot = handle.snapshot()
+        if not any(is_media_column(*one) for one in snapshot.spec.extras.items()):
+            return
+        lost = snapshot.sql(
+            f"SELECT {EPISODE_ID}, m.sha256 AS digest, count(*) AS n FROM (SELECT {EPISODE_ID}, "
+            f"unnest({MESSAGE_MEDIA}) AS m FROM steps) GROUP BY {EPISODE_ID}, m.sha256 "
+            "HAVING count(m.bytes) = 0 ORDER BY ALL"
+        )
+        for row in lost.to_pylist():
+            message = (
+                f"episode {row[EPISODE_ID]}: {row['n']} steps refer to media with the sha256 "
+                f"{row['digest']}, whose bytes no step of the episode has. Restore the episode "
+                "from a copy, or delete it with `replaylake datasets delete`."
+            )
+            self.add(ERROR, "media", handle.name, message, snapshot.version)
 
     def check_lake_log(self, root: str) -> CheckedLog:
         """Check the log of the lake itself; with repair, repair it."""

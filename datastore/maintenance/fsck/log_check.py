@@ -8,13 +8,13 @@ from typing import Final
 
 from replaylake.datastore.errors import FormatTooNewError, LogCorruptError
 from replaylake.datastore.storage.log.checkpoint import write_checkpoint
+from replaylake.datastore.storage.log.commit_file import ENGINE
 from replaylake.datastore.storage.log.folder import Listing, LogFolder
 from replaylake.datastore.storage.log.state import Change, FileEntry, LogState
 from replaylake.datastore.storage.storage import Storage
 
 # Versions applied at once: every application copies what changes.
 _BATCH: Final = 100
-_ENGINE_NAME: Final = "replaylake"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _LogCheck:
             message = "missing, expected every version up to the newest. Restore the file"
             self._fault(path, version, f"{message} from a copy of the lake.")
             return None
-        if change.info.get("engineInfo") == _ENGINE_NAME and "sha256" not in change.info:
+        if change.info.get("engineInfo") == ENGINE and "sha256" not in change.info:
             self._fault(path, version, "its first line was changed: it has no sha256 any more.")
             return None
         self._track_files(change, path)

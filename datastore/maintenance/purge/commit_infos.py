@@ -10,8 +10,8 @@ from replaylake.datastore.storage.table.table import Table
 
 HIDDEN: Final = "<deleted>"
 # The names of a source's files, how it was read (`fill` has values of columns), where in its
-# files a check found something, and a scorer's condition and prompt.
-_NAMING: Final = ("source_names", "read_as", "checks", "scored")
+# files a check found something, a scorer's condition and prompt, and who labeled.
+_NAMING: Final = ("source_names", "read_as", "checks", "scored", "labeled")
 
 
 def hide_values(table: Table, values: Collection[str]) -> int:

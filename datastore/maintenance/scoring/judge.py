@@ -23,6 +23,7 @@ import re
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,6 +90,8 @@ _MAX_UNANSWERED: Final = 8
 # endpoint filters contents.
 _TRANSIENT: Final = (408, 429, 500, 502, 503, 504, 529)
 _OF_ALL: Final = (301, 302, 303, 307, 308, 401, 402, 404, 405)
+# How long an interrupted run waits for the responses to requests that were sent.
+_FINISH_S: Final = 5.0
 _MAX_ERROR_CHARS: Final = 300
 _MAX_SHOWN: Final = 64
 
@@ -249,17 +252,26 @@ class JudgeScorer:
             waiting = 0
             for task in tasks:
                 while waiting >= 2 * self._config.concurrency:
-                    yield self._read(*requests.take())
+                    yield self._read(*requests.wait_for_first())
+                    requests.drop_first()
                     waiting -= 1
                 body = {**self._config.options, "model": self._model, "messages": task.content}
                 requests.put(task, json.dumps(body).encode())
                 waiting += 1
             for _ in range(waiting):
-                yield self._read(*requests.take())
+                yield self._read(*requests.wait_for_first())
+                requests.drop_first()
         except JudgeError:
             # What was answered before is not lost.
             for answered in requests.take_rest():
                 yield self._read(*answered)
+            raise
+        except KeyboardInterrupt as interrupt:
+            # Requests under way are paid for.
+            for answered in requests.finish():
+                yield self._read(*answered)
+            if num := requests.num_under_way:
+                interrupt.add_note(f"{num} of the judge's requests got no answer in time")
             raise
         finally:
             requests.close()
@@ -510,12 +522,16 @@ class _Requests:
         if key.value is not None:
             self._headers["Authorization"] = f"Bearer {key.value}"
         self._todo: queue.SimpleQueue[tuple[Task, bytes] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Task, Any] | JudgeError] = queue.SimpleQueue()
+        # An interrupt may come at any place: what was answered is there until it was dealt with.
+        self._done: deque[tuple[Task, Any] | JudgeError] = deque()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._next_start = 0.0
         # In a row, as they are taken.
         self._num_unanswered = 0
+        self._num_under_way = 0
+        self._finishing = threading.Event()
         self._connections: set[http.client.HTTPConnection] = set()
         self._threads = [
             threading.Thread(target=self._work, name=f"judge {i}", daemon=True)
@@ -528,31 +544,56 @@ class _Requests:
         """Send a request when it is its turn."""
         self._todo.put((task, body))
 
-    def take(self) -> tuple[Task, Any]:
-        """Wait for a response: its bytes, or why there is none. Raises: JudgeError."""
-        done = self._done.get()
+    def wait_for_first(self) -> tuple[Task, Any]:
+        """Return the first response, once it is there: its bytes, or why there is none.
+
+        Raises: JudgeError.
+        """
+        self._news.get()
+        done = self._done[0]
         if isinstance(done, JudgeError):
-            self._stopped.set()
+            self._stop()
             raise done
         answer = done[1]
         is_unanswered = isinstance(answer, _NoAnswerError) and answer.is_transient
         self._num_unanswered = self._num_unanswered + 1 if is_unanswered else 0
         if self._num_unanswered >= _MAX_UNANSWERED:
-            self._stopped.set()
+            self._stop()
             raise answer.error
         return done
 
+    def drop_first(self) -> None:
+        """Go on to the next response."""
+        self._done.popleft()
+
     def take_rest(self) -> Iterator[tuple[Task, Any]]:
         """Yield the responses that are there already."""
-        with suppress(queue.Empty):
-            while True:
-                done = self._done.get_nowait()
-                if not isinstance(done, JudgeError):
-                    yield done
+        while self._done:
+            done = self._done[0]
+            if not isinstance(done, JudgeError):
+                yield done
+            self._done.popleft()
+
+    def finish(self) -> Iterator[tuple[Task, Any]]:
+        """Send nothing more, and yield the responses that come within a few seconds."""
+        self._finishing.set()
+        until = time.monotonic() + _FINISH_S
+        yield from self.take_rest()
+        while self.num_under_way and (left_s := until - time.monotonic()) > 0:
+            with suppress(queue.Empty):
+                self._news.get(timeout=left_s)
+            yield from self.take_rest()
+        yield from self.take_rest()
+
+    @property
+    def num_under_way(self) -> int:
+        """Number of requests whose responses are awaited."""
+        with self._lock:
+            return self._num_under_way
 
     def close(self) -> None:
         """End the threads; requests that are under way are cut."""
-        self._stopped.set()
+        self._stop()
         for _ in self._threads:
             self._todo.put(None)
         with self._lock:
@@ -571,17 +612,33 @@ class _Requests:
             self._connections.add(connection)
         try:
             while (item := self._todo.get()) is not None and not self._stopped.is_set():
+                if self._finishing.is_set():
+                    continue
                 task, body = item
+                self._count_under_way(1)
                 try:
-                    self._done.put((task, self._request(connection, body)))
+                    done: tuple[Task, Any] | JudgeError = task, self._request(connection, body)
                 except NotScorableError as error:
-                    self._done.put((task, error))
+                    done = task, error
                 except JudgeError as error:
-                    self._done.put(error)
+                    done = error
+                # Whoever finds none under way finds all responses.
+                self._done.append(done)
+                self._count_under_way(-1)
+                self._news.put(None)
         except Exception as error:
-            self._done.put(JudgeError(f"{endpoint.url}: {self._key.hide(repr(error))}"))
+            self._done.append(JudgeError(f"{endpoint.url}: {self._key.hide(repr(error))}"))
+            self._news.put(None)
         finally:
             connection.close()
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._finishing.set()
+
+    def _count_under_way(self, change: int) -> None:
+        with self._lock:
+            self._num_under_way += change
 
     def _request(self, connection: http.client.HTTPConnection, body: bytes) -> bytes:
         """Return the body of a 200. Raises: NotScorableError, JudgeError."""
@@ -620,7 +677,7 @@ class _Requests:
                     self._hold(wait_s)
             if time.monotonic() + wait_s > until and not must_retry:
                 raise failure
-            if self._stopped.wait(wait_s):
+            if self._finishing.wait(wait_s):
                 raise JudgeError(f"{self._endpoint.url}: stopped")
             pause_s = min(2 * pause_s, _MAX_BACKOFF_S) * random.uniform(0.75, 1.25)
 
@@ -691,7 +748,7 @@ class _Requests:
             now = time.monotonic()
             start = max(now, self._next_start)
             self._next_start = start + (1 / rate if rate else 0.0)
-        if start > now and self._stopped.wait(start - now):
+        if start > now and self._finishing.wait(start - now):
             raise JudgeError(f"{self._endpoint.url}: stopped")
 
     def _hold(self, wait_s: float) -> None:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -70,6 +71,21 @@ _LABEL: Final = "ground_truth"
 # The column with the id of the version that scored a step marks the others as scores.
 _MARK: Final = "_scorer"
 _ID: Final = "[0-9a-f]{16}"
+
+
+class ScoringInterrupted(KeyboardInterrupt):
+    """A scoring that was asked to end. What was computed is stored, and the same call resumes it.
+
+    num_scored: episodes with a score, of num_episodes. notes: what was given up.
+    """
+
+    def __init__(self, num_scored: int, num_episodes: int, notes: Sequence[str] = ()) -> None:
+        super().__init__(
+            "; ".join(
+                [f"{num_scored:,} of {num_episodes:,} episodes have their scores stored", *notes]
+            )
+        )
+        self.num_scored, self.num_episodes, self.notes = num_scored, num_episodes, tuple(notes)
 
 
 @dataclass(frozen=True)
@@ -136,13 +152,15 @@ def score(
         on_progress: called with (episodes done, episodes).
 
     What the same version of a scorer computed of the same content before is not computed again. A
-    run that was killed is resumed by the same call. Failures are counted, and tried again by the
-    next call.
+    run that was interrupted or killed is resumed by the same call. After an interrupt, the answers
+    of a judge that come within five seconds are stored, too. Failures are counted, and tried again
+    by the next call.
 
     Raises: NotFoundError; ConfigInvalidError for a name whose columns no scorer wrote;
     QueryRefusedError or QueryError for a condition; EmptyReplayError if it selects nothing;
     SpaceUnsupportedError if the scorer needs texts that the dataset does not have; what a judge
-    raises if it cannot be reached. Cost: the episodes are read once; memory for their scores.
+    raises if it cannot be reached; ScoringInterrupted. Cost: the episodes are read once; memory for
+    their scores.
     """
     ready = scorer if isinstance(scorer, Scorer) else FunctionScorer(scorer)
     purges = lake.purges.list()  # before the episodes are read
@@ -358,13 +376,39 @@ class _Scoring:
             )
         try:
             with tempfile.TemporaryDirectory(prefix="replaylake-score-") as scratch:
-                for key, outcome in self.scorer.run(self._tasks(Path(scratch), total)):
-                    self.cache.add(key, outcome)
-                    self.outcomes[key] = self.columns.fit(outcome)
-                    self.num_computed += self.outcomes[key].error is None
-                    self._report(total, self._num_waiting.pop(key))
+                outcomes = self.scorer.run(self._tasks(Path(scratch), total))
+                try:
+                    for key, outcome in outcomes:
+                        self._take(key, outcome, total)
+                except KeyboardInterrupt as interrupt:
+                    self._take_last(outcomes, interrupt, total)
+                    raise
+        except KeyboardInterrupt as interrupt:
+            known = {key for key, one in self.outcomes.items() if one.error is None}
+            num_scored = sum(item.key in known for item in self.items)
+            notes = getattr(interrupt, "__notes__", ())
+            raise ScoringInterrupted(num_scored, total, notes) from interrupt
         finally:
             self.cache.flush()
+
+    def _take(self, key: str, outcome: Outcome, total: int) -> None:
+        self.cache.add(key, outcome)
+        self.outcomes[key] = self.columns.fit(outcome)
+        self.num_computed += self.outcomes[key].error is None
+        self._report(total, self._num_waiting.pop(key, 0))
+
+    def _take_last(
+        self, outcomes: Iterator[tuple[str, Outcome]], interrupt: KeyboardInterrupt, total: int
+    ) -> None:
+        """Let a scorer that was not itself interrupted end as if it had been."""
+        if not isinstance(outcomes, Generator):
+            return
+        with suppress(KeyboardInterrupt, StopIteration):
+            key, outcome = outcomes.throw(interrupt)
+            self._take(key, outcome, total)
+            for key, outcome in outcomes:
+                self._take(key, outcome, total)
+        outcomes.close()
 
     def check_not_refused(self) -> None:
         """Raise what a scorer has to say where each content that it was given was refused."""

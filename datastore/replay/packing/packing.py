@@ -6,7 +6,7 @@ batch is one gather of whole records. With stacked frames, `frame_stack - 1` mor
 step hold the observations that came before it.
 
 Two passes: ids, steps and flags tell where each step goes (run_table.py); then each row group is
-decoded and written to its place (fill.py). Shards are hashed in the first one.
+decoded and written to its place (record_filler.py). Shards are hashed in the first one.
 """
 
 from __future__ import annotations

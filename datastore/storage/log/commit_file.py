@@ -11,13 +11,13 @@ from typing import Any, Final
 from replaylake.datastore.errors import CommitConflictError, LogCorruptError, NotFoundError
 from replaylake.datastore.storage.log.state import Change, FileEntry, LogState, TableMetadata
 
-_ENGINE: Final = "replaylake"
+ENGINE: Final = "replaylake"
 # The first line begins with the sha256 of all that follows it: JSON cut at the end of a line, or
 # with another digit in a number, would parse as a different commit.
 _HEAD: Final = b'{"commitInfo":{"sha256":"'
 _DIGITS: Final = 64
 # Who wrote it is said in its middle: without that head, a commit of ours is damaged.
-_ENGINE_MARK: Final = f'"engineInfo":"{_ENGINE}"'.encode()
+_ENGINE_MARK: Final = f'"engineInfo":"{ENGINE}"'.encode()
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _to_head_actions(intent: Intent, version: int, timestamp_ms: int) -> list[di
                 "timestamp": timestamp_ms,
                 "operation": intent.operation,
                 "operationParameters": {},
-                "engineInfo": _ENGINE,
+                "engineInfo": ENGINE,
                 "producer": intent.producer,
                 "sequence": intent.sequence,
             }

@@ -10,7 +10,11 @@ from typing import Any, Final
 from replaylake.datastore.errors import FormatTooNewError
 from replaylake.datastore.storage.log.persistent_map import PersistentMap
 
-FORMAT_VERSION: Final = 1
+# Of tables that this code reads. A table has the lowest one that holds its columns, so that older
+# releases read all but those that they would misread.
+FORMAT_VERSION: Final = 2
+_FIRST_FORMAT: Final = 1
+_FORMAT_OF_COLUMNS: Final = {"message_media": 2}
 _FORMAT_KEY: Final = "replaylake.format_version"
 _WRITER_KEY: Final = "replaylake.written_by"
 _READER_VERSION: Final = 1
@@ -93,7 +97,7 @@ class TableMetadata:
 
     def check_format(self) -> None:
         """Refuse a table of a later format than this code reads. Raises: FormatTooNewError."""
-        version = int(self.configuration.get(_FORMAT_KEY, FORMAT_VERSION))
+        version = int(self.configuration.get(_FORMAT_KEY, _FIRST_FORMAT))
         if version > FORMAT_VERSION:
             raise FormatTooNewError(
                 f"found format version {version}, expected at most {FORMAT_VERSION}. Install "
@@ -111,9 +115,17 @@ class TableMetadata:
         return {"minReaderVersion": _READER_VERSION, "minWriterVersion": 2}
 
 
-def format_configuration(product_version: str) -> dict[str, str]:
-    """Return the configuration entries that say which code can read a table."""
-    return {_FORMAT_KEY: str(FORMAT_VERSION), _WRITER_KEY: product_version}
+def format_configuration(
+    product_version: str, columns: Iterable[str], current: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the configuration entries that say which code can read a table with some columns.
+
+    current: the configuration of the table so far. Empty if its format holds the columns already.
+    """
+    needed = max((_FORMAT_OF_COLUMNS.get(name, _FIRST_FORMAT) for name in columns), default=1)
+    if current is not None and int(current.get(_FORMAT_KEY, _FIRST_FORMAT)) >= needed:
+        return {}
+    return {_FORMAT_KEY: str(needed), _WRITER_KEY: product_version}
 
 
 @dataclass(frozen=True)

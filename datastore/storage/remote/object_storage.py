@@ -47,13 +47,6 @@ _MAX_RETRIES: Final = 4
 _RETRY_S: Final = 60.0
 _FIRST_WAIT_S: Final = 0.1
 _COPY_BYTES: Final = 1 << 22
-# The variables that say which server a bucket's name belongs to.
-ENDPOINTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    "gs": ("GOOGLE_BASE_URL",),
-    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
-    "memory": (),
-}
 _Answer = TypeVar("_Answer")
 _CUT_OFF_SIGN: Final = "response body error"
 _MISSING_BUCKET_SIGNS: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
@@ -66,11 +59,36 @@ _MISSING_CREDENTIALS_SIGNS: Final = (
     "Account must be specified",
     "MissingCredentials",
 )
-_CREDENTIALS: Final = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "memory": "none",
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kind of object store.
+
+    store_class: the name of its class in `obstore.store`. endpoints: environment variables that say
+    which server a bucket's name belongs to. credentials: those that error messages name.
+    """
+
+    store_class: str
+    endpoints: tuple[str, ...]
+    credentials: str
+
+
+MEMORY: Final = "memory"
+# By the scheme of their URLs.
+BACKENDS: Final[Mapping[str, Backend]] = {
+    "s3": Backend(
+        "S3Store",
+        ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    ),
+    "gs": Backend("GCSStore", ("GOOGLE_BASE_URL",), "GOOGLE_APPLICATION_CREDENTIALS"),
+    "az": Backend(
+        "AzureStore",
+        ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+        "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    ),
+    MEMORY: Backend("MemoryStore", (), "none"),
 }
 
 
@@ -94,16 +112,13 @@ def open_store(scheme: str, bucket: str, prefix: str) -> StoreHandles:
             f"{scheme}://: found no obstore, expected it for a lake on an object store. Run: "
             "pip install 'replaylake[remote]'."
         ) from error
-    if scheme == "memory":
-        memory = stores.MemoryStore()
+    backend = BACKENDS[scheme]
+    make: Callable[..., ObjectStore] = getattr(stores, backend.store_class)
+    if scheme == MEMORY:
+        memory = make()
         return StoreHandles(scheme, bucket, memory, memory)
-    makers: dict[str, Callable[..., ObjectStore]] = {
-        "s3": stores.S3Store,
-        "gs": stores.GCSStore,
-        "az": stores.AzureStore,
-    }
     # Whoever names an endpoint without TLS means it: a server on loopback or in a cluster.
-    endpoints = [os.environ.get(name, "") for name in ENDPOINTS[scheme]]
+    endpoints = [os.environ.get(name, "") for name in backend.endpoints]
     without_tls = any(text.startswith("http://") for text in endpoints)
     client: ClientConfig = {**_CLIENT, "allow_http": without_tls}
     options: dict[str, Any] = {"prefix": prefix or None, "client_options": client}
@@ -111,8 +126,8 @@ def open_store(scheme: str, bucket: str, prefix: str) -> StoreHandles:
         return StoreHandles(
             scheme,
             bucket,
-            makers[scheme](bucket, retry_config=_retry_config(_MAX_RETRIES), **options),
-            makers[scheme](bucket, retry_config=_retry_config(0), **options),
+            make(bucket, retry_config=_retry_config(_MAX_RETRIES), **options),
+            make(bucket, retry_config=_retry_config(0), **options),
         )
     except (obstore.exceptions.BaseError, ValueError) as error:
         raise to_storage_error(scheme, bucket, f"{scheme}://{bucket}", error) from error
@@ -395,7 +410,7 @@ def to_storage_error(
     text = str(error)
     # A shared access signature is a secret, and in the query.
     what = re.sub(r"\?\S*", "", text.split("\n\n")[0].replace("\n", " "))[:300]
-    variables = _CREDENTIALS[scheme]
+    variables = BACKENDS[scheme].credentials
     if is_missing_bucket(error):
         return StorageError(
             f"{name}: found no bucket {bucket!r}, expected one. Make it, or check `lake`."

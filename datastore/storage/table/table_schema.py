@@ -29,7 +29,7 @@ def new_metadata(
         id=str(uuid.uuid4()),
         schema_string=to_delta(schema),
         configuration={
-            **format_configuration(VERSION),
+            **format_configuration(VERSION, schema.names),
             _ARROW_SCHEMA_KEY: _encode_schema(schema),
             **configuration,
         },
@@ -142,7 +142,12 @@ def has_other_ids(current: pa.Schema, written: pa.Schema) -> bool:
 def with_schema(state: LogState, schema: pa.Schema) -> TableMetadata:
     if state.metadata is None:
         raise NotFoundError("found no table, expected one.")
-    configuration = {**state.metadata.configuration, _ARROW_SCHEMA_KEY: _encode_schema(schema)}
+    current = state.metadata.configuration
+    configuration = {
+        **current,
+        **format_configuration(VERSION, schema.names, current),
+        _ARROW_SCHEMA_KEY: _encode_schema(schema),
+    }
     return replace(state.metadata, schema_string=to_delta(schema), configuration=configuration)
 
 

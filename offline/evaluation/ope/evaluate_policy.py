@@ -48,7 +48,12 @@ from replaylake.offline.evaluation.ope.selected_episodes import (
 )
 from replaylake.offline.evaluation.ope.training_set import find_training_episodes
 from replaylake.offline.evaluation.ope.value_table import has_table
-from replaylake.offline.evaluation.ope.verdict import SUPPORTED, WEAK, Verdict
+from replaylake.offline.evaluation.ope.verdict import (
+    SUPPORTED,
+    WEAK,
+    Verdict,
+    find_lack_of_support,
+)
 from replaylake.offline.evaluation.ope.verdict import verdict as judge
 from replaylake.offline.evaluation.ope.weights import NotEstimableError, importance_weights
 
@@ -118,21 +123,102 @@ def evaluate_policy(
     selection = select_episodes(snapshot, request, reward, holdout, callbacks)
     if policy.is_stateful:
         selection = drop_without_first_step(selection)
-    return evaluate_on_episodes(lake, policy, request, selection, callbacks).report
+    return (
+        prepare_evaluation(lake, policy, request, selection, callbacks).evaluate(callbacks).report
+    )
 
 
-def evaluate_on_episodes(
+@dataclass(frozen=True, eq=False)
+class PreparedEvaluation:
+    """All that is known of a policy on a log before a model is fitted.
+
+    left_out: what `steps` lack, with the reason. caveats: as for PolicyEvaluation. trained_on: how
+    many of the episodes the policy learned from. lack_of_support: why no estimate can be supported,
+    else "".
+    """
+
+    policy: EvaluatedPolicy
+    request: EvaluationRequest
+    selection: SelectedEpisodes
+    steps: LoggedSteps
+    target: Probabilities
+    behavior: BehaviorProbabilities
+    left_out: Mapping[str, int]
+    notes: tuple[str, ...]
+    caveats: tuple[str, ...]
+    trained_on: int
+    lack_of_support: str
+
+    def evaluate(
+        self, callbacks: ProgressCallbacks, *, without_model: str = ""
+    ) -> PolicyEvaluation:
+        """Fit a model where an estimator needs one, and estimate.
+
+        without_model: why none is to be fitted, else "".
+        """
+        steps, request, notes = self.steps, self.request, self.notes
+        values, no_model = None, without_model
+        if not without_model:
+            acting = _without_masks(steps, request)
+            values, no_model = _values(self.policy, acting, self.target, request, callbacks)
+        episodes = _make_logged_episodes(
+            steps, request, self.target, self.behavior, values, no_model
+        )
+        callbacks.stage("estimating")
+        cut_off = _CutOff(steps, request.discount)
+        estimates = _estimates(episodes, request, values, cut_off)
+        if not episodes.is_one_step:
+            # What follows a single decision is in no estimate: its model is one of the reward.
+            notes = (*notes, *cut_off.notes(_names(estimates)))
+        without = [one for one in estimates.estimates if one.no_interval]
+        if without:
+            names = ", ".join(one.estimator for one in without)
+            notes = (*notes, f"{names}: {without[0].no_interval}")
+        diagnostics = diagnose(episodes)
+        verdict = judge(estimates, diagnostics, trained_on=self.trained_on)
+        if self.caveats and verdict.verdict == SUPPORTED:
+            verdict = Verdict(WEAK, self.caveats[0])
+        selection, snapshot = self.selection, self.selection.snapshot
+        report = PolicyReport(
+            dataset=snapshot.dataset,
+            version=snapshot.version,
+            policy=self.policy.reference,
+            request=request,
+            reward=selection.reward,
+            training_discount=self.policy.discount,
+            holdout=None if selection.holdout is None else selection.holdout.to_json(),
+            num_episodes=steps.num_episodes,
+            num_steps=steps.num_steps,
+            left_out=dict(self.left_out),
+            trained_on=self.trained_on,
+            propensities=self.behavior.about,
+            model=f"none: {no_model}" if values is None else values.model,
+            notes=notes,
+            estimates=estimates,
+            diagnostics=diagnostics,
+            assessment=verdict,
+            weights=_weights(episodes),
+            # It is of undiscounted returns in the environment's own reward.
+            score_reference=snapshot.spec.score_reference
+            if selection.reward.is_stored and request.discount == 1
+            else None,
+        )
+        return PolicyEvaluation(report, steps, episodes, self.caveats)
+
+
+def prepare_evaluation(
     lake: Lake,
     policy: EvaluatedPolicy,
     request: EvaluationRequest,
     selection: SelectedEpisodes,
     callbacks: ProgressCallbacks,
     doubts: Sequence[str] = (),
-) -> PolicyEvaluation:
-    """Evaluate a policy that was found on episodes that were read. Raises: as evaluate_policy.
+) -> PreparedEvaluation:
+    """Compute probabilities and weights of a policy on episodes that were read.
 
     selection: of a policy that remembers each with its first step (drop_without_first_step).
     doubts: those of an evaluation on more episodes, from which these were taken.
+    Raises: as evaluate_policy.
     """
     snapshot, steps, left_out = selection.snapshot, selection.steps, dict(selection.left_out)
     callbacks.stage("looking up what the policy was trained on")
@@ -159,48 +245,20 @@ def evaluate_on_episodes(
     if policy.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
     trained_on = steps.num_episodes if is_seen else 0
-    acting = _without_masks(steps, request)
-    values, no_model = _values(policy, acting, target, request, callbacks)
-    episodes = _make_logged_episodes(steps, request, target, behavior, values, no_model)
-    callbacks.stage("estimating")
-    cut_off = _CutOff(steps, request.discount)
-    estimates = _estimates(episodes, request, values, cut_off)
-    if not episodes.is_one_step:
-        # What follows a single decision is in no estimate: its model is one of the reward.
-        notes = (*notes, *cut_off.notes(_names(estimates)))
-    without = [one for one in estimates.estimates if one.no_interval]
-    if without:
-        names = ", ".join(one.estimator for one in without)
-        notes = (*notes, f"{names}: {without[0].no_interval}")
-    diagnostics = diagnose(episodes)
-    verdict = judge(estimates, diagnostics, trained_on=trained_on)
-    if doubts and verdict.verdict == SUPPORTED:
-        verdict = Verdict(WEAK, doubts[0])
-    report = PolicyReport(
-        dataset=snapshot.dataset,
-        version=snapshot.version,
-        policy=policy.reference,
+    weighted = _make_logged_episodes(steps, request, target, behavior, None, "")
+    return PreparedEvaluation(
+        policy=policy,
         request=request,
-        reward=selection.reward,
-        training_discount=policy.discount,
-        holdout=None if selection.holdout is None else selection.holdout.to_json(),
-        num_episodes=steps.num_episodes,
-        num_steps=steps.num_steps,
+        selection=selection,
+        steps=steps,
+        target=target,
+        behavior=behavior,
         left_out=left_out,
-        trained_on=trained_on,
-        propensities=behavior.about,
-        model=f"none: {no_model}" if values is None else values.model,
         notes=notes,
-        estimates=estimates,
-        diagnostics=diagnostics,
-        assessment=verdict,
-        weights=_weights(episodes),
-        # It is of undiscounted returns in the environment's own reward.
-        score_reference=snapshot.spec.score_reference
-        if selection.reward.is_stored and request.discount == 1
-        else None,
+        caveats=tuple(doubts),
+        trained_on=trained_on,
+        lack_of_support=find_lack_of_support(diagnose(weighted), trained_on=trained_on),
     )
-    return PolicyEvaluation(report, steps, episodes, tuple(doubts))
 
 
 def _without_masks(steps: LoggedSteps, request: EvaluationRequest) -> LoggedSteps:

@@ -22,7 +22,11 @@ from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.offline.evaluation.ope.estimate import estimate_differences
-from replaylake.offline.evaluation.ope.evaluate_policy import PolicyEvaluation, evaluate_on_episodes
+from replaylake.offline.evaluation.ope.evaluate_policy import (
+    PolicyEvaluation,
+    PreparedEvaluation,
+    prepare_evaluation,
+)
 from replaylake.offline.evaluation.ope.evaluated_policy import (
     EvaluatedPolicy,
     evaluated_reward,
@@ -49,6 +53,7 @@ _OF_ONE_STEP: Final = ("snips", "dr")
 _OF_EPISODES: Final = ("wpdis", "dr")
 _CHAMPION: Final = "the champion"
 _LOG: Final = "the log's mean"
+_NOT_FITTED: Final = "not fitted, as the gate refuses without it"
 
 
 @dataclass(frozen=True)
@@ -185,8 +190,8 @@ def evaluate_gate(
         callbacks: told how far it is.
 
     Raises: as evaluate_policy, but for EmptyReplayError, which is an answer here;
-    ConfigInvalidError for an alpha out of range. Cost: that of two evaluations, of three where one
-    policy learned from some of the episodes.
+    ConfigInvalidError for an alpha out of range. Cost: that of two evaluations. No model is fitted
+    where the weights alone show that the log does not support one of the policies.
     """
     if not 0 < alpha <= 0.25:
         raise ConfigInvalidError(
@@ -248,19 +253,31 @@ def _evaluate_both(
     if request.estimators is None:
         request = replace(request, estimators=_default_estimators(selection, both))
     if other is None:
-        return evaluate_on_episodes(lake, policy, request, selection, callbacks), None
+        ours = prepare_evaluation(lake, policy, request, selection, callbacks)
+        return ours.evaluate(callbacks, without_model=_why_no_model(ours, None)), None
     of_champion = replace(request, policy=str(champion))
-    theirs = evaluate_on_episodes(
+    theirs = prepare_evaluation(
         lake, other, of_champion, replace(selection, reward=against), callbacks
     )
-    fewer = replace(
-        selection, steps=theirs.steps, left_out=_label_champion_drops(theirs.report.left_out)
-    )
-    ours = evaluate_on_episodes(lake, policy, request, fewer, callbacks)
+    fewer = replace(selection, steps=theirs.steps, left_out=_label_champion_drops(theirs.left_out))
+    ours = prepare_evaluation(lake, policy, request, fewer, callbacks)
     if ours.steps.num_episodes < theirs.steps.num_episodes:
-        fewer = replace(selection, reward=against, steps=ours.steps, left_out=ours.report.left_out)
-        theirs = evaluate_on_episodes(lake, other, of_champion, fewer, callbacks, theirs.caveats)
-    return ours, theirs
+        fewer = replace(selection, reward=against, steps=ours.steps, left_out=ours.left_out)
+        theirs = prepare_evaluation(lake, other, of_champion, fewer, callbacks, theirs.caveats)
+    reason = _why_no_model(ours, theirs)
+    return (
+        ours.evaluate(callbacks, without_model=reason),
+        theirs.evaluate(callbacks, without_model=reason),
+    )
+
+
+def _why_no_model(ours: PreparedEvaluation, theirs: PreparedEvaluation | None) -> str:
+    """Return why the gate refuses whatever a model says, which may take minutes to fit, or ""."""
+    if ours.lack_of_support:
+        return f"{_NOT_FITTED}: the log does not support the candidate"
+    if theirs is not None and theirs.lack_of_support:
+        return f"{_NOT_FITTED}: the log does not support {_CHAMPION}"
+    return ""
 
 
 def _reward_text(reward: EvaluatedReward) -> str:

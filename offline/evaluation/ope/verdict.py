@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -22,6 +23,8 @@ NOT_SUPPORTED: Final = "not_supported"
 # share^2 <= 1 / size.
 MIN_EFFECTIVE: Final = 30.0
 FEW_EFFECTIVE: Final = 100.0
+# From so many effective episodes on, their share says how many a longer log would have.
+_FEWEST_TO_SCALE: Final = 2.0
 # Effective episodes that bring the value: with 15 clicks a t interval covered 89.5% and a
 # studentized bootstrap 93.9%; below about 4 the latter has no finite limit.
 FEW_CARRYING: Final = 10.0
@@ -56,12 +59,7 @@ def verdict(estimates: Estimates, diagnostics: Diagnostics, *, trained_on: int =
     checked from the most severe down; the first that applies is given.
     """
     if trained_on > 0:
-        return Verdict(
-            NOT_SUPPORTED,
-            f"{trained_on:,} of the {diagnostics.num_episodes:,} evaluated episodes were in the "
-            "policy's training set: the estimate may be overfitted. Train with `holdout`, or "
-            "evaluate on episodes that were added later.",
-        )
+        return Verdict(NOT_SUPPORTED, _explain_trained_on(trained_on, diagnostics))
     for check in _NOT_SUPPORTED_CHECKS:
         reason = check(estimates, diagnostics)
         if reason:
@@ -73,6 +71,24 @@ def verdict(estimates: Estimates, diagnostics: Diagnostics, *, trained_on: int =
     return Verdict(SUPPORTED, _explain_support(estimates, diagnostics))
 
 
+def find_lack_of_support(diagnostics: Diagnostics, *, trained_on: int = 0) -> str:
+    """Return why no estimate can make the verdict `supported`, "" if one may.
+
+    That is known from the weights, before a model is fitted. trained_on: as for `verdict`.
+    """
+    if trained_on > 0:
+        return _explain_trained_on(trained_on, diagnostics)
+    return _explain_no_support(diagnostics) or _explain_size(diagnostics, FEW_EFFECTIVE)
+
+
+def _explain_trained_on(trained_on: int, diagnostics: Diagnostics) -> str:
+    return (
+        f"{trained_on:,} of the {diagnostics.num_episodes:,} evaluated episodes were in the "
+        "policy's training set: the estimate may be overfitted. Train with `holdout`, or "
+        "evaluate on episodes that were added later."
+    )
+
+
 def _explain_no_estimates(estimates: Estimates, diagnostics: Diagnostics) -> str:
     if estimates.estimates:
         return ""
@@ -80,7 +96,7 @@ def _explain_no_estimates(estimates: Estimates, diagnostics: Diagnostics) -> str
     return f"No estimator applies: {reasons}."
 
 
-def _explain_no_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_no_support(diagnostics: Diagnostics) -> str:
     mass = diagnostics.unsupported_mass or 0.0
     return _format_unsupported(mass) if mass > MUCH_UNSUPPORTED else ""
 
@@ -92,22 +108,29 @@ def _format_unsupported(mass: float) -> str:
     )
 
 
-def _explain_too_few_effective(estimates: Estimates, diagnostics: Diagnostics) -> str:
+def _explain_size(diagnostics: Diagnostics, bar: float) -> str:
+    """Say that fewer effective episodes than `bar` are left, and how many episodes would do."""
     weights = diagnostics.weights
-    if weights is None or weights.worst_step_size >= MIN_EFFECTIVE:
+    # Of 100 episodes whose weights are 1 but for rounding, 99.9999999 are effective.
+    if weights is None or round(weights.worst_step_size, 1) >= bar:
         return ""
-    return _size_text(diagnostics, MIN_EFFECTIVE)
-
-
-def _size_text(diagnostics: Diagnostics, bar: float) -> str:
-    weights = diagnostics.weights
-    assert weights is not None, "callers have looked"
     at = f" at step {weights.worst_step}" if diagnostics.horizon > 1 else ""
     return (
         f"Importance weights leave an effective {weights.worst_step_size:,.1f} of "
         f"{diagnostics.num_episodes:,} episodes{at} ({bar:.0f} needed); the policy could have "
         f"taken the logged action in {weights.matching:.1%} of the steps."
+        f"{_format_needed(weights.worst_step_size, diagnostics.num_episodes, bar)}"
     )
+
+
+def _format_needed(size: float, num_episodes: int, bar: float) -> str:
+    """Say how many episodes have enough effective ones, if so large a share of them is again."""
+    # One weight alone is an effective episode, and says nothing of the others.
+    if size < _FEWEST_TO_SCALE:
+        return ""
+    needed = bar / size * num_episodes
+    digits = 10 ** max(math.floor(math.log10(needed)) - 1, 0)
+    return f" About {math.ceil(needed / digits) * digits:,} such episodes would do."
 
 
 def _explain_unchecked_model(estimates: Estimates, diagnostics: Diagnostics) -> str:
@@ -116,14 +139,6 @@ def _explain_unchecked_model(estimates: Estimates, diagnostics: Diagnostics) -> 
     why = diagnostics.no_weights or "no estimator with importance weights was asked for"
     why = why.rstrip(".")
     return f"The estimate comes only from a model of values, and no log data checks it: {why}."
-
-
-def _explain_few_effective(estimates: Estimates, diagnostics: Diagnostics) -> str:
-    weights = diagnostics.weights
-    # Of 100 episodes whose weights are 1 but for rounding, 99.9999999 are effective.
-    if weights is None or round(weights.worst_step_size, 1) >= FEW_EFFECTIVE:
-        return ""
-    return _size_text(diagnostics, FEW_EFFECTIVE)
 
 
 def _explain_some_unsupported(estimates: Estimates, diagnostics: Diagnostics) -> str:
@@ -235,13 +250,13 @@ def _explain_support(estimates: Estimates, diagnostics: Diagnostics) -> str:
 
 _Check = Callable[[Estimates, Diagnostics], str]
 _NOT_SUPPORTED_CHECKS: Final[tuple[_Check, ...]] = (
-    _explain_no_support,
-    _explain_too_few_effective,
+    lambda estimates, diagnostics: _explain_no_support(diagnostics),
+    lambda estimates, diagnostics: _explain_size(diagnostics, MIN_EFFECTIVE),
     _explain_no_estimates,
 )
 _WEAK_CHECKS: Final[tuple[_Check, ...]] = (
     _explain_unchecked_model,
-    _explain_few_effective,
+    lambda estimates, diagnostics: _explain_size(diagnostics, FEW_EFFECTIVE),
     _explain_some_unsupported,
     _explain_few_carrying,
     _explain_mean_weight,

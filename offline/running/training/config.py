@@ -79,7 +79,7 @@ class TrainConfig:
     # How many consecutive observations are learned from as one; the policy still acts on single
     # ones, and remembers the others.
     frame_stack: int = 1
-    # Fitted on the training steps and kept in the package; see normalization.py.
+    # Fitted on the training steps and kept in the package; see learning/normalization.py.
     normalize_observations: bool = False
     normalize_rewards: RewardNormalization = "none"
     # Draw what surprised the learner more often (Schaul et al. 2016): the priorities' exponent, and
@@ -97,7 +97,7 @@ class TrainConfig:
     checkpoint_updates: int | None = None
     # The newest so many stay, and the best one.
     keep_checkpoints: int = 2
-    # By which measure the policy that is registered is chosen; see selection.py.
+    # By which measure the policy that is registered is chosen; see policy_selection.py.
     select: Select = "auto"
     # None: ten times in all, or with fitted Q evaluation as often as selection_fqe_updates allow.
     evaluate_updates: int | None = None

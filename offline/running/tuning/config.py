@@ -188,7 +188,8 @@ def near_options() -> tuple[str, ...]:
 def resolve_measure(config: TuneConfig, selection: str) -> tuple[str, Mode]:
     """Return the metric to compare by, and whether more or less of it is better.
 
-    selection: what the runs choose by; see selection.py. Raises: ConfigInvalidError for `last`.
+    selection: what the runs choose by; see policy_selection.py. Raises: ConfigInvalidError for
+    `last`.
     """
     measure = config.measure
     if measure is None:

@@ -1,7 +1,7 @@
 "use strict";
 // The explorer's only script. Every page works without it; what it adds: times in the reader's
-// zone, plots with one cursor, rows that follow on scrolling, pages that follow what goes on, and the
-// SQL console's comforts.
+// zone, plots with one cursor, rows that follow on scrolling, pages that follow what goes on, keys for
+// labels, and the SQL console's comforts.
 
 const $ = (selector, within = document) => within.querySelector(selector);
 const $$ = (selector, within = document) => [...within.querySelectorAll(selector)];
@@ -115,7 +115,7 @@ class PlotGroup {
     const values = [];
     const series = one.series.map((line, number) => {
       const id = `${place}/${number}`;
-      if (number >= SHOWN_AT_FIRST && !this.hidden.has(`seen ${id}`)) this.hidden.add(id);
+      if (number >= (this.data.shown ?? SHOWN_AT_FIRST) && !this.hidden.has(`seen ${id}`)) this.hidden.add(id);
       this.hidden.add(`seen ${id}`);
       const color = COLORS[(line.color ?? number) % COLORS.length];
       const box = make("input", { type: "checkbox" });
@@ -403,10 +403,75 @@ function startFollowing() {
   observer.observe(link);
 }
 
+// Episodes that are selected in their list are compared in the same plots, as many as there are colors.
+function startComparing() {
+  const form = $("#compare");
+  if (!form) return;
+  const button = $("button[form=compare]"), say = $("#selected"), most = Number(form.dataset.most);
+  const show = () => {
+    const num = $$("input[type=checkbox]:checked", form).length;
+    say.textContent = num > most ? `${num} selected, at most ${most} are compared` : num ? `${num} selected` : "";
+    button.disabled = num === 0 || num > most;
+  };
+  form.addEventListener("change", show);
+  // Going back shows the boxes as they were left.
+  addEventListener("pageshow", show);
+  show();
+}
+
 document.addEventListener("DOMContentLoaded", () => {
   startPlots();
   startFollowing();
+  startComparing();
   startFollower();
+});
+
+// Keys: a letter or digit presses the button, or enters the field, that names it. A reader may turn
+// them off, since a speech input or a screen reader may have other uses for letters.
+const KEYS = "replaylake keys";
+
+function startKeys() {
+  const box = $("#keys");
+  if (!box) return;
+  const show = (areOn) => {
+    for (const hint of $$("kbd")) hint.hidden = !areOn;
+    for (const one of $$("[data-key]")) {
+      if (areOn) one.setAttribute("aria-keyshortcuts", one.dataset.key); else one.removeAttribute("aria-keyshortcuts");
+    }
+  };
+  try { box.checked = localStorage.getItem(KEYS) !== "off"; } catch { /* not remembered */ }
+  box.parentElement.hidden = false;
+  show(box.checked);
+  box.addEventListener("change", () => {
+    try { localStorage.setItem(KEYS, box.checked ? "on" : "off"); } catch { /* not remembered */ }
+    show(box.checked);
+  });
+  addEventListener("keydown", (event) => {
+    const isTyping = event.target.closest?.("input:not([type=checkbox], [type=range]), select, textarea");
+    if (event.key === "Escape" && isTyping) { event.target.blur(); return; }
+    if (!box.checked || isTyping || event.repeat || event.ctrlKey || event.metaKey || event.altKey) return;
+    const target = $(`[data-key="${CSS.escape(event.key)}"]`);
+    if (!target) return;
+    event.preventDefault();
+    if (target.tagName === "INPUT") target.focus(); else target.click();
+  });
+}
+
+// A form is sent once, however often its button or key is pressed.
+function startForms() {
+  addEventListener("submit", (event) => {
+    const form = event.target;
+    if (form.method !== "post") return;
+    if (form.dataset.isSent) event.preventDefault();
+    form.dataset.isSent = "yes";
+  });
+  // What the browser shows again on the way back may be sent again.
+  addEventListener("pageshow", () => { for (const form of $$("form[data-is-sent]")) delete form.dataset.isSent; });
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  startKeys();
+  startForms();
 });
 
 // The SQL console: completion, history in this browser, and a query that can be cancelled.

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.manifest import GRAPH, MANIFEST, manifest_bytes
+from replaylake.datastore.lake.policies.policy import PolicySpec
 
 
 def test_it_needs_a_lake(run: Any, tmp_path: Path) -> None:
@@ -26,6 +29,23 @@ def test_another_address_needs_a_token(run: Any, lake: Path, monkeypatch: Any) -
     assert "--admin-token-file" in ran.err
 
 
+def test_without_a_token_other_machines_only_read(run: Any, lake: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv("REPLAYLAKE_ADMIN_TOKEN", raising=False)
+    open_lake(lake, create=True)
+    ran = run("explore", "--host", "0.0.0.0", "--port", "0", "--insecure")
+    assert ran.code == 2
+    said = " ".join(ran.err.replace("│", " ").split())
+    assert "--insecure" in said
+    assert "expected --read-only beside it" in said
+
+
+def test_reading_alone_and_promoting_exclude_each_other(run: Any, lake: Path) -> None:
+    open_lake(lake, create=True)
+    ran = run("explore", "--read-only", "--allow-promote")
+    assert ran.code == 2
+    assert "cannot be combined with --read-only" in " ".join(ran.err.split())
+
+
 def test_a_prefix_is_a_path(run: Any, lake: Path) -> None:
     open_lake(lake, create=True)
     ran = run("explore", "--path-prefix", "no path")
@@ -33,10 +53,24 @@ def test_a_prefix_is_a_path(run: Any, lake: Path) -> None:
     assert "--path-prefix" in ran.err
 
 
-@pytest.mark.slow
-def test_it_serves_until_it_is_interrupted(lake: Path) -> None:
+def test_a_tokenizer_is_a_file_of_one(run: Any, lake: Path) -> None:
     open_lake(lake, create=True)
-    command = [sys.executable, "-m", "replaylake.cli.main", "explore", str(lake)]
+    ran = run("explore", "--tokenizer", lake / "nothing.json")
+    assert ran.code == 2
+    assert "--tokenizer" in ran.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--allow-promote", "--read-only"])
+def test_it_serves_until_it_is_interrupted(lake: Path, tmp_path: Path, option: str) -> None:
+    opened = open_lake(lake, create=True)
+    package = tmp_path / "package"
+    package.mkdir()
+    spec, files = PolicySpec(Box((2,)), Discrete(2), "categorical"), {GRAPH: b"graph"}
+    for name, data in {**files, MANIFEST: manifest_bytes(spec, {}, files)}.items():
+        (package / name).write_bytes(data)
+    opened.registry.register("p", package, run_id="r", lineage={"datasets": []})
+    command = [sys.executable, "-m", "replaylake.cli.main", "explore", str(lake), option]
     process = subprocess.Popen(
         [*command, "--port", "0", "--path-prefix", "/x", "--json"],
         stdout=subprocess.PIPE,
@@ -49,10 +83,13 @@ def test_it_serves_until_it_is_interrupted(lake: Path) -> None:
         assert ready["url"] == f"http://127.0.0.1:{ready['port']}/x/"
         with urllib.request.urlopen(ready["url"], timeout=60) as answer:
             assert b"This lake has no dataset yet." in answer.read()
+        with urllib.request.urlopen(f"{ready['url']}policies/p", timeout=60) as answer:
+            has_form = b"Promote if the gate passes" in answer.read()
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
+    assert has_form == (option == "--allow-promote")
     assert process.returncode == 0
     assert said == f"{lake} is at {ready['url']}; stop with Ctrl-C\n"

@@ -81,6 +81,29 @@ def test_a_person_reads_a_table(run: Any, lake: Path) -> None:
     assert ran.err == ""
 
 
+def test_a_value_that_no_policy_can_have_is_explained(run: Any, lake: Path) -> None:
+    opened = open_lake(lake, create=True)
+    opened.dataset("log").create(Discrete(2), Discrete(2))
+    opened.dataset("log").append(
+        Episode(
+            f"e/{i:04d}",
+            observations=np.zeros(5, np.int64),
+            actions=np.random.default_rng(i).integers(0, 2, 5),
+            rewards=np.full(5, 2.0 + i % 2),
+            terminated=True,
+            behavior_log_probs=np.full(5, np.log(0.5), np.float32),
+        )
+        for i in range(100)
+    )
+    # Few episodes have a weight, and it is clipped: the mean is below the smallest reward, 2.
+    options = ("--target-prob", "0.01 + 0.98 * action", "--estimator", "clipped_is", "--clip", "1")
+    ran = run("ope", "log", *options, "--json")
+    (one,) = ran.json["estimates"]
+    assert one["value"] < 2 <= one["ci_low"]
+    ran = run("ope", "log", *options)
+    assert "note: the value of clipped_is, " in ran.out
+
+
 def test_exit_codes(run: Any, lake: Path) -> None:
     bandit(lake)
     # Never what was logged: no weight at all.

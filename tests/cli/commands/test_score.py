@@ -145,8 +145,9 @@ def test_wrong_usage_of_a_judge(run: Any, endpoint: Any) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_that_the_same_command_resumes(
-    run: Any, lake: Path, endpoint: Any
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_that_the_same_command_resumes(
+    run: Any, lake: Path, endpoint: Any, number: signal.Signals
 ) -> None:
     def reply(prompt: str) -> tuple[int, dict[str, str], str]:
         if len(endpoint.requests) > 1:
@@ -167,11 +168,15 @@ def test_ctrl_c_ends_a_run_that_the_same_command_resumes(
         time.sleep(0.01)
     time.sleep(0.2)
     start = time.monotonic()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 18  # before the response
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "interrupted"
+    assert (
+        "1 of 2 episodes have their scores stored; 1 of the judge's requests got no answer in "
+        "time, and none written; the same command resumes"
+    ) in err
     assert "Traceback" not in err
     endpoint.reply = lambda prompt: (200, {}, "1")
     body = run(*arguments, "--json").json

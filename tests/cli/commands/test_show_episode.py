@@ -149,3 +149,27 @@ def test_what_users_wrote_is_printed_as_it_is(run: Any, tmp_path: Path) -> None:
         "  > assistant: A clause: `where`.",
         "  terminated",
     ]
+
+
+def test_a_long_dialogue_is_shown_without_work_for_what_is_not_printed(
+    run: Any, samples: Path, lake: Path
+) -> None:
+    """Copying each token for --json, and importing pandas, took two thirds of the time."""
+    assert run("ingest", samples, "--dataset", "tokens").code == 0
+    episode = run("sql", "select episode_id from tokens.episodes", "--json").json["rows"][0]
+    code = (
+        "import sys\n"
+        "from replaylake.cli.main import main\n"
+        "from replaylake.datastore.interchange.export import dialogue\n"
+        "def refuse(*given, **named): raise AssertionError\n"
+        "dialogue.Dialogue.to_json = dialogue.SampledToken.__init__ = refuse\n"
+        "code = main(sys.argv[1:])\n"
+        "import pyarrow\n"
+        "pyarrow.scalar('a')  # as reading a checkpoint does\n"
+        "assert 'pandas' not in sys.modules\n"
+        "sys.exit(code)\n"
+    )
+    command = [sys.executable, "-c", code, "show", "tokens", "--episode", episode["episode_id"]]
+    command += ["--lake", str(lake)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.splitlines()[0].split()[0]) == (0, "tokens@1"), done.stderr

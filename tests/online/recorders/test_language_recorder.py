@@ -1,7 +1,10 @@
 """The recorder of language agents: what it stores, once each, and what survives a kill."""
 
+import base64
 import contextlib
 import gc
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -48,6 +51,28 @@ def sample(number, **changes):
         "reward": 1.0,
         **changes,
     }
+
+
+def test_a_screenshot_is_stored_beside_the_messages_once(lake):
+    screen = bytes(range(256)) * 4
+    source = {"type": "base64", "media_type": "image/png"}
+    source["data"] = base64.b64encode(screen).decode()
+    shown = {"role": "user", "content": [{"type": "image", "source": source}]}
+    with rl.record_language(lake, "math", producer="run/0") as recorder:
+        recorder.record(
+            prompt=[shown],
+            completion=[{"role": "assistant", "content": "click"}, shown],
+            reward=1.0,
+        )
+        recorder.flush()
+    (row,) = read(lake, "prompt_messages, final_messages, message_media")
+    digest = hashlib.sha256(screen).hexdigest()
+    entry = {"sha256": digest, "media_type": "image/png", "num_bytes": 1024, "bytes": screen}
+    assert row["message_media"] == [entry]
+    stored = [
+        {**shown, "content": [{"type": "image", "source": {**source, "data": f"sha256:{digest}"}}]}
+    ]
+    assert json.loads(row["prompt_messages"]) == json.loads(row["final_messages"]) == stored
 
 
 def test_a_whole_rollout_is_an_episode_once_it_is_flushed(lake):

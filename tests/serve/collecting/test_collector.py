@@ -1,5 +1,6 @@
 """A server without a policy: what was acted elsewhere gets into its dataset, each once."""
 
+import base64
 import time
 
 import pytest
@@ -50,6 +51,23 @@ def test_a_dialogue_is_stored_with_its_tokens_and_metadata(collector):
         "select token_ids, loss_mask from agents.sequences where episode_id = 'received/talk'"
     ).to_pylist()
     assert rows == [{"token_ids": [1, 2, 3, 4, 5, 6], "loss_mask": [0, 0, 1, 1, 0, 1]}]
+
+
+def test_an_image_is_stored_beside_the_messages_and_a_repeated_dialogue_is_known(
+    collect_in, tmp_path
+):
+    image = bytes(range(256)) * 4
+    url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    seen = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    messages = [seen, DIALOGUE["messages"][1], seen, DIALOGUE["messages"][3]]
+    for _ in range(2):
+        with collect_in(tmp_path / "lake") as server:
+            server.post("/episodes", {"episodes": [changed("seen", messages=messages)]})
+            server.read(num=2)
+            rows = server.read("message_media")
+            page = server.get("/metrics").text
+    assert [row["message_media"][0]["bytes"] for row in rows] == [image, None]
+    assert "replaylake_collector_conflicting_steps 0.0" in page
 
 
 def test_a_dialogue_that_is_sent_again_is_one_and_another_of_its_name_is_refused(collector):

@@ -82,6 +82,24 @@ class Reader:
             assert tag != "img" or attributes["src"].startswith("/datasets/")
         return page
 
+    def fields(self, path: str, identity: str) -> dict[str, str]:
+        """Return what a form of a page sends, by the form's id, without its buttons."""
+        found: dict[str, str] = {}
+        is_within = False
+        for tag, attributes in self.page(path).tags:
+            if tag == "form":
+                is_within = attributes.get("id") == identity
+            elif tag == "input" and is_within and "name" in attributes:
+                found.setdefault(attributes["name"], attributes.get("value", ""))
+        return found
+
+    def post(self, path: str, fields: dict[str, str], **headers: str) -> Any:
+        """Send a form as a browser does from a page of the explorer."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {"origin": "http://localhost", "sec-fetch-site": "same-origin", **given}
+        sent = {name: value for name, value in sent.items() if value}
+        return self.client.post(path, data=fields, headers=sent, follow_redirects=False)
+
     def _get(self, path: str, unfinished: bytes) -> Any:
         """Read an address, again while it says that its profile is being computed."""
         deadline = time.monotonic() + 120
@@ -112,9 +130,38 @@ def make_episode(name: str, num: int, *, seed: int = 0, text: str = "plain") -> 
     )
 
 
+def make_generations(
+    name: str, texts: list[str], *, agent: str = "", reward: float = 1.0, **extras: list[Any]
+) -> Episode:
+    """Return an episode of a language agent: a generation for each text, a token a character."""
+    num = len(texts)
+    ids = [[ord(letter) for letter in text] for text in texts]
+    log_probs = [[-0.25 * place for place in range(len(text))] for text in texts]
+    return Episode(
+        name,
+        observations=np.array([f"prompt {n}" for n in range(num)], object),
+        actions=np.array(texts, object),
+        rewards=np.array([0.0] * (num - 1) + [reward]),
+        terminated=True,
+        agent_id=agent,
+        policy_versions=np.full(num, 3),
+        extras={
+            "observation_tokens": [[7] * 8 for _ in texts],
+            "action_tokens": ids,
+            "action_log_probs": log_probs,
+            "proximal_log_probs": [[one - 0.2 for one in row] for row in log_probs],
+            "action_advantages": [[reward - 0.5] * len(row) for row in ids],
+            "group_id": [name.partition("#")[0]] * num,
+            **extras,
+        },
+    )
+
+
 @pytest.fixture(scope="session")
 def explored_lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
-    """`walks`: 12 episodes of 3 to 14 steps; `images`: frames; `hostile`: texts; `one`: a row."""
+    """`walks`: 12 episodes of 3 to 14 steps; `images`: frames; `hostile`: texts; `one`: a row;
+    `chats`: generations with tokens, in groups, one of them with branches.
+    """
     lake = open_lake(tmp_path_factory.mktemp("explored") / "lake", create=True)
     walks = lake.dataset("walks")
     walks.append([make_episode(f"w/{n:02}", n + 3, seed=n) for n in range(11)])
@@ -126,6 +173,12 @@ def explored_lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
     frames = np.random.default_rng(0).integers(0, 255, (6, 8, 10, 3), dtype=np.uint8)
     seen = Episode("i/0", frames, np.zeros(6, np.int64), np.ones(6), terminated=True)
     lake.dataset("images").append([seen])
+    chats = [make_generations(f"sum#{n}", ["4"] * (n + 1), reward=n / 4) for n in range(5)]
+    chats.append(make_generations(f"{HOSTILE}#0", [HOSTILE, f"ok\n{HOSTILE}"]))
+    main = make_generations("tree#0", ["plan", "ask", "done"], agent="solver")
+    branch = {"parent_agent_id": ["solver", None], "parent_step": [0, None]}
+    retry = make_generations("tree#0", ["again", "over"], agent=f"solver~{HOSTILE}", **branch)
+    lake.dataset("chats").append([*chats, main, retry])
     lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "done"})
     return lake
 
@@ -151,6 +204,11 @@ def episode_maker() -> Callable[..., Episode]:
 
 
 @pytest.fixture(scope="session")
+def generations_maker() -> Callable[..., Episode]:
+    return make_generations
+
+
+@pytest.fixture(scope="session")
 def hostile() -> str:
     return HOSTILE
 
@@ -168,6 +226,32 @@ def browser(chromium_path: str) -> Iterator[Any]:
     chromium = module.Browser(chromium_path)
     yield chromium
     chromium.close()
+
+
+@pytest.fixture
+def gate_lake(tmp_path: Path, kit: Any) -> Lake:
+    """p:1 takes action 0, which earns nothing; p:2 takes 1, which earns 1. `log` has both."""
+    lake = open_lake(tmp_path / "gate" / "lake", create=True)
+    for place, values in enumerate(([[1.0, 0.0]], [[0.0, 1.0]])):
+        graph = kit.linear_graph(np.array(values, np.float32), "q_values", 1)
+        spec = PolicySpec(Box((1,)), Discrete(2), "q_values")
+        package = kit.save_policy(tmp_path / "gate" / str(place), spec, graph)
+        lake.registry.register("p", package, run_id="r", lineage={"datasets": []})
+    rng = np.random.default_rng(0)
+    actions = rng.integers(0, 2, 400)
+    lake.dataset("log").create(Box((1,)), Discrete(2))
+    lake.dataset("log").append(
+        Episode(
+            f"e/{i:03}",
+            observations=np.ones((1, 1), np.float32),
+            actions=actions[i : i + 1],
+            rewards=actions[i : i + 1] + 0.1 * rng.standard_normal(1),
+            terminated=True,
+            behavior_log_probs=np.log([0.5]).astype(np.float32),
+        )
+        for i in range(400)
+    )
+    return lake
 
 
 @pytest.fixture

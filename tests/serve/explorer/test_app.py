@@ -21,7 +21,8 @@ TOKENS = Tokens(((TOKEN.encode(), "admin"),))
 
 def test_the_lake_lists_its_datasets(explored):
     page = explored.page("/")
-    assert {"walks", "hostile", "one", "images"} <= set(page.texts)
+    names = ["chats", "hostile", "images", "one", "walks"]
+    assert set(names) <= set(page.texts)
     assert "/datasets/walks" in page.links
     body = explored.json("/index.json")
     walks = next(one for one in body["datasets"] if one["dataset"] == "walks")
@@ -31,7 +32,7 @@ def test_the_lake_lists_its_datasets(explored):
     assert walks["policies"] == ["plain", "later"]
     lines = explored.client.get("/index.csv").text.splitlines()
     assert lines[0].startswith("dataset,version,num_episodes,num_steps")
-    assert sorted(line.split(",")[0] for line in lines[1:]) == ["hostile", "images", "one", "walks"]
+    assert sorted(line.split(",")[0] for line in lines[1:]) == names
 
 
 def test_the_lake_reads_each_commit_once(empty, episode_maker, monkeypatch):
@@ -309,7 +310,11 @@ def test_another_address_needs_a_token(tmp_path: Path):
     config.check_exposure("127.0.0.1", nothing)
     with pytest.raises(ConfigInvalidError, match="no tokens"):
         config.check_exposure("0.0.0.0", nothing)
-    ExplorerConfig("lake", insecure=True).check_exposure("0.0.0.0", nothing)
+    with pytest.raises(ConfigInvalidError, match="anybody could write") as caught:
+        ExplorerConfig("lake", insecure=True).check_exposure("0.0.0.0", nothing)
+    assert caught.value.parameter == "insecure"
+    ExplorerConfig("lake", insecure=True).check_exposure("127.0.0.1", nothing)
+    ExplorerConfig("lake", insecure=True, read_only=True).check_exposure("0.0.0.0", nothing)
     known = config.read_tokens({"REPLAYLAKE_ADMIN_TOKEN": TOKEN, "REPLAYLAKE_ACT_TOKEN": "x" * 24})
     assert known.pairs == ((TOKEN.encode(), "admin"),)
     config.check_exposure("0.0.0.0", known)

@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import numpy as np
 import pytest
@@ -38,6 +38,17 @@ _PAGES = {
     "episode": "/datasets/walks/episode?id=w/09",
     "hostile episodes": "/datasets/hostile/episodes",
     "frames": "/datasets/images/episode?id=i/0",
+    "tokens": "/datasets/chats/episode?id=tree%230&agent=solver",
+    "hostile tokens": "/datasets/chats/episode?id=HOSTILE%230&shade=mismatch",
+    "groups": "/datasets/chats/groups",
+    "group": "/datasets/chats/group?id=sum&high=0.75",
+    "hostile group": "/datasets/chats/group?id=HOSTILE",
+    "comparison": "/datasets/walks/compare?ids=w/02,w/09,w/11",
+    "hostile comparison": "/datasets/hostile/compare?id=HOSTILE",
+    "no comparison": "/datasets/walks/compare",
+    "outliers": "/datasets/walks/episodes?sort=repetition&order=descending",
+    "breakdown": "/datasets/walks/breakdown?by=policy&sort=steps",
+    "hostile breakdown": "/datasets/hostile/breakdown?by=remark",
     "console": "/sql",
     "result": "/sql?q=SELECT+*+FROM+hostile.steps",
     "runs": "/runs",
@@ -99,8 +110,8 @@ def served_address(served_lake):
 
 
 @contextmanager
-def _serve(lake):
-    with _run(create_explorer(lake)) as address:
+def _serve(lake, **options):
+    with _run(create_explorer(lake, **options)) as address:
         yield address
 
 
@@ -148,8 +159,8 @@ def test_a_sweep_fits_and_its_lines_are_links(browser, sweep_lake):
 
 
 @pytest.mark.parametrize("name", list(_PAGES))
-def test_a_page_fits_and_can_be_read_by_all(browser, address, name):
-    _check_page(browser, address + _PAGES[name], name)
+def test_a_page_fits_and_can_be_read_by_all(browser, address, hostile, name):
+    _check_page(browser, address + _PAGES[name].replace("HOSTILE", quote(hostile)), name)
 
 
 def _check_page(browser, url, name):
@@ -367,6 +378,67 @@ def test_a_bar_leads_to_the_worst_episodes_and_on(browser, address):
     assert browser.run("document.querySelector('h1').textContent") == "w/01"
 
 
+def test_a_bar_of_a_group_selects_its_samples(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/chats/groups")
+    browser.follow("a[href$='id=sum']")
+    browser.run("document.querySelector('.chart a').focus()")
+    browser.press("Enter")
+    browser.wait_until("location.search.includes('low=0')")
+    browser.wait_until("document.querySelectorAll('.sample').length === 1")
+    browser.follow(".sample a")
+    assert browser.run("document.querySelector('h1').textContent") == "sum#0"
+
+
+def test_episodes_are_selected_and_compared_by_the_keyboard(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episodes?sort=steps&order=descending")
+    button = "document.querySelector('button[form=compare]')"
+    assert browser.run(f"{button}.disabled")
+    for number in (0, 2):
+        browser.run(f"document.querySelectorAll('#compare [type=checkbox]')[{number}].focus()")
+        browser.press(" ")
+    assert browser.run("document.querySelector('#selected').textContent") == "2 selected"
+    browser.run(f"{button}.focus()")
+    browser.press("Enter")
+    browser.wait_until("location.pathname.endsWith('/compare') && window.uPlot")
+    browser.wait_until("document.querySelectorAll('.plot canvas').length === 6")
+    assert browser.run("location.search") == "?id=w%2F11&id=w%2F09"
+    browser.run("document.querySelector('#scrub').focus()")
+    browser.press("ArrowRight")
+    values = "[...document.querySelectorAll('.series .value')].map(e => e.textContent)"
+    browser.wait_until(f"{values}[0] === '1'")
+    # Reward and return so far of step 1, of both episodes.
+    assert browser.run(values)[:4] == ["1", "1", "1", "1"]
+    names = browser.run("[...document.querySelectorAll('.series label')].map(e => e.innerText)")
+    assert [name.split()[0] for name in names[:2]] == ["w/11", "w/09"]
+    assert browser.take_messages() == []
+
+
+def test_more_than_can_be_compared_cannot_be_sent(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episodes")
+    browser.run("document.querySelectorAll('#compare [type=checkbox]').forEach(e => e.click())")
+    assert browser.run("document.querySelector('#selected').textContent") == (
+        "12 selected, at most 8 are compared"
+    )
+    assert browser.run("document.querySelector('button[form=compare]').disabled")
+
+
+def test_a_row_of_a_breakdown_leads_to_its_episodes_the_odd_ones_first(browser, address):
+    browser.show(1280, 900)
+    _open(browser, address + "/datasets/walks/episodes")
+    browser.follow("a[href$='sort=repetition&order=descending']")
+    browser.follow(".tools a[href*=breakdown]")
+    browser.follow("a[href*='by=policy']")
+    browser.follow("td a[href*='later']")
+    assert browser.run("document.querySelector('#episodes .id').textContent") == "w/11"
+    assert "Repetition" in browser.run(
+        "document.querySelector('#episodes th[aria-sort]').innerText"
+    )
+    assert browser.take_messages() == []
+
+
 def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
     browser.show(1280, 900)
     _open(browser, address + "/datasets/walks/episode?id=w/09")
@@ -426,6 +498,116 @@ def test_the_console_completes_runs_cancels_and_remembers(browser, address):
     browser.wait_until("document.querySelector('#status').textContent === 'cancelled'")
     assert browser.run("document.querySelectorAll('#history li').length") == 2
     assert browser.take_messages() == []
+
+
+def _submit(browser, work):
+    """Do what sends a form, and wait until the page after it is there."""
+    browser.run("window.isBefore = true; 0")
+    work()
+    browser.wait_until("!window.isBefore && document.readyState === 'complete'")
+
+
+def test_the_worst_episodes_of_a_policy_are_labeled(browser, tmp_path, episode_maker, hostile):
+    lake = open_lake(tmp_path / "lake", create=True)
+    lake.dataset("walks").append(
+        [episode_maker(f"w/{n}", 9 - n, seed=n, text="old" if n < 3 else "new") for n in range(6)]
+    )
+    heading = "document.querySelector('h1').textContent"
+    browser.show(1280, 900)
+    with _serve(lake) as address:
+        browser.open(address + "/datasets/walks")
+        browser.run("localStorage.removeItem('replaylake keys')")
+        browser.open(address + "/datasets/walks/episodes")
+        browser.click("#where")
+        browser.type_text("policy = 'new'")
+        browser.press("Escape")
+        _submit(browser, lambda: browser.press("Enter"))
+        for _ in range(2):
+            _submit(browser, lambda: browser.click("#episodes thead th:nth-child(2) a"))
+        _submit(browser, lambda: browser.click(".tools a:nth-child(2)"))
+        # The shortest has the lowest return.
+        assert browser.run(heading) == "w/5"
+        _check_all(browser, "an episode without labels")
+        # Without a name nothing is sent: the browser asks for it.
+        browser.press("f")
+        assert browser.run("document.activeElement.name") == "by"
+        browser.type_text(hostile)
+        browser.press("Escape")
+        browser.press("l")
+        assert browser.run("document.activeElement.name") == "value"
+        browser.type_text("too short")
+        _submit(browser, lambda: browser.press("Enter"))
+        assert browser.run(heading) == "w/4"
+        assert "label of w/5 is too short" in browser.run("document.body.textContent")
+        browser.run("document.querySelector('details.train').open = true; 0")
+        _check_all(browser, "an episode of a queue")
+        # The name is known, and 1 is the value that came first.
+        _submit(browser, lambda: browser.press("1"))
+        assert browser.run(heading) == "w/3"
+        _submit(browser, lambda: browser.press("u"))
+        assert browser.run(heading) == "w/4"
+        _submit(browser, lambda: browser.press("n"))
+        assert browser.run(heading) == "w/3"
+        browser.press("l")
+        browser.type_text(hostile.replace("\u202e", ""))
+        _submit(browser, lambda: browser.press("Enter"))
+        assert browser.run(heading) == "w/4"
+        _submit(browser, lambda: browser.press("f"))
+        _check_all(browser, "a flagged episode")
+        _submit(browser, lambda: browser.press("1"))
+        assert "No episode without label" in browser.run(heading)
+        _check_all(browser, "the end of a queue")
+        assert browser.run("document.title") != "owned"
+        # Letters do nothing once the keys are turned off, also on the next page.
+        browser.open(address + "/datasets/walks/episode?id=w/0")
+        browser.click("#keys")
+        browser.open(address + "/datasets/walks/episode?id=w/0")
+        browser.press("f")
+        assert browser.run("document.querySelector('kbd').hidden")
+        browser.click("#keys")
+        assert browser.take_messages() == []
+    rows = lake.sql("""SELECT episode_id, any_value(label) AS label, bool_or(flagged) AS flagged,
+        any_value(label_labeled_by) AS who FROM walks.steps GROUP BY 1 ORDER BY 1""").to_pylist()
+    found = {row["episode_id"]: row["label"] for row in rows}
+    assert found == {
+        **{f"w/{n}": None for n in range(3)},
+        "w/3": hostile.replace("\u202e", ""),
+        "w/4": "too short",
+        "w/5": "too short",
+    }
+    assert [row["episode_id"] for row in rows if row["flagged"]] == ["w/4"]
+    assert {row["who"] for row in rows} == {None, hostile}
+
+
+def test_why_a_gate_refused_is_seen(browser, gate_lake):
+    pytest.importorskip("torch")
+    from replaylake.cli.commands.explore import load_promote
+
+    gate_lake.registry.set_alias("p", "champion", 2)
+    panel = "document.querySelector('#promotion')?.textContent ?? ''"
+    browser.show(1280, 900)
+    with _serve(gate_lake, promote=load_promote()) as address:
+        browser.open(address + "/policies")
+        browser.follow("tbody a")
+        browser.run("document.querySelector('.more-options').open = true; 0")
+        _check_all(browser, "the form of a promotion")
+        browser.run("document.querySelector('#promote-version').value = '1'; 0")
+        for name, text in (("by", "Ada"), ("note", "<b>try</b>"), ("estimators", "ips snips")):
+            browser.click(f"#promote-{name}")
+            browser.run("document.activeElement.select()")
+            browser.type_text(text)
+        browser.click("input[name=unseen]")
+        _submit(browser, lambda: browser.click("#promote button"))
+        browser.wait_until(f"({panel}).includes('refused')", 60)
+        assert "puts the difference from the champion at -" in browser.run(panel)
+        _check_all(browser, "a promotion that was refused")
+        # The newest report is shown already; the link has its address.
+        browser.click("#promotion [role=status] a")
+        browser.wait_until("location.search.startsWith('?evaluation=') && location.hash")
+        browser.wait_until("document.querySelector('#evaluation .forest')")
+        assert browser.run("document.querySelector('#promote-by').value") == "Ada"
+        assert browser.take_messages() == []
+    assert gate_lake.registry.alias_version("p", "champion") == 2
 
 
 def test_a_result_is_drawn_by_the_keyboard_alone(browser, address):

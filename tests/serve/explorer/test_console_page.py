@@ -7,7 +7,6 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from urllib.parse import urlencode
 
 import pyarrow.parquet as pq
@@ -18,7 +17,7 @@ from replaylake.datastore.query.untrusted import Cancellation
 from replaylake.serve.explorer import app
 from replaylake.serve.explorer.console_page import list_tables
 from replaylake.serve.explorer.profiles import ProfileMemory
-from replaylake.serve.explorer.sandbox_queue import SandboxQueue
+from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
 
@@ -116,7 +115,7 @@ def test_few_queries_of_readers_run_at_a_time(explored_lake, reader_type, monkey
                 running -= 1
 
     monkeypatch.setattr(type(explored_lake), "sql_untrusted", count)
-    monkeypatch.setattr(app, "SandboxQueue", partial(SandboxQueue, 2))
+    monkeypatch.setattr(app, "_MAX_SANDBOXES", 2)
     explored = reader_type(explored_lake)
     address = f"/sql.json?{_query('SELECT 1 AS x')}"
     with ThreadPoolExecutor(4) as threads:
@@ -127,7 +126,7 @@ def test_few_queries_of_readers_run_at_a_time(explored_lake, reader_type, monkey
 
 def test_who_leaves_before_the_turn_takes_none():
     async def check():
-        queue, order = SandboxQueue(1, 2), []
+        queue, order = RequestQueue(1, 2), []
         left, done = asyncio.Event(), asyncio.Event()
 
         async def stay():
@@ -173,7 +172,8 @@ def test_pages_are_made_while_queries_wait(explored_lake, reader_type, monkeypat
         raise QueryError("ended")
 
     monkeypatch.setattr(type(explored_lake), "sql_untrusted", hold)
-    monkeypatch.setattr(app, "SandboxQueue", partial(SandboxQueue, 1, 2))
+    monkeypatch.setattr(app, "_MAX_SANDBOXES", 1)
+    monkeypatch.setattr(app, "_MAX_WAITING", 2)
     explored = reader_type(explored_lake)
     # A condition on episodes runs in the sandbox, too.
     addresses = [

@@ -2,44 +2,20 @@
 
 import re
 
-import numpy as np
 import pytest
 
-from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.spaces import Box, Discrete
-from replaylake.datastore.lake.lake import open_lake
-from replaylake.datastore.lake.policies.policy import PolicySpec
-
 pytest.importorskip("torch")
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
 
 
-@pytest.fixture(scope="module")
-def gated(tmp_path_factory, reader_type, kit):
-    """p:1 takes action 0, which earns nothing; p:2 takes 1, which earns 1. A gate refuses p:1."""
-    lake = open_lake(tmp_path_factory.mktemp("gated") / "lake", create=True)
-    refs = []
-    for place, values in enumerate(([[1.0, 0.0]], [[0.0, 1.0]])):
-        graph = kit.linear_graph(np.array(values, np.float32), "q_values", 1)
-        spec = PolicySpec(Box((1,)), Discrete(2), "q_values")
-        package = kit.save_policy(tmp_path_factory.mktemp("package") / str(place), spec, graph)
-        refs.append(lake.registry.register("p", package, run_id="r", lineage={"datasets": []}))
+@pytest.fixture
+def gated(gate_lake, reader_type):
+    """A gate refuses p:1."""
+    lake = gate_lake
+    refs = [lake.registry.resolve(f"p:{version}") for version in (1, 2)]
     lake.registry.set_alias("p", "champion", 2)
-    rng = np.random.default_rng(0)
-    actions = rng.integers(0, 2, 400)
-    lake.dataset("log").create(Box((1,)), Discrete(2))
-    lake.dataset("log").append(
-        Episode(
-            f"e/{i:03}",
-            observations=np.ones((1, 1), np.float32),
-            actions=actions[i : i + 1],
-            rewards=actions[i : i + 1] + 0.1 * rng.standard_normal(1),
-            terminated=True,
-            behavior_log_probs=np.log([0.5]).astype(np.float32),
-        )
-        for i in range(400)
-    )
     request = EvaluationRequest("log", "p:1", estimators=("ips", "snips"), unseen=True)
     result = evaluate_gate(lake, *refs, request)
     assert not result.passed

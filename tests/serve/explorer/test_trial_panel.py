@@ -16,7 +16,7 @@ from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinar
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
-from replaylake.serve.explorer.sandbox_queue import SandboxQueue
+from replaylake.serve.explorer.request_queue import RequestQueue
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_a_link_on_another_site_acts_on_nothing(tried):
 
 def test_so_many_trials_run_at_a_time_as_queries(served_lake, reader_type):
     reader = reader_type(served_lake)
-    reader.app.sandboxes = SandboxQueue(max_running=0, max_waiting=0)
+    reader.app.sandboxes = RequestQueue(max_running=0, max_waiting=0)
     page = reader.page("/policies/clone?observation=[0,0]", 503)
     assert "queries wait already" in page.text
     reader.page("/policies/clone")

@@ -137,6 +137,38 @@ def test_a_call_that_cannot_be_written_leaves_the_index_as_it_was(open_log):
         assert (tree.num_env_steps, list(tree.lasts)) == (1, [""])
 
 
+def test_calls_written_at_once_are_one_write_and_a_bad_one_does_not_stop_the_others(
+    lake, open_log, monkeypatch
+):
+    log = open_log(redact=refuse_the_secret)
+    written = []
+    append = log.journal.append
+    monkeypatch.setattr(log.journal, "append", lambda records: written.append(append(records)))
+    prompt = [user("same")]
+    calls = [call(prompt, [answer(text), answer(text)]) for text in ("A", "secret", "B")]
+    first, failed, last = log.write_all(calls)
+    assert (first, last, len(written)) == (2, 2, 1)
+    assert isinstance(failed, RecordFailedError)
+    assert "no secrets" in str(failed)
+    assert len(log.conversations) == 4
+    rows = read(lake, log, "action", "action")
+    assert [row["action"] for row in rows] == ["A", "A", "B", "B"]
+
+
+def refuse_the_secret(one):
+    if one["completion"]["content"] == "secret":
+        raise ValueError("no secrets")
+    return one
+
+
+def test_calls_that_the_journal_refuses_are_all_undone(open_log):
+    log = open_log()
+    log.journal.close()
+    results = log.write_all([call([user(text)], [answer(text)]) for text in "abc"])
+    assert [str(one).partition(": ")[2] for one in results] == ["the journal is closed."] * 3
+    assert len(log.conversations) == 0
+
+
 def test_many_equal_dialogues_cost_as_much_as_others(lake, open_log):
     log = open_log()
     prompt = [user("same")]

@@ -1,5 +1,6 @@
 """Chat completions through a real gateway, before an engine on loopback."""
 
+import base64
 import json
 import socket
 import time
@@ -9,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from replaylake.datastore.interchange.export.export import export
 from replaylake.serve.gateway.openai_api import ChatApi
 
 CLIENTS = []
@@ -96,6 +98,30 @@ def test_a_dialogue_is_an_episode_of_increments_and_one_sequence(gateway, kit, s
     assert rows[1]["action_tokens"] == [ord(letter) + 10 for letter in word.upper()] + [5]
     assert rows[1]["action_log_probs"][:3] == [-0.125, -0.25, -0.375]
     assert rows[1]["behavior_log_prob"] == pytest.approx(sum(rows[1]["action_log_probs"]))
+
+
+def test_a_screenshot_is_stored_once_for_the_calls_that_repeat_it(gateway, kit, tmp_path):
+    url = f"data:image/png;base64,{base64.b64encode(bytes(range(256)) * 4).decode()}"
+    image = {"type": "image_url", "image_url": {"url": url}}
+    ids = []
+    for words in (["a look"], ["a look", "shorter"], ["shorter"]):
+        texts = [{"type": "text", "text": f"screen {word}"} for word in words]
+        client = make_client(gateway, "/episode/screens")
+        answer = ask(client, [SYSTEM, {"role": "user", "content": [*texts, image]}])
+        ids.append(answer["id"])
+        kit.wait_for_rows(gateway, 1, f"completion_id = '{answer['id']}'")
+    columns = "episode_id, agent_id, prompt_messages, message_media"
+    rows = kit.wait_for_rows(gateway, 3, f"completion_id in {tuple(ids)}", columns)
+    assert all(url not in row["prompt_messages"] for row in rows)
+    stored = [row["message_media"][0]["bytes"] for row in rows]
+    owners = [(row["episode_id"], row["agent_id"]) for row in rows]
+    assert len({owner[0] for owner in owners}) == 1
+    # An agent that leaves messages out of its context is another branch of the episode.
+    assert [owner[1] for owner in owners] == ["", "~1", "~2"]
+    assert stored == [bytes(range(256)) * 4, None, None]
+    exported = tmp_path / "screens.jsonl"
+    export(gateway.lake, "agents", exported, format="jsonl", where=f"episode_id = '{owners[0][0]}'")
+    assert exported.read_text().count(url) == 3
 
 
 # What the gateway adds to a request, without and with `stream`.

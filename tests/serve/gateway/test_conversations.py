@@ -1,11 +1,14 @@
 """Which step a call goes on from: by names, by the dialogue, and after a restart."""
 
+import gc
+
 import pytest
 
 from replaylake.datastore.feedback.recorded_calls import RecentCall
 from replaylake.serve.gateway.conversations import (
     CallIdentity,
     Conversations,
+    Generation,
     hash_answer,
     hash_contexts,
 )
@@ -212,3 +215,24 @@ def test_of_two_open_episodes_of_one_name_the_newest_is_continued():
     place = after.call([asked("a"), said("b"), asked("c")], "d", identity)
     assert place.episode.episode_id == recorders[1].calls[0].episode_id
     assert (place.parent.step, place.is_rewritten, place.num_known) == (0, False, 2)
+
+
+def test_an_episode_that_is_removed_leaves_nothing_to_a_garbage_collection():
+    def count():
+        return sum(isinstance(one, Generation) for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = count()
+        index = Conversations(10.0, KEY, "w")
+        for number in range(20):
+            hashes, hasher = hash_contexts([asked("a")] + [said("b")] * (number % 3), KEY)
+            place = index.place(NOBODY, hashes, 0.0)
+            index.add(place, hash_answer(hasher, said("b")), 0.0)
+        del place
+        assert count() == before + 20
+        index.expire(11.0)
+        assert count() == before
+    finally:
+        gc.enable()

@@ -180,8 +180,12 @@ def install(dockerfile, bento, venv):
         done = subprocess.run(
             [*pip, *words[3:]],
             cwd=bento / "env" / "python",
-            # A path of ours would make pip find a ReplayLake there and install none.
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+            # A path of ours would make pip find a ReplayLake there and install none. What the
+            # server imports it compiles itself; pip would compile everything.
+            env={
+                **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+                "PIP_NO_COMPILE": "1",
+            },
             capture_output=True,
             text=True,
             check=False,

@@ -20,6 +20,10 @@ from replaylake.datastore.interchange.sources.source_errors import unreadable_er
 # One value may be this long, in characters: a log's records are apart from one another.
 MAX_VALUE_CHARS: Final = 64 << 20
 _BLOCK_BYTES: Final = 1 << 20
+# json.dumps makes an encoder for each value, which takes longer than a short value does.
+_dump_text: Final = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), allow_nan=False
+).encode
 _SPACE: Final = " \t\r\n"
 # An error this close to the end of what was read may be for want of the rest: `tru`, `\\ud83`.
 _CUT_CHARS: Final = 16
@@ -112,7 +116,7 @@ def dump_json(value: Any) -> str:
 
     Raises: RecursionError where it is nested too deeply.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = _dump_text(value)
     # Half of a surrogate pair is no character: escaped, it survives.
     return text if is_encodable(text) else json.dumps(value, separators=(",", ":"), allow_nan=False)
 

@@ -84,6 +84,8 @@ def _format_part(part: Any) -> str:
 
 def clean_text(text: str) -> str:
     """Return a text that every engine can show; the column of JSON has the original."""
+    if text.isascii() and "\0" not in text:
+        return text
     if not is_encodable(text):
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -16,6 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.episodes import tokens
+from replaylake.datastore.episodes.message_media import COMPLETION_MESSAGES as COMPLETION_MESSAGES
+from replaylake.datastore.episodes.message_media import FINAL_MESSAGES as FINAL_MESSAGES
+from replaylake.datastore.episodes.message_media import PROMPT_MESSAGES as PROMPT_MESSAGES
 from replaylake.datastore.episodes.spaces import Array, Text
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions
@@ -42,9 +45,6 @@ Row = dict[str, Any]
 _CHUNK_BYTES: Final = 16 << 20
 # Maximum bytes of a line: 8 values for each of 256k tokens, at 20 characters a value.
 _MAX_LINE_BYTES: Final = 64 << 20
-PROMPT_MESSAGES: Final = "prompt_messages"
-COMPLETION_MESSAGES: Final = "completion_messages"
-FINAL_MESSAGES: Final = "final_messages"
 # The further columns of such datasets; messages, calls and metadata are JSON text.
 EXTRAS: Final = {
     "role": pa.string(),

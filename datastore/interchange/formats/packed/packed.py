@@ -1,6 +1,6 @@
 """Packed values: base64 of LZ4 of a pickled array, and msgpack with numpy's arrays in it.
 
-Both are what RLlib writes. Nothing in them is executed: pickles.py reads the one, and of the
+Both are what RLlib writes. Nothing in them is executed: pickle_vm.py reads the one, and of the
 other an array of Python objects (a pickle again) comes out as `Unread`.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import ConfigInvalidError, SpaceUnsupportedError
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.maintenance.scoring import judge as judge_module
 from replaylake.datastore.maintenance.scoring.judge import (
     JudgeConfig,
     JudgeError,
@@ -28,7 +30,7 @@ from replaylake.datastore.maintenance.scoring.judge import (
     _parse_retry_after,
     parse_answer,
 )
-from replaylake.datastore.maintenance.scoring.score import score
+from replaylake.datastore.maintenance.scoring.score import ScoringInterrupted, score
 from replaylake.datastore.maintenance.scoring.scorer import NotScorableError
 
 KEY = "sk-very-secret-0123456789"
@@ -364,7 +366,11 @@ def test_episodes_of_numbers_are_described_step_by_step(
         score(lake, "d", JudgeScorer(endpoint.url, "qwen", quick()))
 
 
-def test_an_interrupt_cuts_requests_and_keeps_answers(math_lake: Lake, endpoint: Any) -> None:
+def test_an_interrupt_cuts_requests_and_keeps_answers(
+    math_lake: Lake, endpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_module, "_FINISH_S", 0.0)
+
     def reply(prompt: str) -> tuple[int, dict[str, str], str]:
         if number_in(prompt) > 0:
             time.sleep(3)
@@ -376,13 +382,43 @@ def test_an_interrupt_cuts_requests_and_keeps_answers(math_lake: Lake, endpoint:
     endpoint.reply = reply
     judge = JudgeScorer(endpoint.url, "qwen", quick(concurrency=2))
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ScoringInterrupted, match="1 of 5 episodes have their scores stored"):
         score(math_lake, "math", judge, on_progress=interrupt)
     assert time.monotonic() - start < 2.5
     assert not [one for one in threading.enumerate() if one.name.startswith("judge ")]
     endpoint.reply = lambda prompt: (200, {}, "1")
     receipt = score(math_lake, "math", judge)
     assert (receipt.cached, receipt.computed) == (1, 4)
+
+
+@pytest.mark.parametrize("num_slow", [0, 1])
+def test_an_interrupt_waits_for_requests_under_way_and_sends_no_more(
+    math_lake: Lake, endpoint: Any, monkeypatch: pytest.MonkeyPatch, num_slow: int
+) -> None:
+    monkeypatch.setattr(judge_module, "_FINISH_S", 60.0 if num_slow == 0 else 0.5)
+    main, is_over = threading.main_thread().ident, threading.Event()
+    both = threading.Barrier(2)
+    assert main is not None
+
+    def reply(prompt: str) -> tuple[int, dict[str, str], str]:
+        if (number := number_in(prompt)) > 0 and not is_over.is_set():
+            if both.wait() == 0:
+                signal.pthread_kill(main, signal.SIGINT)
+            is_over.wait(0.1 if number > num_slow else None)
+        return 200, {}, "1"
+
+    endpoint.reply = reply
+    judge = JudgeScorer(endpoint.url, "qwen", quick(concurrency=2))
+    with pytest.raises(ScoringInterrupted) as caught:
+        score(math_lake, "math", judge)
+    is_over.set()
+    assert (caught.value.num_scored, caught.value.num_episodes) == (3 - num_slow, 5)
+    assert len(endpoint.requests) == 3
+    lost = ("1 of the judge's requests got no answer in time",)
+    assert caught.value.notes == (lost if num_slow else ())
+    assert not [one for one in threading.enumerate() if one.name.startswith("judge ")]
+    receipt = score(math_lake, "math", judge)
+    assert (receipt.cached, receipt.computed) == (3 - num_slow, 2 + num_slow)
 
 
 @pytest.mark.parametrize(

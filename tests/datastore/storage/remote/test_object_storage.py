@@ -9,9 +9,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import InvalidNameError, ShardCorruptError, StorageError
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    InvalidNameError,
+    ShardCorruptError,
+    StorageError,
+)
 from replaylake.datastore.names import new_ulid
-from replaylake.datastore.storage.locations import open_storage
+from replaylake.datastore.storage.locations import Location, open_storage, parse_location
+from replaylake.datastore.storage.remote.object_storage import BACKENDS, Backend
 from replaylake.datastore.storage.storage import Blob, LocalStorage, Storage
 
 
@@ -195,6 +201,23 @@ def test_no_account_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(StorageError, match="expected AZURE_STORAGE_ACCOUNT_NAME"):
         open_storage("az://container/lake")
+
+
+def test_a_backend_is_one_entry_of_the_table(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend("S3Store", ("AWS_ENDPOINT_URL", "OTHER_ENDPOINT"), "OTHER_KEY")
+    monkeypatch.setitem(BACKENDS, "other", backend)
+    place = parse_location("OTHER://bucket/lake")
+    assert place == Location("other", "bucket", "lake")
+    assert place.folder_name({"OTHER_ENDPOINT": "a"}) != place.folder_name({})
+    with pytest.raises(ConfigInvalidError, match=r"other://, file:// or memory://"):
+        parse_location("http://host/lake")
+    storage = open_storage(f"other://{bucket}/lake")
+    storage.put("x", b"1")
+    assert open_storage(f"s3://{bucket}/lake").get("x") == b"1"
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StorageError, match="found no credentials, expected OTHER_KEY"):
+        open_storage(f"other://{bucket}/lake").get("x")
 
 
 @pytest.mark.slow

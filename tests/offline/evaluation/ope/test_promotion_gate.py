@@ -14,6 +14,7 @@ from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.offline.evaluation.ope import evaluate_policy as evaluate_policy_module
 from replaylake.offline.evaluation.ope.estimate import estimate_differences
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
@@ -196,6 +197,48 @@ def test_what_the_log_does_not_support_does_not_pass(tmp_path, register_table):
         "not supported of the champion",
     ]
     assert "effective" in found.reasons[0]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("against", ["near", "far", None])
+def test_no_model_is_fitted_where_the_weights_refuse_already(
+    tmp_path, register_table, monkeypatch, num_steps, against
+):
+    """Of 120 episodes about 60, or 30 of two steps, take the actions of a greedy policy."""
+
+    def refuse(*given, **named):
+        raise AssertionError("a model was fitted")
+
+    for name in ("predict_rewards", "predict_values"):
+        monkeypatch.setattr(evaluate_policy_module, name, refuse)
+    lake = open_lake(tmp_path / "small", create=True)
+    rng = np.random.default_rng(0)
+    lake.dataset("log").create(Discrete(3), Discrete(2))
+    lake.dataset("log").append(
+        Episode(
+            f"e/{i:03d}",
+            observations=rng.integers(0, 3, num_steps),
+            actions=rng.integers(0, 2, num_steps),
+            rewards=rng.standard_normal(num_steps),
+            terminated=True,
+            behavior_log_probs=np.log(np.full(num_steps, 0.5)).astype(np.float32),
+        )
+        for i in range(120)
+    )
+    # One has no preference, as who wrote the log; the other nearly always takes action 1.
+    near, far = register_table(lake, "p", 0 * GOOD), register_table(lake, "p", 8 * GOOD)
+    question = EvaluationRequest("log", "p", exploration=AS_DRAWN)
+    champion = {"near": near, "far": far, None: None}[against]
+    found = ask(lake, near if against == "far" else far, champion, question=question)
+    assert not found.passed
+    reports = [found.candidate, *([] if found.champion is None else [found.champion])]
+    assert all("none: not fitted, as the gate refuses without it" in one.model for one in reports)
+    reason = found.reasons[0]
+    effective = float(reason.partition("an effective ")[2].partition(" ")[0])
+    bar = 100 if "(100 needed)" in reason else 30
+    needed = float(reason.partition(" About ")[2].partition(" such")[0].replace(",", ""))
+    assert needed == pytest.approx(bar / effective * 120, rel=0.1)
+    assert any("dr cannot compare it" in one and "not fitted" in one for one in found.reasons)
 
 
 def test_what_nobody_knows_to_be_unseen_does_not_pass(lake, register_table):

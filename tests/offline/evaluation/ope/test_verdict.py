@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -60,9 +61,13 @@ def test_no_or_little_overlap_is_not_supported():
     found = judged(bandit(200, greedy=1.0))
     assert found.verdict == "not_supported"
     assert "(30 needed)" in found.reason
+    assert re.search(
+        r"effective (1\d|2\d)\.\d of 200 .* About \d{3} such episodes would do", found.reason
+    )
     nothing = judged(bandit(200, target_probs=np.zeros(200), target_distribution=None))
     assert nothing.verdict == "not_supported"
     assert "effective 0.0 of 200" in nothing.reason
+    assert "such episodes" not in nothing.reason
 
 
 def test_few_effective_episodes_are_weak():

@@ -1,4 +1,4 @@
-"""Sandbox queue: which requests may run a reader's SQL now, which wait, and which are refused."""
+"""Request queue: which requests of a kind may run now, which wait, and which are refused."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from typing import Final
 
 from replaylake.serve.messages import RequestRefusedError
 
-# A sandbox may take a gigabyte and two cores.
-_MAX_RUNNING: Final = 4
-# Each query takes 10 s at most: who comes last waits less than a minute.
-_MAX_WAITING: Final = 16
 _POLL_S: Final = 0.05
 
 
-class SandboxQueue:
+class RequestQueue:
     """Turns in the order of arrival. Safe from several threads and event loops.
 
     Who waits holds no thread: the threads that make pages are for those that can go on.
     """
 
-    def __init__(self, max_running: int = _MAX_RUNNING, max_waiting: int = _MAX_WAITING) -> None:
+    def __init__(self, max_running: int, max_waiting: int, what: str = "queries") -> None:
+        """what: the requests, in the plural, for messages."""
         self._lock = threading.Lock()
         self._max_running = max_running
         self._max_waiting = max_waiting
+        self._what = what
         # By arrival; the first `max_running` have their turn.
         self._tickets: list[object] = []
 
@@ -46,13 +44,16 @@ class SandboxQueue:
         ticket = object()
         with self._lock:
             if len(self._tickets) >= self._max_running + self._max_waiting:
-                message = f"{self._max_waiting} queries wait already; try again in some seconds"
-                raise RequestRefusedError(503, "sql", message)
+                message = (
+                    f"{self._max_waiting} {self._what} wait already; try again in some seconds"
+                )
+                raise RequestRefusedError(503, self._what, message)
             self._tickets.append(ticket)
         try:
             while not self._is_first(ticket):
                 if await is_gone():
-                    raise RequestRefusedError(503, "sql", "the reader left before the query ran")
+                    message = "the reader left before this request ran"
+                    raise RequestRefusedError(503, self._what, message)
                 await asyncio.sleep(_POLL_S)
             yield
         finally:
