@@ -16,6 +16,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
+from replaylake.datastore.maintenance.labels import episode_labels
 from replaylake.datastore.maintenance.labels.episode_labels import (
     EpisodeLabel,
     label_episode,
@@ -146,6 +147,30 @@ def test_two_who_label_at_once_lose_nothing(labeled: Lake, is_same: bool) -> Non
     for who in {*results} - done:
         (other,) = done
         assert f"found 'of {other}' by {other}" in results[who]
+
+
+def test_a_large_shard_is_divided_once(
+    lake: Lake, make_episode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode(f"e/{n}", 8, terminated=True) for n in range(8)])
+    columns = ", ".join(dataset.snapshot().table.schema.names)
+    before = lake.sql(f"SELECT {columns} FROM d.steps").to_pylist()
+    num_bytes = dataset.snapshot().table.read().nbytes
+    monkeypatch.setattr(episode_labels, "_SHARD_BYTES", num_bytes // 3)
+    label_episode(lake, "d", "verdict", "bad", episode_id="e/0", by="Ada")
+    divided = [entry.num_rows for entry in dataset.snapshot().files]
+    assert len(divided) >= 3
+    assert sum(divided) == 64
+    version = label_episode(lake, "d", "verdict", "bad", episode_id="e/7", by="Ada")
+    change = dataset.table.log.read_change(version)
+    assert len(change.removed) < len(divided)
+    assert sum(entry.num_rows for entry in change.added) <= 2 * max(divided)
+    # The rows are the same; those that were written again come after the others of their version.
+    after = lake.sql(f"SELECT {columns} FROM d.steps").to_pylist()
+    assert sorted(map(str, after)) == sorted(map(str, before))
+    compact(lake, "d")
+    assert [entry.num_rows for entry in dataset.snapshot().files] == [64]
 
 
 @pytest.mark.parametrize(
