@@ -292,6 +292,7 @@ def test_columns_of_the_log_and_wrong_forms_are_refused(reader):
         ({"value": "x" * 501}, "501 characters"),
         ({"value": "a\x00b"}, "control characters"),
         ({"seen": "-1"}, "seen: found"),
+        ({"seen": "9" * 5000}, "seen: found"),
         ({"undo": "x"}, "undo: found"),
         ({"sort": "nothing"}, "sort: found"),
     ):
@@ -309,7 +310,9 @@ def test_hostile_labels_and_names_stay_text(reader, hostile):
     page = reader.page(answer.headers["location"])
     assert page.texts.count(hostile) >= 2
     assert reader.page(_page(1)).text.count(hostile) >= 1
-    for last in ("x", "[]", "[1,2]", '[99,"a","b"]', "[[" * 5000, '{"a":1}', '["x",1,2]'):
+    odd = ["x", "[]", "[1,2]", '{"a":1}', '["x",1,2]', "[[" * 5000]
+    odd += [f'[{one},"w/0",""]' for one in (1, 99, -1, "Infinity", "NaN", "9" * 400, "2.5", "null")]
+    for last in odd:
         page = reader.page(_page(1, last=last))
         assert "Saved in" not in page.text
 
