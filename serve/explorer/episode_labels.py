@@ -41,7 +41,8 @@ from replaylake.serve.pages.tables import Column, table, time_tag
 from replaylake.serve.pages.texts import number_text
 
 FLAG: Final = "flagged"
-_DEFAULT_LABEL: Final = "label"
+# Not `label`, nor another name that scorers take for the right answer.
+_DEFAULT_LABEL: Final = "verdict"
 _MAX_VALUES: Final = 50
 # Those with a key of their own: 1 to 9.
 _MAX_BUTTONS: Final = 9

@@ -67,6 +67,11 @@ def list_label_names(schema: pa.Schema) -> list[str]:
     ]
 
 
+def list_origin_columns(schema: pa.Schema) -> list[str]:
+    """Return the columns that say who set the labels of a dataset, and when."""
+    return [f"{name}{suffix}" for name in list_label_names(schema) for suffix in (_BY, _AT)]
+
+
 def read_episode_labels(
     snapshot: Snapshot, episode_id: str, agent_id: str = ""
 ) -> dict[str, EpisodeLabel]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
@@ -17,6 +19,7 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.labels import episode_labels
+from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.maintenance.labels.episode_labels import (
     EpisodeLabel,
     label_episode,
@@ -240,3 +243,20 @@ def test_a_purge_removes_the_labels_and_the_name_of_who_is_purged(
     infos = [one["labeled"] for one in labeled.dataset("d").history() if "labeled" in one]
     assert [info["by"] for info in infos] == ["<deleted>", "Bob"]
     assert read(labeled, "c")["verdict"].value == "good"
+
+
+def test_many_episodes_are_labeled_by_annotate(labeled: Lake) -> None:
+    at = datetime(2026, 11, 1, 12, tzinfo=UTC)
+    labels = pa.table(
+        {
+            "episode_id": ["a", "b"],
+            "verdict": ["bad", "good"],
+            "verdict_labeled_by": ["Ada", "Ada"],
+            "verdict_labeled_at": pa.array([at, at], pa.timestamp("us", "UTC")),
+        }
+    )
+    added = [name for name in labels.column_names if name != "episode_id"]
+    annotate(labeled, "d", labels, on="episode_id", add=added)
+    assert read(labeled, "b") == {"verdict": EpisodeLabel("good", "Ada", at)}
+    set_label(labeled, "fair")
+    assert read(labeled)["verdict"].value == "fair"
