@@ -60,6 +60,7 @@ READ_BACK = (
     Kind(r".*/_delta_log/\d{20}\.checkpoint\.parquet", "read_checkpoint", "sha256 in its footer"),
     Kind(rf"{_TABLE}/shards/{_ULID}\.parquet", "Table.read", "sha256 in the commit"),
     Kind(rf"{_TABLE}/_journal/[^/]+\.jsonl", "segments.recover", "CRC-32 of each line"),
+    Kind(r"lake/[a-z0-9_]+/_answers/[^/]+\.jsonl", "RetainedAnswers", "CRC-32 of each line"),
     Kind(
         rf"lake/[a-z0-9_]+/_derived/episodes/{_ULID}-{_HEX}\.parquet",
         "summaries",
@@ -268,6 +269,9 @@ def make_lake(folder: Path) -> Path:
     journal = folder / "lake" / "d" / "_decisions" / "_journal" / "w-0.jsonl"
     journal.parent.mkdir(parents=True)
     journal.write_bytes(b"".join(frame_records([b'{"a": %d}' % n for n in range(20)])))
+    answers = folder / "lake" / "d" / "_answers" / "w-0.jsonl"
+    answers.parent.mkdir()
+    answers.write_bytes(b"".join(frame_records([b'{"a": %d}' % n for n in range(20)])))
     return folder
 
 
@@ -312,8 +316,15 @@ def _read_policy(folder: Path) -> Any:
 
 
 def _read_journal(folder: Path) -> Any:
-    (path,) = (folder / "lake").rglob("*.jsonl")
-    records, num_torn, faults = segments._read(path)
+    return _read_lines(folder / "lake" / "d" / "_decisions" / "_journal" / "w-0.jsonl")
+
+
+def _read_answers(folder: Path) -> Any:
+    return _read_lines(folder / "lake" / "d" / "_answers" / "w-0.jsonl")
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    records, num_torn, faults = segments.read_segment(path)
     if faults or num_torn:
         raise StorageError(f"{path}: {faults}")
     return records
@@ -374,6 +385,7 @@ FLIPPED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "saved evaluations": ("lake/_lake/evaluations/*", _read_evaluations),
     "work lists of purges": ("lake/_lake/purge/d/*", _read_work_list),
     "journals": ("lake/d/_decisions/_journal/*.jsonl", _read_journal),
+    "answers of a gateway": ("lake/d/_answers/*.jsonl", _read_answers),
     "packages outside a lake": ("package/*", lambda folder: folder),
 }
 

@@ -51,10 +51,11 @@ COMPLETION_ID: Final = "completion_id"
 CALL_STATUS: Final = "call_status"
 CONTEXT: Final = "context"
 SAMPLE_INDEX: Final = "sample_index"
+IDEMPOTENCY_KEY: Final = "idempotency_key"
 CALL_COLUMNS: Final[Mapping[str, pa.DataType]] = {
     COMPLETION_ID: pa.string(),
     SAMPLE_INDEX: pa.int64(),
-    "idempotency_key": pa.string(),
+    IDEMPOTENCY_KEY: pa.string(),
     "run_id": pa.string(),
     "train_step": pa.int64(),
     "user_id": pa.string(),
@@ -88,7 +89,7 @@ class RecentCall(NamedTuple):
     """The part of a recorded step that a gateway needs to continue it.
 
     context: as the gateway wrote it. ends: whether it ended its episode. sample_index: which of the
-    samples of its answer it is.
+    samples of its answer it is. idempotency_key: that of its request.
     """
 
     episode_id: str
@@ -103,6 +104,7 @@ class RecentCall(NamedTuple):
     group_id: str | None = None
     group_id_source: str | None = None
     sample_index: int = 0
+    idempotency_key: str | None = None
 
 
 def ensure_calls_dataset(dataset: Dataset, message_columns: Mapping[str, pa.DataType]) -> None:
@@ -188,7 +190,7 @@ def recover_calls(dataset: Dataset, encoder: RowEncoder) -> Recovered:
 _RECENT: Final = f"""
 SELECT {EPISODE_ID}, CAST({AGENT_ID} AS VARCHAR), {STEP}, {ENV_STEP}, {SOURCE_EPISODE_ID},
        {COMPLETION_ID}, {CONTEXT}, epoch_us({TIMESTAMP}), {TERMINATED} OR {TRUNCATED},
-       group_id, group_id_source, coalesce({SAMPLE_INDEX}, 0)
+       group_id, group_id_source, coalesce({SAMPLE_INDEX}, 0), {IDEMPOTENCY_KEY}
 FROM {{steps}} SEMI JOIN {{episodes}} ON episodes.id = {EPISODE_ID}
 WHERE {CONTEXT} IS NOT NULL
 """

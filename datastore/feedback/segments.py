@@ -115,13 +115,13 @@ def recover(table: Table, encode: Encode) -> Recovered:
     """
     total = NOTHING_RECOVERED
     folder = journal_folder(table)
-    for worker in sorted({worker for worker, _, _ in _segments(folder)}):
+    for worker in sorted({worker for worker, _, _ in list_segments(folder)}):
         try:
             lock_path, lock_fd = take_lock(folder, worker, wait=False)
         except BlockingIOError:
             continue
         try:
-            mine = sorted((k, path) for name, k, path in _segments(folder) if name == worker)
+            mine = sorted((k, path) for name, k, path in list_segments(folder) if name == worker)
             for sequence, path in mine:
                 total += commit_segment(
                     table, encode, producer_name(worker), Segment(sequence, path)
@@ -140,7 +140,9 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
     """
     # Its own writer need not read it back: each checksum would hold up the event loop beside it.
     num_records = segment.records
-    lines, num_torn, faults = _read(segment.path) if num_records is None else (num_records, 0, [])
+    lines, num_torn, faults = (
+        read_segment(segment.path) if num_records is None else (num_records, 0, [])
+    )
     quick = encode.try_parse(lines) if isinstance(encode, RowEncoder) and not faults else None
     if quick is not None:
         tables = [quick] if quick.num_rows else []
@@ -195,18 +197,18 @@ def _without_deleted(table: Table, rows: pa.Table) -> pa.Table:
 
 def has_live_worker(table: Table) -> bool:
     """Whether a journal is open: a live worker always has a segment, if only an empty one."""
-    return any(True for _ in _segments(journal_folder(table)))
+    return any(True for _ in list_segments(journal_folder(table)))
 
 
 def has_segments(table: Table, worker: str) -> bool:
     """Whether records of a worker wait for their commit, or are being committed by another."""
-    return any(name == worker for name, _, _ in _segments(journal_folder(table)))
+    return any(name == worker for name, _, _ in list_segments(journal_folder(table)))
 
 
 def first_pending(table: Table, field: str) -> list[int]:
     """Return an integer field of each uncommitted segment's first record, live workers' too."""
     firsts: list[int] = []
-    for _, _, path in _segments(journal_folder(table)):
+    for _, _, path in list_segments(journal_folder(table)):
         try:
             with path.open("rb") as file:
                 whole = (line[_CRC_DIGITS + 1 : -1] for line in file if _is_whole(line))
@@ -219,8 +221,11 @@ def first_pending(table: Table, field: str) -> list[int]:
     return firsts
 
 
-def _read(path: Path) -> tuple[list[bytes], int, list[str]]:
-    """Return a segment's records as text, how many were torn, and what is wrong with others."""
+def read_segment(path: Path) -> tuple[list[bytes], int, list[str]]:
+    """Return a segment's records as text, how many were torn, and what is wrong with others.
+
+    Raises: StorageError.
+    """
     records, num_torn, faults = [], 0, []
     try:
         with path.open("rb") as file:
@@ -284,7 +289,7 @@ def _is_whole(line: bytes) -> bool:
     return line[:_CRC_DIGITS] == b"%08x" % zlib.crc32(line[_CRC_DIGITS + 1 : -1])
 
 
-def _segments(folder: Path) -> Iterator[tuple[str, int, Path]]:
+def list_segments(folder: Path) -> Iterator[tuple[str, int, Path]]:
     """Yield (worker, sequence, path) of what lies in the folder."""
     if not folder.is_dir():
         return

@@ -87,6 +87,21 @@ _REQUIRED: Final = ("episode_id", "observations", "actions", "rewards")
 _TIMESTAMPS: Final = (-62_135_596_800_000_000, 253_402_300_799_999_999)
 
 
+def list_episode_fields(spec: DatasetSpec) -> tuple[str, ...]:
+    """Return the fields that an episode with steps may have."""
+    return (*EPISODE_FIELDS, *list_token_fields(spec))
+
+
+def list_token_fields(spec: DatasetSpec) -> tuple[str, ...]:
+    """Return the fields of tokens that an episode, or a dialogue, may have."""
+    return tuple(name for name in TOKEN_FIELDS if name in spec.extras)
+
+
+def takes_dialogues(spec: DatasetSpec) -> bool:
+    """Whether an episode may be a dialogue."""
+    return EXTRAS.keys() <= spec.extras.keys()
+
+
 class EpisodeReceiver(Protocol):
     """What takes episodes in."""
 
@@ -149,9 +164,8 @@ class _Reader:
     def __init__(self, spec: DatasetSpec, max_steps: int, spaces_hint: str) -> None:
         self._spec, self._num_left, self._max_steps = spec, max_steps, max_steps
         self._spaces_hint = spaces_hint
-        self._tokens = [name for name in TOKEN_FIELDS if name in spec.extras]
-        self._fields = (*EPISODE_FIELDS, *self._tokens)
-        self._takes_dialogues = EXTRAS.keys() <= spec.extras.keys()
+        self._tokens, self._fields = list_token_fields(spec), list_episode_fields(spec)
+        self._takes_dialogues = takes_dialogues(spec)
 
     def pieces(self, items: list[Any], received_at: int) -> list[ReceivedPiece]:
         """Return what each is as rows.

@@ -8,12 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from starlette.concurrency import run_in_threadpool
+
 from replaylake.datastore.episodes.episode import MAX_STEP
+from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.episodes.spaces import Box, describe, num_actions
+from replaylake.datastore.episodes.tokens import (
+    ACTION_LOG_PROBS,
+    ACTION_TOKENS,
+    IS_CONTINUATION,
+    IS_TRAINABLE,
+    OBSERVATION_TOKENS,
+    PARENT_AGENT_ID,
+    PARENT_STEP,
+)
 from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.version import VERSION
 from replaylake.serve.api.bodies import MAX_NAME_CHARS, MSGPACK, NPY
+from replaylake.serve.api.episodes import list_token_fields, takes_dialogues
 from replaylake.serve.api.json_schema import Schema, example_of, observation_schema, schema_of
 from replaylake.serve.messages import JSON, Request, Response, json_response
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE
@@ -63,6 +76,24 @@ _OPTIONS: Final[Mapping[str, Schema]] = {
     "seed": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
     "q_values": {**_FLAG, "description": "Answer the q-values as well."},
 }
+_TOKEN_IDS: Final[Schema] = {
+    "type": ["array", "null"],
+    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+}
+# Of one step, by the field that has a list of them.
+_TOKEN_COLUMNS: Final[Mapping[str, Schema]] = {
+    OBSERVATION_TOKENS: {**_TOKEN_IDS, "description": "Token ids since the generation before."},
+    ACTION_TOKENS: {**_TOKEN_IDS, "description": "Token ids of the generation."},
+    ACTION_LOG_PROBS: {
+        "type": ["array", "null"],
+        "items": {"type": "number", "maximum": 0},
+        "description": "ln of the probability of each token of the generation.",
+    },
+    PARENT_AGENT_ID: {"type": ["string", "null"], "description": "The agent it continues."},
+    PARENT_STEP: {**_STEP, "description": "The step of that agent which it continues."},
+    IS_CONTINUATION: {**_FLAG, "description": "Whether the tokens continue those of the parent."},
+    IS_TRAINABLE: {**_FLAG, "description": "Whether it is to be trained on."},
+}
 _IN_QUERY: Final[Mapping[str, Schema]] = {
     **_OPTIONS,
     "episode_id": _NAME,
@@ -79,13 +110,16 @@ class Docs:
         self._serving = serving
 
     async def __call__(self, request: Request) -> Response:
-        return json_response(document(self._serving()))
+        # In a thread: the columns of the dataset are read from storage.
+        return json_response(await run_in_threadpool(document, self._serving()))
 
 
 def document(serving: ServingState) -> dict[str, Any]:
-    """Return the API of a server as OpenAPI 3.1."""
+    """Return the API of a server as OpenAPI 3.1. Raises: StorageError."""
     served = serving.router.one
     spec = served.policy.spec
+    dataset = None if serving.log is None else serving.log.dataset
+    columns = dataset.spec if dataset is not None and dataset.exists() else None
     document: dict[str, Any] = {
         "openapi": "3.1.1",
         "info": {
@@ -107,7 +141,7 @@ def document(serving: ServingState) -> dict[str, Any]:
             "/metrics": {"get": _metrics_operation()},
             "/docs.json": {"get": _get_operation("This document.", "Document")},
         },
-        "components": {"schemas": _schemas(spec)},
+        "components": {"schemas": _schemas(spec, columns)},
     }
     if not serving.tokens.is_empty:
         _add_security(document)
@@ -247,7 +281,8 @@ def _refusals(statuses: Sequence[int]) -> dict[str, Any]:
     return {str(status): _answer(_MEANINGS[status], ref("Error")) for status in statuses}
 
 
-def _schemas(spec: PolicySpec) -> dict[str, Schema]:
+def _schemas(spec: PolicySpec, columns: DatasetSpec | None) -> dict[str, Schema]:
+    """Return the schemas of a policy; columns: the dataset's that is logged to, where it exists."""
     text: Schema = {"type": "string"}
     error = object_of(
         {"field": text, "message": text, "found": text, "expected": text},
@@ -272,7 +307,7 @@ def _schemas(spec: PolicySpec) -> dict[str, Schema]:
             },
             "additionalProperties": False,
         },
-        "Episode": _episode_schema(spec),
+        "Episode": _episode_schema(spec, columns),
         "Policy": {
             "type": "object",
             "required": ["policy", "version", "observation_space", "action_space", "head"],
@@ -375,7 +410,7 @@ def _report_schema() -> Schema:
     return {**report, "oneOf": [{"required": list(names)} for names in keys]}
 
 
-def _episode_schema(spec: PolicySpec) -> Schema:
+def _episode_schema(spec: PolicySpec, columns_of: DatasetSpec | None) -> Schema:
     num = num_actions(spec.action_space)
     mask: Schema = {"type": "array", "items": {"type": "boolean"}, "minItems": num, "maxItems": num}
     time: Schema = {"type": "integer", "description": "Microseconds since 1970, UTC."}
@@ -385,7 +420,8 @@ def _episode_schema(spec: PolicySpec) -> Schema:
     columns = {"log_probs": log_prob, "timestamps": time}
     if num is not None:
         columns["action_masks"] = mask
-    return object_of(
+    tokens = {} if columns_of is None else _token_schemas(columns_of)
+    episode = object_of(
         {
             "episode_id": {**_NAME, "type": "string"},
             "agent_id": {"type": ["string", "null"], "maxLength": MAX_NAME_CHARS},
@@ -399,9 +435,29 @@ def _episode_schema(spec: PolicySpec) -> Schema:
             "policy": _NAME,
             "policy_version": {"type": ["integer", "null"], "minimum": 0, "maximum": 2**63 - 1},
             **{name: {**many_of(one), "type": ["array", "null"]} for name, one in columns.items()},
+            **tokens,
         },
         required=("episode_id", "observations", "actions", "rewards"),
     )
+    if columns_of is None or not takes_dialogues(columns_of):
+        return episode
+    dialogue: Schema = {
+        "type": "object",
+        "description": "A dialogue, in any form of the format `transcripts`.",
+        "properties": {
+            "episode_id": {**_NAME, "type": "string"},
+            "messages": many_of({"type": "object"}),
+            **tokens,
+        },
+        "required": ["episode_id"],
+        "not": {"required": ["observations"]},
+    }
+    return {"oneOf": [episode, dialogue]}
+
+
+def _token_schemas(spec: DatasetSpec) -> dict[str, Schema]:
+    """Return the schemas of the fields of tokens that a dataset has; one value for each step."""
+    return {name: many_of(dict(_TOKEN_COLUMNS[name])) for name in list_token_fields(spec)}
 
 
 def object_of(properties: Mapping[str, Schema], required: Sequence[str] | None = None) -> Schema:

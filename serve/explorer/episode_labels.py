@@ -33,7 +33,7 @@ from replaylake.serve.explorer.episodes_page import (
     read_key,
     read_list,
 )
-from replaylake.serve.explorer.forms import TOKEN_FIELD
+from replaylake.serve.explorer.forms import TOKEN_FIELD, read_version
 from replaylake.serve.explorer.page import Page, Panel, Redirect, empty_state
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, join, tag
@@ -41,7 +41,8 @@ from replaylake.serve.pages.tables import Column, table, time_tag
 from replaylake.serve.pages.texts import number_text
 
 FLAG: Final = "flagged"
-_DEFAULT_LABEL: Final = "label"
+# Not `label`, nor another name that scorers take for the right answer.
+_DEFAULT_LABEL: Final = "verdict"
 _MAX_VALUES: Final = 50
 # Those with a key of their own: 1 to 9.
 _MAX_BUTTONS: Final = 9
@@ -103,11 +104,11 @@ def write_label(visit: Visit) -> Redirect:
     by = values.get("by", "")
     leads_to = None
     if "undo" in values:
-        undone = _read_version(values["undo"], "undo")
+        undone = read_version(values, "undo")
         version = undo_label(visit.lake, dataset, undone, by=by, **episode)
     else:
         name, value = _read_assignment(snapshot, values)
-        seen_at = _read_version(values.get("seen", ""), "seen")
+        seen_at = read_version(values, "seen")
         shown = visit.lake.snapshot(f"{dataset}@{seen_at}")
         seen = read_episode_labels(shown, **episode).get(name)
         version = label_episode(visit.lake, dataset, name, value, by=by, seen=seen, **episode)
@@ -211,15 +212,6 @@ def _read_assignment(
     if kind in (None, "double") and _NUMBER.fullmatch(text):
         return name, float(text)
     return name, text
-
-
-def _read_version(text: str, parameter: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigInvalidError(
-            f"{parameter}: found {text[:40]!r}, expected the number of a version.",
-            parameter=parameter,
-        )
-    return int(text)
 
 
 def _hidden_fields(visit: Visit, listed: EpisodeList, **fields: object) -> list[Markup]:
@@ -467,9 +459,10 @@ def _read_last(visit: Visit, snapshot: Snapshot) -> tuple[int, str, str, str] | 
     """Return version, episode, agent and label of the last form; None if the address has none."""
     try:
         version, episode_id, agent_id = json.loads(visit.values.get("last", ""))
-        info = visit.lake.dataset(snapshot.dataset).commit_info(int(version))
-        return int(version), str(episode_id), str(agent_id), str(info["labeled"]["label"])
-    except (ValueError, TypeError, KeyError, RecursionError, NotFoundError):
+        number = read_version({"last": str(version)}, "last")
+        info = visit.lake.dataset(snapshot.dataset).commit_info(number)
+        return number, str(episode_id), str(agent_id), str(info["labeled"]["label"])
+    except (ValueError, TypeError, KeyError, RecursionError, ConfigInvalidError, NotFoundError):
         return None
 
 

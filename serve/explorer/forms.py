@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+from collections.abc import Mapping
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
 
 from starlette.requests import Request
 
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.messages import RequestRefusedError
 
 TOKEN_FIELD: Final = "form_token"
 _CONTENT_TYPE: Final = "application/x-www-form-urlencoded"
+_VERSION: Final = re.compile("[0-9]{1,18}")
 _RELOAD: Final = "reload the page that has it, and send it again"
 
 
@@ -92,3 +96,13 @@ async def read_form(request: Request, max_bytes: int) -> dict[str, str]:
         message = f"the form cannot be read ({error}); send its fields as UTF-8"
         raise RequestRefusedError(400, "body", message) from error
     return dict(pairs)
+
+
+def read_version(form: Mapping[str, str], field: str) -> int:
+    """Return the version that a field names. Raises: ConfigInvalidError."""
+    text = form.get(field, "")
+    if _VERSION.fullmatch(text) is None:
+        raise ConfigInvalidError(
+            f"{field}: found {text[:40]!r}, expected the number of a version.", parameter=field
+        )
+    return int(text)

@@ -11,7 +11,7 @@ from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.policies.exploration import parse_exploration
 from replaylake.datastore.names import check_alias
-from replaylake.serve.explorer.forms import TOKEN_FIELD
+from replaylake.serve.explorer.forms import TOKEN_FIELD, read_version
 from replaylake.serve.explorer.page import Panel, Redirect
 from replaylake.serve.explorer.promotions import Promotion, PromotionRequest
 from replaylake.serve.explorer.visit import Visit
@@ -21,6 +21,8 @@ from replaylake.serve.pages.tables import time_tag
 
 _CHAMPION: Final = "champion"
 _MAX_TEXT: Final = 1000
+# A cookie holds the name, too.
+_MAX_PERSON: Final = 100
 # By its name in the form: the default of a number, as `promote` has it.
 _NUMBERS: Final = {"gamma": 1.0, "alpha": 0.025, "margin": 0.0}
 
@@ -58,17 +60,11 @@ def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
     texts = {key: _read_text(values, key) for key in ("by", "note", "where", "explore")}
     if texts["by"] is None:
         raise ConfigInvalidError("by: found nothing, expected your name.", parameter="by")
-    version = values.get("version", "")
-    if not (version.isascii() and version.isdigit()):
-        raise ConfigInvalidError(
-            f"version: found {version[:40]!r}, expected the number of a version.",
-            parameter="version",
-        )
     has_holdout = bool(values.get("holdout", "").strip())
     numbers = {key: _read_number(values, key, default) for key, default in _NUMBERS.items()}
     return PromotionRequest(
         policy=name,
-        version=int(version),
+        version=read_version(values, "version"),
         alias=values.get("alias", "").strip(),
         dataset=values.get("dataset", "").strip(),
         by=texts["by"],
@@ -86,9 +82,10 @@ def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
 def _read_text(values: Mapping[str, str], name: str) -> str | None:
     """Return a text, None where the field is empty. Raises: ConfigInvalidError."""
     text = values.get(name, "").strip()
-    if len(text) > _MAX_TEXT:
+    length = _MAX_PERSON if name == "by" else _MAX_TEXT
+    if len(text) > length:
         raise ConfigInvalidError(
-            f"{name}: found {len(text):,} characters, expected at most {_MAX_TEXT:,}.",
+            f"{name}: found {len(text):,} characters, expected at most {length:,}.",
             parameter=name,
         )
     if any(unicodedata.category(character) == "Cc" for character in text):
@@ -173,7 +170,14 @@ def _form(visit: Visit, name: str, versions: Sequence[int], aliases: Mapping[str
         _input("Alias", "alias", _CHAMPION, required=True, list="alias-names"),
         tag("datalist", [tag("option", value=one) for one in sorted(aliases)], id="alias-names"),
         _select("Evaluated on", "dataset", datasets),
-        _input("Your name", "by", visit.reader, required=True, autocomplete="name", maxlength=100),
+        _input(
+            "Your name",
+            "by",
+            visit.reader,
+            required=True,
+            autocomplete="name",
+            maxlength=_MAX_PERSON,
+        ),
         _input("Note", "note", ""),
     ]
     options = [

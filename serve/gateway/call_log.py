@@ -77,6 +77,11 @@ from replaylake.serve.gateway.conversations import (
     hash_group,
     hash_tokens,
 )
+from replaylake.serve.gateway.retained_answers import (
+    RETAINED_S,
+    RetainedAnswer,
+    RetainedAnswers,
+)
 from replaylake.serve.recording.decision_log import Clock
 
 REFUSE: Final = "refuse"
@@ -97,6 +102,7 @@ class PassedCall:
     """A call that was passed on, complete or not.
 
     begun_s, first_byte_s and ended_s: time.monotonic(). status: completed, aborted or failed.
+    retained: the complete answer as the client gets it, of a request with an idempotency key.
     """
 
     api: str
@@ -108,6 +114,7 @@ class PassedCall:
     first_byte_s: float | None
     ended_s: float
     idempotency_key: str | None = None
+    retained: RetainedAnswer | None = None
 
 
 class CallLog:
@@ -135,7 +142,22 @@ class CallLog:
         self.dataset = dataset
         self.conversations = Conversations(idle_s, key, worker[:8])
         now_s = time.time()
-        self.conversations.restore(read_recent_calls(dataset, int((now_s - idle_s) * 1e6)), now_s)
+        since_s = now_s - max(idle_s, RETAINED_S)
+        recent = read_recent_calls(dataset, int(since_s * 1e6))
+        self.conversations.restore(recent, now_s)
+        self.answers = RetainedAnswers(
+            dataset.table.storage.state_folder(f"{dataset.table.root}/_answers"),
+            worker,
+            key,
+            # What `redact` takes out of a call is not to be in a file either.
+            None
+            if redact is not None
+            else {
+                (call.idempotency_key, call.completion_id)
+                for call in recent
+                if call.idempotency_key is not None
+            },
+        )
         self.journal = Journal(dataset.table, encoder, worker=worker, config=config)
         self._redact, self.clock, self._key = redact, Clock(), key
         self._fits = make_fits(encoder)
@@ -156,6 +178,13 @@ class CallLog:
         A call that cannot be a record does not hold up the others, and has its error in the place
         of a number. If the journal cannot be written, none of the calls is in it.
         """
+        retained = [
+            ((call.idempotency_key, _to_text(call.answer.completion_id)), call.retained)
+            for call in calls
+            if call.retained is not None and call.idempotency_key is not None
+        ]
+        if retained:
+            self.answers.write(retained)
         results: list[int | RecordFailedError] = []
         records: list[bytes] = []
         added: list[Generation] = []
@@ -207,6 +236,7 @@ class CallLog:
 
     def close(self) -> None:
         """Commit everything. Raises: ReplayLakeError; the next start then commits the rest."""
+        self.answers.close()
         self.journal.close()
 
     def _make_records(self, call: PassedCall, added: list[Generation]) -> list[bytes]:

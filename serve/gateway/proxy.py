@@ -11,11 +11,9 @@ import json
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -59,6 +57,7 @@ from replaylake.serve.gateway.openai_api import (
     CompletionsApi,
 )
 from replaylake.serve.gateway.responses_api import ResponsesApi
+from replaylake.serve.gateway.retained_answers import RetainedAnswer
 from replaylake.serve.gateway.sse import EventSplitter, EventTooLongError
 from replaylake.serve.gateway.upstream import Headers, Upstream, UpstreamAnswer, UpstreamError
 from replaylake.serve.http.connections import CONNECTION, LimitedProtocol
@@ -106,7 +105,6 @@ _DETECT_AGAIN_S: Final = 30.0
 # Statuses by which engines refuse fields; how long what one refused is not requested again.
 _REFUSALS: Final = (400, 422, 500)
 _REFUSED_FOR_S: Final = 600.0
-_MAX_RETAINED_BYTES: Final = 64 << 20
 # Of a body that is hashed in the event loop: about a millisecond. A larger one takes a thread.
 _MAX_HASHED_BYTES: Final = 1 << 20
 # Paths that get the gateway's own key, besides the recorded ones: a token of the role act is for
@@ -131,23 +129,7 @@ class _Exchange:
     status: int = _CLIENT_GONE
     is_begun: bool = False
     is_client_gone: bool = False
-    retained: _RetainedAnswer | None = None
-
-
-@dataclass(slots=True)
-class _RetainedAnswer:
-    """An answer to a request with an idempotency key, in progress or complete.
-
-    digest: of everything that makes another request the same.
-    """
-
-    digest: bytes
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    is_whole: bool = False
-    status: int = 0
-    headers: Headers = ()
-    parts: list[bytes] = field(default_factory=list)
-    body: bytes = b""
+    retained: RetainedAnswer | None = None
 
 
 class Proxy:
@@ -173,9 +155,6 @@ class Proxy:
         metrics.engine.labels(self._engine or "unknown").set(1)
         self._detect_at_s = -math.inf
         self._detecting = asyncio.Lock()
-        self._in_progress: dict[bytes, _RetainedAnswer] = {}
-        self._retained: OrderedDict[bytes, _RetainedAnswer] = OrderedDict()
-        self._num_retained_bytes = 0
         self._refused: dict[_Added, float] = {}
         self._num_active = 0
         self._deadlines = Deadlines()
@@ -375,7 +354,8 @@ class Proxy:
             with _DisconnectWatch(exchange, ends=key is None):
                 await self._call_engine(call, path, body, sent, about, engine)
         finally:
-            self._settle(exchange)
+            if exchange.retained is not None:
+                self._log.answers.settle(exchange.retained)
 
     async def _call_engine(
         self, call: _Call, path: str, body: bytes, sent: bytes, about: _Added, engine: str
@@ -443,7 +423,9 @@ class Proxy:
         else:
             if is_changed:
                 data = orjson.dumps(body)
-            await self._record(call, COMPLETED)
+            if call.exchange.retained is not None:
+                _retain_head(call.exchange.retained, answer.status, answer.headers)
+            await self._record(call, COMPLETED, data)
         exchange = call.exchange
         left = [name for name, _ in answer.headers if name not in _NOT_PASSED_BACK]
         is_plain = answer.status == 200 and left == [b"content-type"] and exchange.retained is None
@@ -477,12 +459,13 @@ class Proxy:
             if data := b"".join(passed):
                 await self._continue(exchange, data)
         held.append(splitter.rest)
+        last = b"".join(held)
         try:
-            await self._record(call, COMPLETED)
+            await self._record(call, COMPLETED, last)
         except RequestRefusedError:
             self._cut(exchange)
             return
-        await self._end(exchange, b"".join(held))
+        await self._end(exchange, last)
 
     def _read_event(self, call: _Call, event: bytes) -> tuple[bytes, bool]:
         try:
@@ -492,9 +475,10 @@ class Proxy:
             self._complaints.warning("an event of the engine's cannot be read")
             return event, False
 
-    async def _record(self, call: _Call, status: str) -> None:
+    async def _record(self, call: _Call, status: str, last: bytes) -> None:
         """Write a call, together with others that have been answered by now.
 
+        last: what is still to be sent of the answer.
         Raises: RequestRefusedError where it cannot be written and that is to refuse.
         """
         if call.is_recorded:
@@ -504,7 +488,11 @@ class Proxy:
         if not self._unwritten:
             loop.call_soon(self._write_all)
         done: asyncio.Future[None] = loop.create_future()
-        self._unwritten.append((call, self._describe_call(call, status), done))
+        passed = self._describe_call(call, status)
+        if (retained := call.exchange.retained) is not None:
+            retained.body = b"".join((*retained.parts, last))
+            passed.retained = retained
+        self._unwritten.append((call, passed, done))
         try:
             await done
         except RecordFailedError as error:
@@ -591,13 +579,14 @@ class Proxy:
             digest = await run_in_threadpool(self._digest, exchange, key, path, body)
         else:
             digest = self._digest(exchange, key, path, body)
+        answers = self._log.answers
         while True:
-            if (answer := self._retained.get(digest)) is not None:
+            if (answer := answers.find(digest)) is not None:
                 await self._begin(exchange, answer.status, answer.headers)
                 await self._end(exchange, answer.body)
                 return True
-            if (answer := self._in_progress.get(digest)) is None:
-                exchange.retained = self._in_progress[digest] = _RetainedAnswer(digest)
+            if (answer := answers.find_in_progress(digest)) is None:
+                exchange.retained = answers.begin(digest)
                 return False
             with _DisconnectWatch(exchange):
                 try:
@@ -616,26 +605,8 @@ class Proxy:
         )
         raw_path = exchange.scope.get("raw_path") or b""
         query = exchange.scope.get("query_string", b"")
-        digest = blake2b(digest_size=16)
-        for part in (key, path.encode(), raw_path, query, body, *sum(headers, ())):
-            digest.update(len(part).to_bytes(8, "big") + part)
-        return digest.digest()
-
-    def _settle(self, exchange: _Exchange) -> None:
-        """Wake those who sent the same request; drop the oldest answers above the limit."""
-        answer = exchange.retained
-        if answer is None:
-            return
-        del self._in_progress[answer.digest]
-        if answer.is_whole and 200 <= answer.status < 300:
-            answer.body = b"".join(answer.parts)
-            self._retained[answer.digest] = answer
-            self._num_retained_bytes += len(answer.body)
-            while self._num_retained_bytes > _MAX_RETAINED_BYTES:
-                _, oldest = self._retained.popitem(last=False)
-                self._num_retained_bytes -= len(oldest.body)
-        answer.parts.clear()
-        answer.done.set()
+        parts = (key, path.encode(), raw_path, query, body, *sum(headers, ()))
+        return self._log.answers.hash_request(parts)
 
     async def _find_engine(self, exchange: _Exchange) -> str:
         """Return the engine whose fields are used, OPENAI while it is unknown.
@@ -714,7 +685,7 @@ class Proxy:
             left.append((b"content-length", b"%d" % length))
         exchange.status, exchange.is_begun = status, True
         if exchange.retained is not None:
-            exchange.retained.status, exchange.retained.headers = status, left
+            _retain_head(exchange.retained, status, headers)
         await exchange.send({"type": "http.response.start", "status": status, "headers": left})
 
     async def _continue(self, exchange: _Exchange, data: bytes) -> None:
@@ -841,6 +812,11 @@ def _check_allowed(method: str, path: str) -> None:
         "the engine, with a key of your own"
     )
     raise RequestRefusedError(403, "path", message)
+
+
+def _retain_head(answer: RetainedAnswer, status: int, headers: Headers) -> None:
+    answer.status = status
+    answer.headers = [one for one in headers if one[0] not in _NOT_PASSED_BACK]
 
 
 def _target(path: str, scope: Mapping[str, Any]) -> str:

@@ -226,6 +226,7 @@ def overwrite_columns(
     operation: str,
     info: Mapping[str, Any],
     check: Callable[[TableSnapshot], None] | None = None,
+    shard_bytes: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> AnnotationReceipt:
     """Write columns of labels to the steps that they match, NULL included, in one commit.
@@ -239,6 +240,8 @@ def overwrite_columns(
         operation: what the log calls the commit.
         info: what is recorded in the commit, besides the counts.
         check: called with each version on which the change is planned; what it raises ends this.
+        shard_bytes: a larger shard is divided when it is written again, into shards with as much
+            data, as Arrow counts it. For those who change a few steps at a time, many times.
         on_progress: called with (shards searched, shards).
 
     The same labels again change what was changed since; nothing is committed where nothing was.
@@ -261,7 +264,8 @@ def overwrite_columns(
     work.is_overwriting, work.info, work.on_progress = True, info, on_progress
     work.check = check
     producer = _producer(key, ready, None, added, "last", operation.lower())
-    return _write(handle, work, producer, handle.next_sequence(producer), operation)
+    sequence = handle.next_sequence(producer)
+    return _write(handle, work, producer, sequence, operation, shard_bytes)
 
 
 def _check_not_unique(handle: Dataset, added: Mapping[str, str]) -> None:
@@ -275,10 +279,20 @@ def _check_not_unique(handle: Dataset, added: Mapping[str, str]) -> None:
 
 
 def _write(
-    handle: Dataset, work: _Annotation, producer: str, sequence: int, operation: str
+    handle: Dataset,
+    work: _Annotation,
+    producer: str,
+    sequence: int,
+    operation: str,
+    shard_bytes: int | None = None,
 ) -> AnnotationReceipt:
     result = rewrite(
-        handle.table, work.plan, producer=producer, sequence=sequence, operation=operation
+        handle.table,
+        work.plan,
+        producer=producer,
+        sequence=sequence,
+        operation=operation,
+        shard_bytes=shard_bytes,
     )
     if result is None:
         return work.receipt

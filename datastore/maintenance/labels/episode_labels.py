@@ -39,6 +39,9 @@ _TYPES: Final = {str: pa.string(), float: pa.float64(), bool: pa.bool_()}
 _WORDS: Final = {pa.string(): "a text", pa.float64(): "a number", pa.bool_(): "true or false"}
 # Control characters, line and paragraph separators, halves of surrogate pairs.
 _CONTROLS: Final = frozenset(("Cc", "Cs", "Zl", "Zp"))
+# People label one episode after the other, and each label writes a shard again. The first label in
+# a large shard divides it, so that the next ones write little; compaction joins what was divided.
+_SHARD_BYTES: Final = 16 << 20
 _MAX_NAME: Final = 40
 _MAX_TEXT: Final = 500
 _MAX_PERSON: Final = 100
@@ -62,6 +65,11 @@ def list_label_names(schema: pa.Schema) -> list[str]:
         and _has_field(schema, f"{field.name}{_BY}", pa.string())
         and _has_field(schema, f"{field.name}{_AT}", _TIME)
     ]
+
+
+def list_origin_columns(schema: pa.Schema) -> list[str]:
+    """Return the columns that say who set the labels of a dataset, and when."""
+    return [f"{name}{suffix}" for name in list_label_names(schema) for suffix in (_BY, _AT)]
 
 
 def read_episode_labels(
@@ -202,6 +210,7 @@ def _write(
         operation="LABEL",
         info={_INFO: dict(info)},
         check=check_seen,
+        shard_bytes=_SHARD_BYTES,
     )
     if receipt.unmatched or receipt.version is None:
         of_agent = f" of agent {agent_id!r}" if agent_id else ""

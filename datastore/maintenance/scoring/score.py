@@ -43,6 +43,7 @@ from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.maintenance.labels.annotate import overwrite_columns
+from replaylake.datastore.maintenance.labels.episode_labels import list_origin_columns
 from replaylake.datastore.maintenance.scoring.function_scorer import FunctionScorer
 from replaylake.datastore.maintenance.scoring.score_cache import ScoreCache
 from replaylake.datastore.maintenance.scoring.scorer import (
@@ -250,7 +251,11 @@ def find_scores(dataset: Dataset) -> dict[str, list[str]]:
 
 
 class _ScoreColumns:
-    """The columns of a score in a dataset. hidden: those of all scores, which no scorer sees."""
+    """The columns of a score in a dataset. hidden: those that no scorer sees.
+
+    These are the columns of all scores, and those that say who labeled an episode when: a scorer
+    may use what people found, but not who they are.
+    """
 
     def __init__(self, name: str, dataset: Dataset) -> None:
         """Raises: ConfigInvalidError where the columns would be those of others."""
@@ -262,9 +267,11 @@ class _ScoreColumns:
         scores = find_scores(dataset)
         self.name = name
         self.own = scores.get(name, [])
-        self.hidden = frozenset(
+        of_scores = {
             column for owner, columns in scores.items() for column in (*columns, f"{owner}{_MARK}")
-        )
+        }
+        labels = list_origin_columns(dataset.snapshot().table.schema)
+        self.hidden = frozenset((*of_scores, *labels))
         self.types = {one.name: one.type for one in dataset.snapshot().table.schema}
         self._others = {*self.types} - {*self.own}
         if name in scores:
@@ -273,7 +280,7 @@ class _ScoreColumns:
         else:
             # Later, its own columns are those that begin with its name.
             begin = (name.lower(), f"{name}_".lower())
-            of_log = self._others - self.hidden
+            of_log = self._others - of_scores
             self.check(
                 [
                     one

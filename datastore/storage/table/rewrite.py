@@ -44,11 +44,13 @@ def rewrite(
     producer: str,
     sequence: int,
     operation: str,
+    shard_bytes: int | None = None,
 ) -> TableCommit | None:
     """Plan a change on the newest version and commit it; None if it changes nothing.
 
     `plan` is called again when another writer was first. The same (producer, sequence) again
-    changes nothing. Memory: one shard before and after its change.
+    changes nothing. `shard_bytes`: as Table.write takes it. Memory: one shard before and after its
+    change.
 
     Raises: ShardCorruptError before anything changes, SchemaMismatchError, and what `plan` raises.
     """
@@ -63,7 +65,7 @@ def rewrite(
         for entry, change in planned.changes.items():
             rows = change(replace(snapshot, files=(entry,)).read())
             if rows.num_rows:
-                written.append(table.write(rows, since=entry.since))
+                written.append(table.write(rows, since=entry.since, shard_bytes=shard_bytes))
         if planned.added is not None:
             written.append(table.write(planned.added))
         try:

@@ -165,19 +165,25 @@ class Table:
         )
 
     def write(
-        self, data: pa.Table, *, since: int = -1, schema: pa.Schema | None = None
+        self,
+        data: pa.Table,
+        *,
+        since: int = -1,
+        schema: pa.Schema | None = None,
+        shard_bytes: int | None = None,
     ) -> WrittenRows:
         """Write shards durably, for `commit` to make readable, here or in another process.
 
         `since` is for rows that take the place of others: the version that first had them. `schema`
         is for those that are committed with another one, or to a table that is created only once
-        its first rows are on the disk. Raises: as append.
+        its first rows are on the disk. `shard_bytes` is how much of `data` a shard has at most, as
+        Arrow counts it, where that is to be less than usual. Raises: as append.
         """
         if schema is None:
             schema = merge_schemas(table_schema(self.log.newest()), data.schema)
         data = conform(data, schema)
         scale = 1 if since < 0 else 2
-        in_bytes = scale * _SHARD_BYTES * data.num_rows // max(data.nbytes, 1)
+        in_bytes = (shard_bytes or scale * _SHARD_BYTES) * data.num_rows // max(data.nbytes, 1)
         num_rows = max(1, min(scale * _SHARD_ROWS, in_bytes))
         parts = [data.slice(start, num_rows) for start in range(0, data.num_rows, num_rows)]
         entries = write_shards(self.storage, self.root, parts)

@@ -17,10 +17,13 @@ from replaylake.datastore.episodes.spaces import (
     as_values,
     gather,
 )
+from replaylake.datastore.episodes.tokens import TOKEN_TYPES
 from replaylake.datastore.feedback.decision_id import DecisionSigner
+from replaylake.datastore.interchange.formats.generations.rows import EXTRAS
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.serve.api.episodes import TOKEN_FIELDS, list_episode_fields
 from replaylake.serve.api.json_schema import example_of, observation_schema, schema_of
 from replaylake.serve.api.openapi import document
 from replaylake.serve.app import create_app
@@ -148,6 +151,87 @@ def test_refusals_are_as_it_says(logged):
         answer = logged.post(path, json=body)
         assert answer.status_code in (404, 422)
         _check(found, found["paths"][path]["post"], answer)
+
+
+@pytest.fixture
+def post_episode(app_client, package, tmp_path):
+    """Opens a server that logs to a dataset with some columns; posts an episode there."""
+
+    def open_one(extras):
+        policy = load_policy(package)
+        lake = open_lake(tmp_path / "lake", create=True)
+        dataset = lake.dataset("d")
+        dataset.create(policy.spec.observation_space, policy.spec.action_space, extras=extras)
+        signer = DecisionSigner(lake.signing_key(), "d")
+        log = DecisionLog(dataset, policy.spec, signer.worker)
+        found = document(serving(policy, log))
+        validate(found)
+
+        def post(episode):
+            with app_client(create_app(lambda: serving(policy, log))) as client:
+                return client.post("/episodes", json={"episodes": [episode]})
+
+        return found, dataset.spec, post
+
+    return open_one
+
+
+TOKENS = {
+    "observation_tokens": [[1, 2], [3]],
+    "action_tokens": [[4], [5]],
+    "action_log_probs": [[-0.5], None],
+    "parent_agent_id": [None, "other"],
+    "parent_step": [None, 3],
+    "is_continuation": [None, True],
+    "is_trainable": [True, False],
+}
+EPISODE = {
+    "episode_id": "e",
+    "observations": [[0.0] * 4] * 2,
+    "actions": [0, 1],
+    "rewards": [0.0, 1.0],
+}
+
+
+def test_each_field_of_an_episode_that_is_accepted_is_in_it(post_episode):
+    assert set(TOKENS) == set(TOKEN_FIELDS)
+    found, spec, post = post_episode({name: TOKEN_TYPES[name] for name in TOKENS})
+    schema = found["components"]["schemas"]["Episode"]
+    assert set(schema["properties"]) == set(list_episode_fields(spec)) >= set(TOKENS)
+    whole = {**schema, "components": found["components"]}
+    answer = post({**EPISODE, **TOKENS})
+    assert answer.status_code == 202, answer.text
+    jsonschema.validate({**EPISODE, **TOKENS}, whole)
+    for name, wrong in (
+        ("action_tokens", [[-1], None]),
+        ("action_log_probs", [[0.5], None]),
+        ("is_trainable", [2, None]),
+        ("parent_step", None),
+        ("more", 1),
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**EPISODE, **TOKENS, name: wrong}, whole)
+
+
+def test_token_fields_are_in_it_only_for_a_dataset_that_has_them(post_episode):
+    found, _, post = post_episode({})
+    assert not set(TOKENS) & set(found["components"]["schemas"]["Episode"]["properties"])
+    answer = post({**EPISODE, **TOKENS})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (
+        422,
+        "episodes[0].observation_tokens",
+    )
+
+
+def test_a_dialogue_is_in_it_for_a_dataset_that_takes_dialogues(post_episode):
+    found, _, _ = post_episode({**EXTRAS, "is_trainable": TOKEN_TYPES["is_trainable"]})
+    episode = {**found["components"]["schemas"]["Episode"], "components": found["components"]}
+    dialogue = {"episode_id": "e", "messages": [{"role": "assistant", "content": "hi"}]}
+    for one in (EPISODE, dialogue, {**dialogue, "is_trainable": [False]}):
+        jsonschema.validate(one, episode)
+    for one in ({**dialogue, "is_trainable": 1}, {"messages": []}, {**EPISODE, "messages": []}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(one, episode)
 
 
 def _check(found, operation, answer):

@@ -538,7 +538,7 @@ def test_the_worst_episodes_of_a_policy_are_labeled(browser, tmp_path, episode_m
         browser.type_text("too short")
         _submit(browser, lambda: browser.press("Enter"))
         assert browser.run(heading) == "w/4"
-        assert "label of w/5 is too short" in browser.run("document.body.textContent")
+        assert "verdict of w/5 is too short" in browser.run("document.body.textContent")
         browser.run("document.querySelector('details.train').open = true; 0")
         _check_all(browser, "an episode of a queue")
         # The name is known, and 1 is the value that came first.
@@ -555,7 +555,7 @@ def test_the_worst_episodes_of_a_policy_are_labeled(browser, tmp_path, episode_m
         _submit(browser, lambda: browser.press("f"))
         _check_all(browser, "a flagged episode")
         _submit(browser, lambda: browser.press("1"))
-        assert "No episode without label" in browser.run(heading)
+        assert "No episode without verdict" in browser.run(heading)
         _check_all(browser, "the end of a queue")
         assert browser.run("document.title") != "owned"
         # Letters do nothing once the keys are turned off, also on the next page.
@@ -566,9 +566,10 @@ def test_the_worst_episodes_of_a_policy_are_labeled(browser, tmp_path, episode_m
         assert browser.run("document.querySelector('kbd').hidden")
         browser.click("#keys")
         assert browser.take_messages() == []
-    rows = lake.sql("""SELECT episode_id, any_value(label) AS label, bool_or(flagged) AS flagged,
-        any_value(label_labeled_by) AS who FROM walks.steps GROUP BY 1 ORDER BY 1""").to_pylist()
-    found = {row["episode_id"]: row["label"] for row in rows}
+    rows = lake.sql("""SELECT episode_id, any_value(verdict) AS verdict,
+        bool_or(flagged) AS flagged, any_value(verdict_labeled_by) AS who
+        FROM walks.steps GROUP BY 1 ORDER BY 1""").to_pylist()
+    found = {row["episode_id"]: row["verdict"] for row in rows}
     assert found == {
         **{f"w/{n}": None for n in range(3)},
         "w/3": hostile.replace("\u202e", ""),

@@ -55,7 +55,7 @@ def _set(reader, number, value="bad", *, path=None, status=303, **changes):
             "form_token": reader.app._form_tokens.issue(b""),
             "id": f"w/{number}",
             "seen": str(reader.lake.snapshot("walks").version),
-            "label": "label",
+            "label": "verdict",
         }
     fields |= {"by": "Ada", "value": value, **changes}
     answer = reader.post(LABEL, fields)
@@ -71,11 +71,11 @@ def _labels(reader, number):
 def test_a_label_is_set_with_who_and_when(reader):
     answer = _set(reader, 1, path=_page(1))
     page = reader.page(answer.headers["location"])
-    assert "Saved in version 2: label of w/1 is bad." in page.text
-    assert {"label", "bad", "Ada"} <= set(page.texts)
+    assert "Saved in version 2: verdict of w/1 is bad." in page.text
+    assert {"verdict", "bad", "Ada"} <= set(page.texts)
     body = reader.json(_page(1).replace("episode?", "episode.json?"))
-    assert body["labels"]["label"]["value"] == "bad"
-    assert body["labels"]["label"]["by"] == "Ada"
+    assert body["labels"]["verdict"]["value"] == "bad"
+    assert body["labels"]["verdict"]["by"] == "Ada"
     # The browser keeps the name for the next form.
     assert ("input", "Ada") in [(tag, a.get("value")) for tag, a in page.tags]
     assert "HttpOnly" in answer.headers["set-cookie"]
@@ -90,14 +90,14 @@ def test_a_label_of_a_list_leads_to_the_next_without_it(reader):
         answer = reader.client.get(address, follow_redirects=False)
         values = parse_qs(urlsplit(answer.headers["location"]).query)
         seen.append(values["id"][0])
-        assert values["queue"] == ["label"]
+        assert values["queue"] == ["verdict"]
         answer = _set(reader, None, path=answer.headers["location"])
         address = answer.headers["location"]
     # By return from the top.
     assert seen == ["w/4", "w/3", "w/2", "w/1", "w/0"]
     page = reader.page(address)
-    assert "Every episode of this list has the label label." in page.text
-    assert "Saved in version 6: label of w/0 is bad." in page.text
+    assert "Every episode of this list has the label verdict." in page.text
+    assert "Saved in version 6: verdict of w/0 is bad." in page.text
 
 
 def test_the_queue_is_within_the_condition_of_the_list(reader):
@@ -116,13 +116,13 @@ def test_the_queue_begins_again_after_its_end(reader):
     for number in (3, 4):
         _set(reader, number)
     after = reader.fields(_page(4), "labels")["after"]
-    address = f"/datasets/walks/next?label=label&after={after}"
+    address = f"/datasets/walks/next?label=verdict&after={after}"
     answer = reader.client.get(address, follow_redirects=False)
     assert answer.headers["location"].startswith("/datasets/walks/episode?id=w%2F0&")
 
 
 def test_a_flag_stays_on_the_page_and_is_removed(reader):
-    path = _page(2, queue="label")
+    path = _page(2, queue="verdict")
     answer = _set(reader, 2, path=path, flag="true")
     assert urlsplit(answer.headers["location"]).path == "/datasets/walks/episode"
     assert _labels(reader, 2) == {"flagged": True}
@@ -135,12 +135,12 @@ def test_a_flag_stays_on_the_page_and_is_removed(reader):
 def test_numbers_are_numbers_and_texts_stay_texts(reader):
     _set(reader, 0, "4", label="rating")
     _set(reader, 1, "2.5", label="rating")
-    _set(reader, 0, "good", label="label")
+    _set(reader, 0, "good", label="verdict")
     _set(reader, 1, "4", label="remark_of_me")
-    _set(reader, 1, "many", label="label")
-    _set(reader, 1, "4", label="label")
-    assert _labels(reader, 0) == {"rating": 4.0, "label": "good"}
-    assert _labels(reader, 1) == {"rating": 2.5, "remark_of_me": 4.0, "label": "4"}
+    _set(reader, 1, "many", label="verdict")
+    _set(reader, 1, "4", label="verdict")
+    assert _labels(reader, 0) == {"rating": 4.0, "verdict": "good"}
+    assert _labels(reader, 1) == {"rating": 2.5, "remark_of_me": 4.0, "verdict": "4"}
     answer = _set(reader, 2, "good", label="rating", status=400)
     assert "found 'good', expected a number" in answer.text
     # The values have the keys 1 and 2 on every page, in the order in which they came.
@@ -159,15 +159,15 @@ def test_a_label_is_undone_by_the_button_beside_it(reader):
     fields = {"undo": "3", "id": "w/0", "agent": "", "by": "Ada"}
     answer = reader.post(LABEL, fields | {"form_token": token})
     assert answer.status_code == 303
-    assert _labels(reader, 0) == {"label": "bad"}
-    assert "Saved in version 4: label of w/0 is bad." in (
+    assert _labels(reader, 0) == {"verdict": "bad"}
+    assert "Saved in version 4: verdict of w/0 is bad." in (
         reader.page(answer.headers["location"]).text
     )
     again = reader.post(LABEL, fields | {"form_token": token})
     assert again.status_code == 409
     assert "somebody else labeled the episode meanwhile" in again.text
-    answer = _set(reader, 0, remove="label")
-    assert "label of w/0 was removed" in reader.page(answer.headers["location"]).text
+    answer = _set(reader, 0, remove="verdict")
+    assert "verdict of w/0 was removed" in reader.page(answer.headers["location"]).text
 
 
 def test_each_value_shows_how_to_train_on_it(reader):
@@ -175,10 +175,10 @@ def test_each_value_shows_how_to_train_on_it(reader):
     _set(reader, 1, "good")
     _set(reader, 2, "good")
     page = reader.page(_page(0))
-    assert "any(label = 'good')" in page.texts
+    assert "any(verdict = 'good')" in page.texts
     lake = reader.lake.url
     command = "replaylake train offline walks --algorithm bc --policy NAME --where "
-    assert f"{command}\"any(label = 'good')\" --lake {lake}" in page.texts
+    assert f"{command}\"any(verdict = 'good')\" --lake {lake}" in page.texts
     (odd,) = (text for text in page.texts if text.startswith(command) and "$bad" in text)
     # A shell passes on what the page shows as the condition.
     done = subprocess.run(
@@ -186,7 +186,7 @@ def test_each_value_shows_how_to_train_on_it(reader):
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     condition = done.stdout.splitlines()[8]
-    assert condition == "any(label = 'it''s $bad')"
+    assert condition == "any(verdict = 'it''s $bad')"
     assert reader.lake.snapshot("walks").replay(where=condition).num_steps == 3
     links = [link for link in page.links if "IN+%28SELECT" in link]
     shown = [json.loads(reader.client.get(link.replace("?", ".json?")).content) for link in links]
@@ -200,11 +200,11 @@ def test_a_list_shows_the_labels_of_its_episodes(reader, hostile):
     _set(reader, 0, flag="true")
     _set(reader, 1, "4", label="rating")
     _set(reader, 2)
-    _set(reader, 2, remove="label")
+    _set(reader, 2, remove="verdict")
     page = reader.page("/datasets/walks/episodes")
     assert "Labels" in page.texts
-    pills = [text for text in page.texts if text.startswith(("label", "flagged", "rating"))]
-    assert pills == [f"label: {text}", "flagged", "rating: 4"]
+    pills = [text for text in page.texts if text.startswith(("verdict", "flagged", "rating"))]
+    assert pills == [f"verdict: {text}", "flagged", "rating: 4"]
     (query,) = (text for text in page.texts if "from_json" in text)
     assert reader.lake.sql(query).num_rows == 2
 
@@ -248,18 +248,18 @@ def test_the_command_that_a_label_shows_trains(reader):
 
 def test_what_another_reader_said_is_not_overwritten_unseen(reader):
     fields = reader.fields(_page(0), "labels")
-    label_episode(reader.lake, "walks", "label", "good", episode_id="w/0", by="Bob")
+    label_episode(reader.lake, "walks", "verdict", "good", episode_id="w/0", by="Bob")
     answer = reader.post(LABEL, fields | {"by": "Ada", "value": "bad"})
     assert answer.status_code == 409
     page_link = "/datasets/walks/episode?id=w%2F0"
     assert f'href="{page_link}"' in answer.text
     assert "by Bob" in answer.text
-    assert _labels(reader, 0) == {"label": "good"}
+    assert _labels(reader, 0) == {"verdict": "good"}
     # Another episode's label is no conflict, though the page is as old.
     fields = reader.fields(_page(1), "labels") | {"seen": fields["seen"]}
     assert reader.post(LABEL, fields | {"by": "Ada", "value": "bad"}).status_code == 303
     _set(reader, 0)
-    assert _labels(reader, 0) == {"label": "bad"}
+    assert _labels(reader, 0) == {"verdict": "bad"}
 
 
 def test_who_labels_at_once_waits_and_nothing_is_written_twice(reader, monkeypatch):
@@ -273,7 +273,7 @@ def test_who_labels_at_once_waits_and_nothing_is_written_twice(reader, monkeypat
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: _set(reader, number), range(4)))
     assert len(written) == 4
-    assert [_labels(reader, number) for number in range(4)] == [{"label": "bad"}] * 4
+    assert [_labels(reader, number) for number in range(4)] == [{"verdict": "bad"}] * 4
     reader.app.writes = RequestQueue(0, 0, "forms")
     assert "0 forms wait already; try again" in _set(reader, 4, status=503).text
 
@@ -292,6 +292,7 @@ def test_columns_of_the_log_and_wrong_forms_are_refused(reader):
         ({"value": "x" * 501}, "501 characters"),
         ({"value": "a\x00b"}, "control characters"),
         ({"seen": "-1"}, "seen: found"),
+        ({"seen": "9" * 5000}, "seen: found"),
         ({"undo": "x"}, "undo: found"),
         ({"sort": "nothing"}, "sort: found"),
     ):
@@ -309,7 +310,9 @@ def test_hostile_labels_and_names_stay_text(reader, hostile):
     page = reader.page(answer.headers["location"])
     assert page.texts.count(hostile) >= 2
     assert reader.page(_page(1)).text.count(hostile) >= 1
-    for last in ("x", "[]", "[1,2]", '[99,"a","b"]', "[[" * 5000, '{"a":1}', '["x",1,2]'):
+    odd = ["x", "[]", "[1,2]", '{"a":1}', '["x",1,2]', "[[" * 5000]
+    odd += [f'[{one},"w/0",""]' for one in (1, 99, -1, "Infinity", "NaN", "9" * 400, "2.5", "null")]
+    for last in odd:
         page = reader.page(_page(1, last=last))
         assert "Saved in" not in page.text
 
@@ -318,7 +321,7 @@ def test_earlier_versions_show_labels_without_a_form(reader):
     _set(reader, 0)
     _set(reader, 0, "good")
     page = reader.page(_page(0, at=2))
-    assert {"label", "bad", "Ada"} <= set(page.texts)
+    assert {"verdict", "bad", "Ada"} <= set(page.texts)
     assert "Labels are set in the newest version ." in page.text
     assert "form" not in [tag for tag, _ in page.tags]
     assert reader.fields(_page(0, at=2), "labels") == {}
@@ -336,7 +339,7 @@ def test_a_dataset_that_grows_is_labeled_too(reader, episode_maker, monkeypatch)
     assert fields["seen"] == "1"
     assert reader.lake.snapshot("walks").version == 2
     assert reader.post(LABEL, fields | {"by": "Ada", "value": "bad"}).status_code == 303
-    assert _labels(reader, 0) == {"label": "bad"}
+    assert _labels(reader, 0) == {"verdict": "bad"}
 
 
 def test_an_explorer_that_only_reads_has_no_forms(lake, reader_type):
@@ -353,7 +356,7 @@ def test_an_explorer_that_only_reads_has_no_forms(lake, reader_type):
     assert lake.snapshot("walks").version == 1
     _set(writing, 0)
     page = reader.page(_page(0))
-    assert {"label", "bad", "Ada"} <= set(page.texts)
+    assert {"verdict", "bad", "Ada"} <= set(page.texts)
     assert [a for tag, a in page.tags if tag in ("form", "button")] == []
 
 
@@ -431,11 +434,11 @@ def test_below_a_prefix_forms_lead_below_it(lake, reader_type):
     page = reader.page(f"/lake{_page(0)}")
     (action,) = {a["action"] for tag, a in page.tags if tag == "form"}
     assert action == f"/lake{LABEL}"
-    fields = reader.fields(f"/lake{_page(0)}&queue=label", "labels")
+    fields = reader.fields(f"/lake{_page(0)}&queue=verdict", "labels")
     answer = reader.post(action, fields | {"by": "Ada", "value": "bad"})
     assert answer.headers["location"].startswith("/lake/datasets/walks/next?")
     assert "Path=/lake/" in answer.headers["set-cookie"]
-    assert _labels(reader, 0) == {"label": "bad"}
+    assert _labels(reader, 0) == {"verdict": "bad"}
 
 
 def test_one_agent_of_an_episode_is_labeled(tmp_path, episode_maker, reader_type):
@@ -446,8 +449,8 @@ def test_one_agent_of_an_episode_is_labeled(tmp_path, episode_maker, reader_type
     _set(reader, 0, path=_page(0, agent="q"))
     snapshot = lake.snapshot("walks")
     assert read_episode_labels(snapshot, "w/0", "p") == {}
-    assert read_episode_labels(snapshot, "w/0", "q")["label"].value == "bad"
-    answer = reader.client.get("/datasets/walks/next?label=label", follow_redirects=False)
+    assert read_episode_labels(snapshot, "w/0", "q")["verdict"].value == "bad"
+    answer = reader.client.get("/datasets/walks/next?label=verdict", follow_redirects=False)
     assert "agent=p" in answer.headers["location"]
 
 
@@ -475,7 +478,7 @@ subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
 client = TestClient(create_explorer(lake), base_url="http://localhost")
 page = client.get("/datasets/d/episode?id=a").text
 fields = dict(re.findall(r'type="hidden" name="(\\w+)" value="([^"]*)"', page))
-fields |= {"id": "a", "after": "", "label": "label", "value": "bad", "by": "Ada"}
+fields |= {"id": "a", "after": "", "label": "verdict", "value": "bad", "by": "Ada"}
 answer = client.post("/datasets/d/label", data=fields, headers={"origin": "http://localhost"})
 print(answer.status_code)
 print(answer.text)

@@ -106,6 +106,7 @@ def test_a_gate_that_cannot_be_evaluated_says_so(reader):
         ({"by": " "}, 400, "by: found nothing"),
         ({"version": "two"}, 400, "version: found 'two'"),
         ({"version": "9"}, 404, "p:9"),
+        ({"version": "9" * 5000}, 400, "version: found '99"),
         ({"dataset": "nothing"}, 404, "nothing"),
         ({"alias": "Not An Alias"}, 404, "Not An Alias"),
         ({"alpha": "much"}, 400, "alpha: found 'much', expected a number"),
@@ -113,6 +114,7 @@ def test_a_gate_that_cannot_be_evaluated_says_so(reader):
         ({"holdout": "2"}, 400, "holdout"),
         ({"explore": "often"}, 400, "explore: found 'often'"),
         ({"note": "x" * 1001}, 400, "note: found 1,001 characters"),
+        ({"by": "x" * 101}, 400, "by: found 101 characters"),
         ({"by": "Ada\x1b"}, 400, "by: found 'Ada\\x1b'"),
     ],
 )

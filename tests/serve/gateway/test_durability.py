@@ -190,6 +190,34 @@ def test_requests_with_one_idempotency_key_are_one_step(gateway, engines, kit):
     assert len(engine.requests()) == 3
 
 
+@pytest.mark.slow
+def test_a_retry_after_a_kill_is_the_same_step(engines, gateways, kit, tmp_path):
+    engine = engines("vllm")
+    calls = [(number, stream) for number in range(2) for stream in (False, True)]
+
+    def ask(gateway):
+        return [
+            post(gateway, f"once more {number}", stream, {"Idempotency-Key": f"key-{number}"})
+            for number, stream in calls
+        ]
+
+    gateway = gateways(engine.url, tmp_path / "lake")
+    first = ask(gateway)
+    assert len(engine.requests()) == len(calls)
+    for _ in range(2):
+        gateway.kill()
+        gateway = gateways(engine.url, tmp_path / "lake")
+        again = ask(gateway)
+        assert [one.content for one in again] == [one.content for one in first]
+        kinds = [[one.headers["content-type"] for one in texts] for texts in (first, again)]
+        assert kinds[0] == kinds[1]
+        assert engine.requests() == []
+    other = post(gateway, "something else", headers={"Idempotency-Key": "key-0"})
+    assert other.content != first[0].content
+    rows = kit.wait_for_rows(gateway, 5, "idempotency_key is not null")
+    assert len({row["episode_id"] for row in rows}) == 5
+
+
 def test_a_large_request_is_told_by_its_key_from_another_one(gateway, engines, kit):
     engine = engines("vllm")
     headers = {"Idempotency-Key": "large"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
@@ -16,6 +18,8 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
+from replaylake.datastore.maintenance.labels import episode_labels
+from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.maintenance.labels.episode_labels import (
     EpisodeLabel,
     label_episode,
@@ -148,6 +152,30 @@ def test_two_who_label_at_once_lose_nothing(labeled: Lake, is_same: bool) -> Non
         assert f"found 'of {other}' by {other}" in results[who]
 
 
+def test_a_large_shard_is_divided_once(
+    lake: Lake, make_episode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = lake.dataset("d")
+    dataset.append([make_episode(f"e/{n}", 8, terminated=True) for n in range(8)])
+    columns = ", ".join(dataset.snapshot().table.schema.names)
+    before = lake.sql(f"SELECT {columns} FROM d.steps").to_pylist()
+    num_bytes = dataset.snapshot().table.read().nbytes
+    monkeypatch.setattr(episode_labels, "_SHARD_BYTES", num_bytes // 3)
+    label_episode(lake, "d", "verdict", "bad", episode_id="e/0", by="Ada")
+    divided = [entry.num_rows for entry in dataset.snapshot().files]
+    assert len(divided) >= 3
+    assert sum(divided) == 64
+    version = label_episode(lake, "d", "verdict", "bad", episode_id="e/7", by="Ada")
+    change = dataset.table.log.read_change(version)
+    assert len(change.removed) < len(divided)
+    assert sum(entry.num_rows for entry in change.added) <= 2 * max(divided)
+    # The rows are the same; those that were written again come after the others of their version.
+    after = lake.sql(f"SELECT {columns} FROM d.steps").to_pylist()
+    assert sorted(map(str, after)) == sorted(map(str, before))
+    compact(lake, "d")
+    assert [entry.num_rows for entry in dataset.snapshot().files] == [64]
+
+
 @pytest.mark.parametrize(
     "name", ["reward", "episode_id", "return", "Num_Steps", "policy", "remark"]
 )
@@ -215,3 +243,20 @@ def test_a_purge_removes_the_labels_and_the_name_of_who_is_purged(
     infos = [one["labeled"] for one in labeled.dataset("d").history() if "labeled" in one]
     assert [info["by"] for info in infos] == ["<deleted>", "Bob"]
     assert read(labeled, "c")["verdict"].value == "good"
+
+
+def test_many_episodes_are_labeled_by_annotate(labeled: Lake) -> None:
+    at = datetime(2026, 11, 1, 12, tzinfo=UTC)
+    labels = pa.table(
+        {
+            "episode_id": ["a", "b"],
+            "verdict": ["bad", "good"],
+            "verdict_labeled_by": ["Ada", "Ada"],
+            "verdict_labeled_at": pa.array([at, at], pa.timestamp("us", "UTC")),
+        }
+    )
+    added = [name for name in labels.column_names if name != "episode_id"]
+    annotate(labeled, "d", labels, on="episode_id", add=added)
+    assert read(labeled, "b") == {"verdict": EpisodeLabel("good", "Ada", at)}
+    set_label(labeled, "fair")
+    assert read(labeled)["verdict"].value == "fair"

@@ -31,6 +31,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.labels.annotate import annotate
+from replaylake.datastore.maintenance.labels.episode_labels import label_episode
 from replaylake.datastore.maintenance.scoring.function_scorer import FunctionScorer
 from replaylake.datastore.maintenance.scoring.score import ScoreReceipt, score
 from replaylake.datastore.maintenance.scoring.score_cache import ScoreCache
@@ -720,3 +721,19 @@ def test_an_async_function_may_be_called_under_a_running_loop(
 
     assert asyncio.run(run()).failed == 0
     assert column(math_lake, "math", "awaited") == [1] * 4
+
+
+def test_a_scorer_sees_labels_but_not_who_set_them(control: Lake, rewards: Any) -> None:
+    seen = []
+
+    def look(episode: Episode) -> float:
+        seen.append(sorted(episode.extras))
+        return 1.0
+
+    scorer = FunctionScorer(look, revision="1")
+    score(control, "d", scorer)
+    label_episode(control, "d", "verdict", "bad", episode_id="a", by="Ada")
+    receipt = score(control, "d", scorer)
+    # The other episode is as it was, so its score is known.
+    assert (receipt.computed, receipt.cached) == (1, 1)
+    assert seen[-1] == ["verdict"]
