@@ -284,7 +284,7 @@ def _read_view(folder: Path) -> Any:
 
 
 def _read_summary(folder: Path) -> Any:
-    summaries._cache.clear()
+    summaries._FILE.forget()
     return rl.open(folder / "lake").sql("SELECT * FROM d.episodes ORDER BY ALL").to_pylist()
 
 
