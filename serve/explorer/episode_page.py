@@ -20,7 +20,7 @@ from replaylake.datastore.interchange.export.dialogue import (
     read_dialogue,
 )
 from replaylake.datastore.interchange.formats.generations.rows import COMPLETION_MESSAGES
-from replaylake.datastore.lake.profile.vectors import LeafStatistics
+from replaylake.datastore.lake.profile.vectors import SpaceNumbers
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
 from replaylake.serve.explorer.episodes_page import (
@@ -269,8 +269,9 @@ def _read_steps(
 def _read_numbers(
     space: Space, name: str, column: Any, labels: Sequence[str]
 ) -> tuple[Sequence[str], NDArray[np.float64]]:
-    statistics = LeafStatistics(space, name, labels)
-    return statistics.names[:_MAX_SERIES], statistics.add(column)[:, :_MAX_SERIES]
+    numbers = SpaceNumbers(space, name, labels)
+    rows, _ = numbers.read(column)
+    return numbers.names[:_MAX_SERIES], rows[:, :_MAX_SERIES]
 
 
 def _has_frames(spec: schema.DatasetSpec, column: str) -> bool:

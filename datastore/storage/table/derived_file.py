@@ -114,13 +114,14 @@ class DerivedFile(Generic[_Data]):
         self._put_in_cache(storage, root, None)
 
     def delete_gone(self, storage: Storage, root: str) -> None:
-        """Delete a table's files where one may tell of shards that are gone.
-
-        What is there is made again from the shards when that pays. Raises: StorageError.
-        """
+        """Let no file of a table tell of shards that are gone. Raises: StorageError."""
         names = storage.names(f"{root}/{self.folder}")
-        data = self.load(storage, root) if len(names) == 1 else None
-        if data is None or len(_filter_existing(storage, root, data.shards)) < len(data.shards):
+        data = self.load(storage, root)
+        there = set() if data is None else _filter_existing(storage, root, data.shards)
+        if data is not None and len(names) == 1 and len(there) == len(data.shards):
+            return
+        # Written without them; where that is not possible, not kept either.
+        if data is None or not there or not self.save(storage, root, data):
             self.delete(storage, root)
 
     def forget(self) -> None:
