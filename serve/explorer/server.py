@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.query.connections import limit_threads
 from replaylake.serve.explorer.app import create_explorer
 from replaylake.serve.explorer.config import ExplorerConfig
 from replaylake.serve.http.listener import open_listener, resolve_host, run_app
@@ -17,6 +18,7 @@ from replaylake.serve.http.listener import open_listener, resolve_host, run_app
 _LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [explorer] %(message)s"
 # A page takes seconds at most; what is open longer is cut.
 _DRAIN_S: Final = 3
+_NICE: Final = 10
 
 
 def run_explorer(
@@ -24,8 +26,9 @@ def run_explorer(
 ) -> int:
     """Show a lake's pages until SIGINT or SIGTERM, then return 0.
 
-    One line on stderr says where; `on_ready` is then called with the config and the port that it
-    listens on. Raises: NotFoundError if there is no lake; ServeError if the port is in use;
+    The process has a low priority (nice 10), and its queries use one thread. One line on stderr
+    says where it is; `on_ready` is then called with the config and the port that it listens on.
+    Raises: NotFoundError if there is no lake; ServeError if the port is in use;
     ConfigInvalidError if other machines could reach it without a token.
     """
     lake = open_lake(config.lake)
@@ -43,6 +46,9 @@ def run_explorer(
         )
         sys.stderr.write(f"{lake.url} is at {config.url}; stop with Ctrl-C\n")
         sys.stderr.flush()
+        # Whoever looks may wait; trainers and policy servers of this machine must not.
+        os.nice(_NICE)
+        limit_threads(1)
         if on_ready is not None:
             on_ready(config)
         run_app(app, listener, lifespan="off", drain_s=_DRAIN_S)
