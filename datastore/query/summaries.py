@@ -44,6 +44,7 @@ _CACHE_BYTES: Final = 256 << 20
 # Steps of one query that summarizes: of 100M at once, it took 700 MiB.
 _GROUP_STEPS: Final = 4_000_000
 _MAX_CHUNKS: Final = 64
+_GROUP_PIECES: Final = 131_072
 OnProgress = Callable[[int, int], None]
 
 
@@ -249,14 +250,17 @@ def _encode(summary: Summary) -> bytes:
     about = {"shards": summary.shards, "is_distinct": summary.is_distinct}
     table = summary.pieces.replace_schema_metadata({_METADATA_KEY: json.dumps(about)})
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", compression_level=1)
+    # In small groups, read by one thread: what decoding takes for a moment grows with both.
+    pq.write_table(
+        table, sink, compression="zstd", compression_level=1, row_group_size=_GROUP_PIECES
+    )
     content: bytes = sink.getvalue().to_pybytes()
     return content
 
 
 def _decode(content: bytes) -> Summary | None:
     with suppress(pa.ArrowException, KeyError):
-        pieces = pq.read_table(pa.BufferReader(content))
+        pieces = pq.read_table(pa.BufferReader(content), use_threads=False, pre_buffer=False)
         if pieces.column_names == [_SHARD, *PIECE_COLUMNS]:  # else another release wrote it
             about = json.loads(pieces.schema.metadata[_METADATA_KEY])
             return Summary(pieces, tuple(about["shards"]), about["is_distinct"])
