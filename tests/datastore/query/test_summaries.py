@@ -185,6 +185,35 @@ def test_a_reader_writes_what_soon_pays(
     assert len(files(dataset)) == 1, "the older one went"
 
 
+def test_it_is_made_in_groups_of_shards(
+    dataset: Dataset, make_episode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset.append([make_episode("z", 30)])
+    snapshot = dataset.snapshot()
+    direct = rows(snapshot, "episodes")
+    monkeypatch.setattr(summaries, "_WRITE_US", 0.0)
+    monkeypatch.setattr(summaries, "_GROUP_STEPS", 50)
+    monkeypatch.setattr(summaries, "_MAX_CHUNKS", 1)
+    assert summaries.needs_refresh(snapshot.table)
+    seen: list[tuple[int, int]] = []
+
+    def stop(num: int, total: int) -> None:
+        seen.append((num, total))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    # Shards of 30, 30 and 30 steps, of which two are too many at once.
+    with pytest.raises(KeyboardInterrupt):
+        summaries.refresh(snapshot.table, stop)
+    assert covered(dataset.snapshot(2)) == 2, "what was made is kept"
+    assert summaries.refresh(snapshot.table, stop)
+    assert seen == [(30, 90), (60, 90), (90, 90)]
+    assert not summaries.needs_refresh(snapshot.table)
+    assert rows(snapshot, "episodes") == direct
+    summaries._FILE.forget()
+    assert rows(snapshot, "episodes") == direct
+
+
 def test_a_log_of_single_steps_has_none(lake: Lake, make_episode: Make) -> None:
     dataset = lake.dataset("d")
     dataset.append([make_episode(f"e{number}", 1) for number in range(50)])
