@@ -11,6 +11,7 @@ from typing import Final
 
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.query.connections import limit_threads
+from replaylake.datastore.query.untrusted import keep_spare_sandbox
 from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded
 from replaylake.serve.explorer.app import create_explorer
 from replaylake.serve.explorer.config import ExplorerConfig
@@ -54,5 +55,6 @@ def run_explorer(
         keep_pandas_unloaded()
         if on_ready is not None:
             on_ready(config)
-        run_app(app, listener, lifespan="off", drain_s=_DRAIN_S)
+        with keep_spare_sandbox():
+            run_app(app, listener, lifespan="off", drain_s=_DRAIN_S)
     return 0
