@@ -332,6 +332,7 @@ def test_a_lake_that_may_only_be_read(
     assert files(dataset) == []
 
 
+@pytest.mark.slow
 def test_several_at_once(dataset: Dataset) -> None:
     expected = profile_of(dataset)
     shard_statistics._FILE.delete(dataset.table.storage, "d")
@@ -343,6 +344,25 @@ def test_several_at_once(dataset: Dataset) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(found == expected for found in pool.map(read, range(12)))
     assert 1 <= len(files(dataset)) <= 4
+
+
+@pytest.mark.slow
+def test_an_object_store_keeps_it_for_other_machines(
+    bucket: str, make_episode: Make, counted: list[str]
+) -> None:
+    dataset = open_lake(f"s3://{bucket}/lake", create=True).dataset("d")
+    for name in "ab":
+        dataset.append([make_episode(name, 20, terminated=True)])
+    expected = profile_of(dataset)
+    assert len(counted) == 2
+    # Another machine: nothing in memory, and no copies of shards.
+    shard_statistics._FILE.forget()
+    other = open_lake(f"s3://{bucket}/lake")
+    assert compute_profile(other.snapshot("d")).to_json() == expected
+    assert len(counted) == 2
+    purge(other, "d", "episode_id = 'a'")
+    assert other.storage.names(f"d/{shard_statistics.FOLDER}") == []
+    assert compute_profile(other.snapshot("d")).reward.num == 20
 
 
 def test_a_shard_that_is_gone_is_reported(dataset: Dataset) -> None:
