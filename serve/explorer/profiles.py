@@ -127,9 +127,11 @@ class ProfileMemory:
         with self._lock:
             if key in self._summarized:
                 return None
-        if not needs_refresh(snapshot.table):
-            return None
+        is_summarized = not needs_refresh(snapshot.table)
         with self._lock:
+            if is_summarized:
+                self._note_summarized(key)
+                return None
             job = self._ask(lake.dataset(snapshot.dataset), snapshot)
         job.is_summarized.wait(wait_s)
         if job.error is not None:
@@ -184,9 +186,7 @@ class ProfileMemory:
             if needs_refresh(job.snapshot.table):
                 refresh(job.snapshot.table, note)
             with self._lock:
-                self._summarized[job.key] = None
-                while len(self._summarized) > _MAX_SUMMARIZED:
-                    self._summarized.popitem(last=False)
+                self._note_summarized(job.key)
                 # After this, who wants the profile begins another job.
                 job.is_summarized.set()
                 with_profile = job.with_profile
@@ -204,6 +204,11 @@ class ProfileMemory:
                     self._finished.popitem(last=False)
             self._start_next()
         job.end()
+
+    def _note_summarized(self, key: tuple[str, int]) -> None:
+        self._summarized[key] = None
+        while len(self._summarized) > _MAX_SUMMARIZED:
+            self._summarized.popitem(last=False)
 
     def _forget_old(self, name: str, purges: Sequence[Purge]) -> None:
         now = time.monotonic()

@@ -185,6 +185,9 @@ def test_the_page_of_a_lake_counts_no_steps(written, unsummarized, reader_type, 
     gate, reader = Gate(monkeypatch), reader_type(written)
     unsummarized.set()
     assert _read_counted(reader)["mean_return"] == 3.0
+    # Of a version that is summarized, no file is looked at again.
+    monkeypatch.setattr(profiles, "needs_refresh", None)
+    assert reader.client.get("/").status_code == 200
     _wait_for(lambda: reader.app._profiles._running is None)
     assert gate.begun == []
 
