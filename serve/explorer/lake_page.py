@@ -25,7 +25,7 @@ _MAX_DAYS: Final = 60
 _MAX_PARTS: Final = 7
 _MAX_POLICIES: Final = 4
 # The page waits so long for the episodes of all datasets to be summarized, and comes again so soon.
-_WAIT_S: Final = 1.5
+_WAIT_S: Final = 0.7
 _REFRESH_S: Final = 2
 # Writers by the name in their commits, where that is an earlier one.
 _WRITERS: Final = {"sessionise": "feedback join"}

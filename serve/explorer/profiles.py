@@ -24,7 +24,7 @@ _MAX_REMEMBERED: Final = 16
 _MAX_SUMMARIZED: Final = 1000
 _REMEMBERED_S: Final = 600.0
 # A page waits so long for a profile before it shows how far it is.
-_WAIT_S: Final = 1.5
+_WAIT_S: Final = 0.7
 # Pages ask every few seconds, in a window that is not seen once a minute. What nobody has asked for
 # in this time is not counted further.
 _UNWANTED_S: Final = 90.0
