@@ -123,7 +123,7 @@ class DerivedFile(Generic[_Data]):
         names = storage.names(f"{root}/{self.folder}")
         data = self.load(storage, root)
         there = set() if data is None else _filter_existing(storage, root, data.shards)
-        if data is not None and len(names) == 1 and len(there) == len(data.shards):
+        if data is not None and there and len(names) == 1 and len(there) == len(data.shards):
             return
         # Written without them; where that is not possible, not kept either.
         if data is None or not there or not self.save(storage, root, data):
