@@ -6,6 +6,7 @@
     GET  /policy     which policy answers, its spaces and its origin
     GET  /livez /readyz /metrics
     GET  /docs.json  all of this as OpenAPI, with the policy's spaces
+    /v2/...          the same policies by the Open Inference Protocol (api/open_inference.py)
     GET  / and /docs pages of it, for requests whose Accept names text/html
 
 Each route is an endpoint (one file each) behind a RequestHandler, which alone turns exceptions into
@@ -18,6 +19,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -26,10 +28,12 @@ from replaylake.serve.api.about import About
 from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
+from replaylake.serve.api.open_inference import PREFIX, OpenInference, encode_error
 from replaylake.serve.api.openapi import Docs
 from replaylake.serve.api.server_pages import FILE_PATHS, ServerPages
+from replaylake.serve.api.tensors import HEADER_LENGTH
 from replaylake.serve.http.connections import NUM_REFUSED, RECEIVED
-from replaylake.serve.http.request_handler import HandlerState
+from replaylake.serve.http.request_handler import HandlerState, RouteForm
 from replaylake.serve.http.routed_app import PageRoutes, RoutedApp
 from replaylake.serve.messages import (
     RETRY_AFTER_S,
@@ -41,6 +45,8 @@ from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.serving_state import ServingState
 
+_INFERENCE_FORM: Final = RouteForm(encode_error=encode_error, headers=frozenset((HEADER_LENGTH,)))
+
 
 def create_app(load: Callable[[], ServingState]) -> Starlette:
     """Return the app; `load` runs when a worker starts, and what it returned closes at the end."""
@@ -48,8 +54,10 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     metrics = Metrics()
     clock = Clock()
     about = About(worker.get, worker.is_ready, metrics)
+    act = ActEndpoint(worker.get, metrics, clock)
+    inference = OpenInference(worker.get, worker.is_ready, act).endpoints()
     endpoints: dict[str, tuple[str, Endpoint]] = {
-        "/act": ("POST", ActEndpoint(worker.get, metrics, clock)),
+        "/act": ("POST", act),
         "/feedback": ("POST", FeedbackEndpoint(worker.get, metrics, clock)),
         "/episodes": ("POST", EpisodesEndpoint(worker.get, metrics, clock)),
         "/policy": ("GET", about.policy),
@@ -57,6 +65,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         "/readyz": ("GET", about.readyz),
         "/metrics": ("GET", about.metrics_page),
         "/docs.json": ("GET", Docs(worker.get)),
+        **inference,
     }
     pages = ServerPages(worker.get)
     shown = {"/": pages.show_server, "/docs": pages.show_api}
@@ -89,7 +98,9 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     app = RoutedApp(
         endpoints,
         handler_state,
+        dict.fromkeys(inference, _INFERENCE_FORM),
         pages=PageRoutes(shown, pages.encode_error, dict.fromkeys(FILE_PATHS, pages.send_file)),
+        unrouted_forms={PREFIX: _INFERENCE_FORM},
         lifespan=lifespan,
     )
     app.state.is_ready = lambda: False
