@@ -6,6 +6,7 @@
     GET  /policy     which policy answers, its spaces and its origin
     GET  /livez /readyz /metrics
     GET  /docs.json  all of this as OpenAPI, with the policy's spaces
+    /v2/...          the same policies by the Open Inference Protocol (api/open_inference.py)
     GET  / and /docs pages of it, for requests whose Accept names text/html
 
 Each route is an endpoint (one file each) behind a RequestHandler, which alone turns exceptions into
@@ -19,7 +20,7 @@ import gc
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -28,9 +29,11 @@ from replaylake.serve.api.about import About
 from replaylake.serve.api.act import ActEndpoint
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
+from replaylake.serve.api.open_inference import PREFIX, OpenInference, encode_error
 from replaylake.serve.api.openapi import Docs
+from replaylake.serve.api.tensors import HEADER_LENGTH
 from replaylake.serve.http.connections import NUM_REFUSED, RECEIVED
-from replaylake.serve.http.request_handler import HandlerState
+from replaylake.serve.http.request_handler import HandlerState, RouteForm
 from replaylake.serve.http.routed_app import PageRoutes, RoutedApp
 from replaylake.serve.messages import (
     RETRY_AFTER_S,
@@ -47,6 +50,8 @@ from replaylake.serve.serving_state import ServingState
 if TYPE_CHECKING:
     from replaylake.serve.api.server_pages import ServerPages
 
+_INFERENCE_FORM: Final = RouteForm(encode_error=encode_error, headers=frozenset((HEADER_LENGTH,)))
+
 
 def create_app(load: Callable[[], ServingState]) -> Starlette:
     """Return the app; `load` runs when a worker starts, and what it returned closes at the end."""
@@ -54,8 +59,10 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     metrics = Metrics()
     clock = Clock()
     about = About(worker.get, worker.is_ready, metrics)
+    act = ActEndpoint(worker.get, metrics, clock)
+    inference = OpenInference(worker.get, worker.is_ready, act).endpoints()
     endpoints: dict[str, tuple[str, Endpoint]] = {
-        "/act": ("POST", ActEndpoint(worker.get, metrics, clock)),
+        "/act": ("POST", act),
         "/feedback": ("POST", FeedbackEndpoint(worker.get, metrics, clock)),
         "/episodes": ("POST", EpisodesEndpoint(worker.get, metrics, clock)),
         "/policy": ("GET", about.policy),
@@ -63,6 +70,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         "/readyz": ("GET", about.readyz),
         "/metrics": ("GET", about.metrics_page),
         "/docs.json": ("GET", Docs(worker.get)),
+        **inference,
     }
     pages = _LazyPages(worker.get)
 
@@ -94,11 +102,13 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     app = RoutedApp(
         endpoints,
         handler_state,
+        dict.fromkeys(inference, _INFERENCE_FORM),
         pages=PageRoutes(
             {"/": pages.show_server, "/docs": pages.show_api},
             pages.send_file,
             pages.encode_error,
         ),
+        unrouted_forms={PREFIX: _INFERENCE_FORM},
         lifespan=lifespan,
     )
     app.state.is_ready = lambda: False

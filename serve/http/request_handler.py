@@ -47,7 +47,7 @@ IDENTITY: Final = b"identity"  # a body that is not compressed
 GZIP: Final = b"gzip"
 _MAX_ID_BYTES: Final = 128
 # Probes use any address that a machine has; they reveal and change nothing.
-_OF_ANY_HOST: Final = ("/livez", "/readyz")
+_OF_ANY_HOST: Final = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 # Refusals of requests that a page of another site may have sent, by status and field.
 _OF_OTHER_SITES: Final = frozenset(
     {(400, "host"), (421, "host"), (403, "origin"), (415, "content-type")}
@@ -97,13 +97,15 @@ class RouteForm:
     """How a route differs from others.
 
     encodings: of its bodies, which the endpoint decodes. encode_error: makes the response of an
-    error, for the content type of the request.
+    error, for the content type of the request. headers: those that the endpoint reads, in lower
+    case.
     """
 
     encodings: frozenset[bytes] = frozenset((IDENTITY,))
     encode_error: Callable[[RequestRefusedError, str], Response] = lambda error, _: error_response(
         error
     )
+    headers: frozenset[bytes] = frozenset()
 
 
 _PLAIN: Final = RouteForm()
@@ -212,7 +214,7 @@ class RequestHandler:
                 raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
             handler_state.num_active += 1
             try:
-                request = state.request(self._route, body, self._form.encodings)
+                request = state.request(self._route, body, self._form)
                 return await self._endpoint(request)
             finally:
                 handler_state.num_active -= 1
@@ -320,8 +322,9 @@ class _RequestState:
                 text = value.decode("latin-1")
                 self.request_id = text if text.isascii() and text.isprintable() else None
 
-    def request(self, route: str, body: bytes, encodings: frozenset[bytes]) -> Request:
+    def request(self, route: str, body: bytes, form: RouteForm) -> Request:
         """Return the whole request. Raises: RequestRefusedError for a body in another encoding."""
+        encodings = form.encodings
         if self.content_encoding not in encodings:
             known = b", ".join(sorted(encodings))
             raise RequestRefusedError(
@@ -345,7 +348,15 @@ class _RequestState:
             self.num_behind,
             self.is_measured,
             self.content_encoding,
+            self._find_headers(form.headers) if form.headers else (),
         )
+
+    def _find_headers(self, names: frozenset[bytes]) -> tuple[tuple[bytes, bytes], ...]:
+        found: dict[bytes, bytes] = {}
+        for name, value in self.scope["headers"]:
+            if name in names:
+                found[name] = found[name] + b"," + value if name in found else value
+        return tuple(found.items())
 
 
 async def _read_body(state: _RequestState, receive: Any, handler_state: HandlerState) -> bytes:
