@@ -464,6 +464,9 @@ class Proxy:
                             await self._begin_stream(exchange, answer.headers, passed.pop())
                         else:
                             await self._continue(exchange, passed.pop())
+                        if event is not events[-1]:
+                            # The first events of other streams go before the rest of this one.
+                            await asyncio.sleep(0)
             if is_waiting:
                 is_waiting = False
                 await self._begin(exchange, answer.status, answer.headers)
