@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Protocol
@@ -52,10 +52,11 @@ _OF_ANY_HOST: Final = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready
 _OF_OTHER_SITES: Final = frozenset(
     {(400, "host"), (421, "host"), (403, "origin"), (415, "content-type")}
 )
-# What write_response reads and sets, none of which uvicorn documents: a version that has another
-# cycle answers by ASGI's messages.
+# What write_response and write_stream_start read and set, none of which uvicorn documents: a
+# version that has another cycle answers by ASGI's messages.
 _CYCLE_ATTRIBUTES: Final = frozenset(
     {
+        "chunked_encoding",
         "default_headers",
         "disconnected",
         "flow",
@@ -465,4 +466,26 @@ def write_response(send: Any, content_type: str, body: bytes) -> bool:
     head = _head(cycle.default_headers, content_type)
     cycle.transport.write(b"%s\r\ncontent-length: %d\r\n\r\n%s" % (head, len(body), body))
     cycle.on_response()
+    return True
+
+
+def write_stream_start(send: Any, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+    """Write the head of a stream of status 200 and its first bytes in one system call.
+
+    headers: as a parser of HTTP returned them. Further bytes and the end are sent as ASGI's
+    messages. Returns False, and writes nothing, where `write_response` would do the same.
+    """
+    if not _IS_KNOWN_CYCLE or getattr(send, "__func__", None) is not RequestResponseCycle.send:
+        return False
+    cycle: RequestResponseCycle = send.__self__
+    is_plain = cycle.keep_alive and cycle.scope["http_version"] == "1.1"
+    if cycle.disconnected or not is_plain or cycle.flow.write_paused:
+        return False
+    cycle.response_started = cycle.chunked_encoding = True
+    cycle.waiting_for_100_continue = False
+    lines = b"".join([b"%s: %s\r\n" % header for header in (*cycle.default_headers, *headers)])
+    cycle.transport.write(
+        b"HTTP/1.1 200 OK\r\n%stransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n"
+        % (lines, len(body), body)
+    )
     return True
