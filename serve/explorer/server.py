@@ -12,7 +12,7 @@ from typing import Final
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.query.connections import limit_threads
 from replaylake.datastore.query.untrusted import keep_spare_sandbox
-from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded
+from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded, return_freed_memory
 from replaylake.serve.explorer.app import create_explorer
 from replaylake.serve.explorer.config import ExplorerConfig
 from replaylake.serve.explorer.promotions import Promote
@@ -65,6 +65,7 @@ def run_explorer(
         limit_threads(1)
         # It takes 48 MiB, and half a second of the first page.
         keep_pandas_unloaded()
+        return_freed_memory()
         if on_ready is not None:
             on_ready(config)
         with keep_spare_sandbox():
