@@ -279,9 +279,12 @@ def _metrics_panel(runs: Sequence[RunSummary], curves: Sequence[Mapping[str, Cur
                 row += [number_text(float(curve.values[-1])), number_text(best[1]), f"{best[0]:,}"]
         rows.append(row)
     body: Child = table(columns, rows, label="Metrics")
+    note = (
+        "Of points: a point of a training metric is the mean of the updates since the one before."
+    )
     if not rows:
-        body = empty_state("No metrics yet.")
-    return Panel("Metrics", body, is_wide=len(runs) > 1)
+        body, note = empty_state("No metrics yet."), ""
+    return Panel("Metrics", body, note=note or None, is_wide=len(runs) > 1)
 
 
 def _differences_panel(records: Sequence[Mapping[str, Any]], runs: Sequence[RunSummary]) -> Panel:

@@ -43,6 +43,7 @@ def test_training_says_what_it_learns_from_and_what_it_saved(run: Any) -> None:
     lines = ran.out.splitlines()
     assert lines[0] == "trained on 3 episodes, 102 steps"
     assert lines[1].startswith("30 updates  policy_loss ")
+    assert " (means of the last 3)  " in lines[1]
     assert lines[-1] == "saved policy clone:2"
 
 
