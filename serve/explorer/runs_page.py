@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.lake.holdout import describe_where
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import Curve, read_curves
 from replaylake.datastore.lake.runs.summary import (
@@ -278,9 +279,12 @@ def _metrics_panel(runs: Sequence[RunSummary], curves: Sequence[Mapping[str, Cur
                 row += [number_text(float(curve.values[-1])), number_text(best[1]), f"{best[0]:,}"]
         rows.append(row)
     body: Child = table(columns, rows, label="Metrics")
+    note = (
+        "Of points: a point of a training metric is the mean of the updates since the one before."
+    )
     if not rows:
-        body = empty_state("No metrics yet.")
-    return Panel("Metrics", body, is_wide=len(runs) > 1)
+        body, note = empty_state("No metrics yet."), ""
+    return Panel("Metrics", body, note=note or None, is_wide=len(runs) > 1)
 
 
 def _differences_panel(records: Sequence[Mapping[str, Any]], runs: Sequence[RunSummary]) -> Panel:
@@ -333,7 +337,7 @@ def selection_link(visit: Visit, used: Mapping[str, Any]) -> Child:
     address = visit.link(
         "datasets", str(used.get("dataset")), "episodes", where=where, at=used.get("version")
     )
-    return tag("a", tag("code", str(where)), href=address)
+    return tag("a", tag("code", describe_where(str(where))), href=address)
 
 
 def _options_panel(record: Mapping[str, Any]) -> Panel:

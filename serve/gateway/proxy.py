@@ -649,8 +649,9 @@ class Proxy:
                 return self._engine
             self._detect_at_s = time.monotonic() + again_s
             self._complaints.warning(
-                f"engine unknown (/v1/models: {failure}), so token ids are not requested; "
-                "name the engine to request them"
+                f"engine unknown (/v1/models: {failure}): calls are recorded with their texts, and "
+                "without token ids. For ids, name the engine if it is vLLM, SGLang or llama.cpp; "
+                "others return none, and nothing is lost"
             )
             return OPENAI
 
