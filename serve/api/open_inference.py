@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -55,7 +56,7 @@ from replaylake.serve.messages import (
     json_response,
 )
 from replaylake.serve.serving_state import ServingState
-from replaylake.serve.versions.router import Router, ServedPolicy
+from replaylake.serve.versions.router import Arm, Router, ServedPolicy
 
 PREFIX: Final = "/v2"
 MODEL_PATHS: Final = (
@@ -87,7 +88,7 @@ def encode_error(error: RequestRefusedError, content_type: str) -> Response:
     return Response(status, content, JSON, error.headers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """A model that a path names. served: the version that acts; None for those of the router.
 
@@ -110,7 +111,14 @@ class Model:
         """Those that are versions of one policy: a canary may be another policy."""
         return [one for one in self.policies if one.name == self.policies[0].name]
 
-    @property
+    @cached_property
+    def by_version(self) -> dict[str, Model]:
+        """The model of each version alone."""
+        return {
+            str(one.version): Model(self.name, one, (one,), is_pinned=True) for one in self.versions
+        }
+
+    @cached_property
     def inputs(self) -> dict[str, TensorSpec]:
         """The inputs by name: the observation's leaves, then the optional ones."""
         found = [
@@ -123,7 +131,7 @@ class Model:
             found.append(TensorSpec("state", None, is_optional=True))
         return {one.name: one for one in (*found, *_ROW_INPUTS)}
 
-    @property
+    @cached_property
     def outputs(self) -> dict[str, TensorSpec]:
         """The outputs by name."""
         space = self.spec.action_space
@@ -156,6 +164,8 @@ class OpenInference:
         act: ActEndpoint,
     ) -> None:
         self._serving, self._is_ready, self._act = serving, is_ready, act
+        # What is served seldom changes, and specs of tensors take longer to make than an action.
+        self._models: tuple[tuple[Arm, ...], dict[str, Model]] = ((), {})
         self._latencies = {is_json: LatencyEstimate() for is_json in (True, False)}
 
     def endpoints(self) -> dict[str, tuple[str, Endpoint]]:
@@ -183,14 +193,13 @@ class OpenInference:
         return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
     async def _report_model_ready(self, request: Request) -> Response:
-        model = _find_model(self._serving().router, request.path)
+        model = self._find_model(self._serving().router, request.path)
         is_ready = self._is_ready()
         content = {"name": model.name, "ready": is_ready}
         return json_response(content, 200 if is_ready else 503)
 
     async def _describe_model(self, request: Request) -> Response:
-        router = self._serving().router
-        model = _find_model(router, request.path)
+        model = self._find_model(self._serving().router, request.path)
         versions = {one.version for one in model.versions}
         return json_response(
             {
@@ -212,9 +221,8 @@ class OpenInference:
         return await latency.run(len(request.body), lambda: self._answer(serving, request))
 
     def _answer(self, serving: ServingState, request: Request) -> Response:
-        model = _find_model(serving.router, request.path)
-        outputs = model.outputs
-        asked = read_infer_request(request, model.inputs, outputs)
+        model = self._find_model(serving.router, request.path)
+        asked = read_infer_request(request, model.inputs, model.outputs)
         fields = _to_act_fields(model.spec.observation_space, asked)
         if "q_values" in asked.is_binary:
             fields["q_values"] = True
@@ -223,37 +231,42 @@ class OpenInference:
         body, groups = self._act.act_on_batch(serving, fields, model.served)
         return _encode_answer(serving, model, asked, body, groups)
 
+    def _find_model(self, router: Router, path: str) -> Model:
+        """Return the model that a path names. Raises: RequestRefusedError (404)."""
+        arms, models = self._models
+        if arms is not router.arms:
+            arms = router.arms
+            models = find_models(arms)
+            self._models = arms, models
+        match = _MODEL_PATH.fullmatch(path)
+        if match is None:  # Starlette's routes match a path with a newline at its end
+            raise RequestRefusedError(
+                404, "path", found=shorten(repr(path)), expected="a model's path"
+            )
+        name, version = match["name"], match["version"]
+        model = models.get(name)
+        if model is None:
+            found, expected = shorten(name), shorten(f"one of {', '.join(models)}")
+            raise RequestRefusedError(404, "model", found=found, expected=expected)
+        if version is None:
+            return model
+        if version not in model.by_version:
+            found = shorten(version)
+            expected = f"a version that {name} serves: {', '.join(model.by_version)}"
+            raise RequestRefusedError(404, "version", found=found, expected=expected)
+        return model.by_version[version]
 
-def find_models(router: Router) -> dict[str, Model]:
+
+def find_models(arms: tuple[Arm, ...]) -> dict[str, Model]:
     """Return the models of a server by name, the one that is shared with canaries first."""
-    every = tuple(arm.served for arm in router.arms)
-    found = {router.one.name: Model(router.one.name, None, every)}
+    every = tuple(arm.served for arm in arms)
+    main = every[0]
+    found = {main.name: Model(main.name, None, every)}
     references = [(served.reference, served) for served in every]
     # The name of another policy that is a canary means that canary.
     for name, served in (*references, *((served.name, served) for served in every)):
         found.setdefault(name, Model(name, served, (served,)))
     return found
-
-
-def _find_model(router: Router, path: str) -> Model:
-    """Return the model that a path names. Raises: RequestRefusedError (404)."""
-    match = _MODEL_PATH.fullmatch(path)
-    if match is None:  # Starlette's routes match a path with a newline at its end
-        raise RequestRefusedError(404, "path", found=shorten(repr(path)), expected="a model's path")
-    name, version = match["name"], match["version"]
-    models = find_models(router)
-    if name not in models:
-        found, expected = shorten(name), shorten(f"one of {', '.join(models)}")
-        raise RequestRefusedError(404, "model", found=found, expected=expected)
-    model = models[name]
-    if version is None:
-        return model
-    by_version = {str(one.version): one for one in model.versions}
-    if version not in by_version:
-        found, expected = shorten(version), f"a version that {name} serves: {', '.join(by_version)}"
-        raise RequestRefusedError(404, "version", found=found, expected=expected)
-    served = by_version[version]
-    return Model(name, served, (served,), is_pinned=True)
 
 
 def _dtype_of(leaf: Leaf) -> np.dtype[Any] | None:
@@ -283,10 +296,7 @@ def _to_act_fields(space: Space, asked: InferRequest) -> dict[str, Any]:
     if "state" in fields:
         # A string is the only value that a row without a state can have here.
         fields["state"] = [token or None for token in fields["state"]]
-    if isinstance(space, Dict | Tuple):
-        fields[OBSERVATION] = _join_leaves(space, OBSERVATION, asked.tensors)
-    else:
-        fields[OBSERVATION] = asked.tensors[OBSERVATION]
+    fields[OBSERVATION] = _join_leaves(space, OBSERVATION, asked.tensors)
     return fields
 
 
@@ -300,7 +310,7 @@ def _to_list(values: Array | list[str]) -> list[Any]:
 
 def _join_leaves(
     space: Space, name: str, tensors: Mapping[str, Array | list[str]]
-) -> Sequence[Any]:
+) -> Sequence[Any] | Array:
     """Return the rows of a space's values, as /act has them, from the columns of its leaves."""
     if isinstance(space, Dict | Tuple):
         subs = children(space)
@@ -311,7 +321,7 @@ def _join_leaves(
         return [dict(zip(subs, row, strict=True)) for row in rows]
     values = tensors[name]
     # An element of a flat array is a number of numpy's, which no value of a space may be.
-    return list(values) if isinstance(values, list) or values.ndim > 1 else values.tolist()
+    return values if isinstance(values, list) or values.ndim > 1 else values.tolist()
 
 
 def _check_states(serving: ServingState, model: Model, tokens: Sequence[str | None] | None) -> None:

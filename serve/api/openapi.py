@@ -287,7 +287,7 @@ def _metrics_operation() -> dict[str, Any]:
 
 def _inference_paths(serving: ServingState) -> dict[str, Any]:
     """Describe the routes of the Open Inference Protocol (open_inference.py)."""
-    models = find_models(serving.router)
+    models = find_models(serving.router.arms)
     main = next(iter(models.values()))
     parameters = [
         _path_parameter("name", "A policy, or a reference to one.", list(models)),

@@ -231,7 +231,8 @@ def _read_type(
     """Return the shape and dtype that a request gives an input. Raises: RequestRefusedError."""
     _check_keys(tensor, ("name", "shape", "datatype", "parameters", "data"), spec.name)
     datatype, shape = tensor.get("datatype"), tensor.get("shape")
-    if type(datatype) is not str or datatype not in spec.sendable:
+    is_known = type(datatype) is str and (datatype == spec.datatype or datatype in spec.sendable)
+    if not is_known:
         expected = f"{spec.datatype}, or a datatype that it represents exactly"
         if len(spec.sendable) == 1:
             expected = spec.datatype
@@ -246,7 +247,7 @@ def _read_type(
             found=shorten(orjson.dumps(shape).decode()),
             expected=expected,
         )
-    return sizes, _DTYPES.get(datatype)
+    return sizes, _DTYPES.get(str(datatype))
 
 
 def _read_size(tensor: Mapping[str, Any], name: str) -> int | None:
@@ -276,8 +277,9 @@ def _read_json(
         level = [data]
         for size in shape:
             if set(map(type, level)) != {list} or set(map(len, level)) != {size}:
-                expected = shorten(f"nested lists of the shape {list(shape)}, or a flat list")
-                raise RequestRefusedError(400, place, found="other lists", expected=expected)
+                wrong = next(one for one in level if type(one) is not list or len(one) != size)
+                lists = f"in nested lists of the shape {list(shape)}, or a flat list"
+                raise invalid_value_error(place, wrong, shorten(f"a list of {size} {lists}"))
             level = list(chain.from_iterable(level))
     elif len(data) != prod(shape):
         found = f"a list of {len(data)}"

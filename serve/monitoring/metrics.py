@@ -88,7 +88,13 @@ _NO_COUNTERS: Final = memoryview(bytearray(8)).cast("d")
 # Each is a time series of every version.
 _MAX_SHIFTS: Final = 64
 # What clients post to: an alert watches what they are answered.
-_ALERTED_ROUTES: Final = ("/act", "/feedback", "/episodes")
+_ALERTED_ROUTES: Final = (
+    "/act",
+    "/feedback",
+    "/episodes",
+    "/v2/models/{name}/infer",
+    "/v2/models/{name}/versions/{version}/infer",
+)
 # Means of fewer say nothing more.
 _MIN_DECISIONS: Final = 0.01
 # The key of the block with the times of a worker's links.

@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 
-from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, Text, Tuple
+from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiDiscrete, Text, Tuple
 from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
@@ -161,7 +161,10 @@ WRONG = [
     ({"shape": [2, 4]}, "observation.data: found a list of 4, expected 8 elements"),
     ({"shape": [10**9, 4]}, "expected 4000000000 elements for the shape [1000000000, 4]"),
     ({"shape": [10**18, 4]}, "expected 4000000000000000000 elements"),
-    ({"data": [[0, 0], [0, 0]]}, "observation.data: found other lists, expected nested lists"),
+    (
+        {"data": [[0, 0], [0, 0]]},
+        "observation.data: found a list of 2, expected a list of 1 in nested lists of the shape [1",
+    ),
     ({"data": [[0, 0, 0, [0]]]}, "observation.data[3]: found a list of 1"),
     ({"data": [0, 0, "1", 0]}, 'observation.data[2]: found "1", expected elements of FP32'),
     ({"data": [0, True, 0, 0]}, "observation.data[1]: found true"),
@@ -315,6 +318,13 @@ def test_a_canary_has_its_share_of_the_model_and_a_name_of_its_own(app_client, s
             answer = infer(client, rows, path=f"/v2/models/{path}/infer").json()
             assert answer["model_version"] == version
         assert client.get("/v2/models/p").json()["versions"] == ["2", "3"]
+        # The alias moves.
+        state.router.replace(0, ServedPolicy("p", 4, policy, "p@champion"))
+        assert client.get("/v2/models/p").json()["versions"] == ["3", "4"]
+        answer = infer(client, rows, path="/v2/models/p@champion/infer").json()
+        assert answer["model_version"] == "4"
+        answer = infer(client, rows, path="/v2/models/p/versions/2/infer")
+        assert "found 2, expected a version that p serves: 4, 3" in error_of(answer, 404)
 
 
 class DictPolicy:
@@ -336,6 +346,44 @@ class DictPolicy:
         self.seen = observations
         first = observations["image"].reshape(-1, 4)[:, :2].astype(np.float32)
         return Act(first, None)
+
+
+class FirstActionPolicy:
+    """Takes any space, and always acts alike."""
+
+    def __init__(self, space):
+        self.spec = PolicySpec(space, Discrete(2), "categorical")
+
+    def act(self, observations, state=None, **options):
+        num = len(observations)
+        return Act(np.zeros(num, np.int64), np.zeros(num, np.float32))
+
+
+PLAIN = [
+    (Discrete(3), "INT64", [], [0, 2], [0, 3], "observation[1]: found"),
+    (MultiDiscrete((2, 3)), "INT64", [2], [1, 2, 0, 0], [1, 2, 2, 0], "observation[1]: found"),
+    (Text(), "BYTES", [], ["hé", ""], ["a", 3], "observation.data[1]: found 3"),
+    (Box(()), "FP32", [], [0.5, 1], [0.5, "1"], "observation.data[1]: found"),
+    (Box((1,), "float64"), "FP64", [1], [[1e300], [2]], [[1], [2, 3]], "found a list of 2"),
+    (Box((1,), "bool", 0, 1), "BOOL", [1], [True, False], [1, 0], "observation.data[0]: found 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("space", "datatype", "shape", "good", "wrong", "message"),
+    PLAIN,
+    ids=[str(c[0]) for c in PLAIN],
+)
+def test_every_kind_of_space_is_a_tensor(
+    app_client, serving, space, datatype, shape, good, wrong, message
+):
+    with app_client(create_app(lambda: serving(FirstActionPolicy(space)))) as client:
+        described = client.get("/v2/models/p").json()["inputs"][0]
+        assert described == {"name": "observation", "datatype": datatype, "shape": [-1, *shape]}
+        tensor = {"name": "observation", "datatype": datatype, "shape": [2, *shape]}
+        found = outputs_of(infer(client, tensor | {"data": good}))
+        assert found["action"]["data"] == [0, 0]
+        assert message in error_of(infer(client, tensor | {"data": wrong}))
 
 
 def test_leaves_of_a_dict_are_tensors_and_a_density_that_is_none_is_null(app_client, serving):

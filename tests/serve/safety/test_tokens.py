@@ -30,6 +30,10 @@ def test_routes_have_roles_and_an_unlisted_one_is_the_admins():
         "feedback",
         "feedback",
     ]
+    model = "/v2/models/{name}"
+    for path in (model, f"{model}/versions/{{version}}"):
+        assert {role_of(f"{path}{end}") for end in ("", "/ready", "/infer")} == {"act"}
+    assert role_of("/v2") is role_of("/v2/health/live") is role_of("/v2/health/ready") is None
     assert role_of("/livez") is role_of("/readyz") is role_of("/static") is None
     assert {role_of(r) for r in ("/metrics", "/policy", "/docs.json", "/", "/docs", "/new")} == {
         "admin"
@@ -148,18 +152,26 @@ def entry(name, token, roles):
     )
 
 
-ROUTES = {"/act": "act", "/episodes": "feedback", "/feedback": "feedback", "/metrics": "admin"}
+MODEL, INFER = "/v2/models/{name}", "/v2/models/{name}/infer"
+ROUTES = {
+    "/act": "act",
+    INFER: "act",
+    MODEL: "act",
+    "/episodes": "feedback",
+    "/feedback": "feedback",
+    "/metrics": "admin",
+}
 
 
 @pytest.mark.parametrize(
     ("roles", "dataset", "routes"),
     [
-        ('writer = ["live"]', "live", {"/act", "/episodes"}),
+        ('writer = ["live"]', "live", {"/act", INFER, MODEL, "/episodes"}),
         ('labeler = ["live"]', "live", {"/feedback"}),
-        ('reader = ["*"]', "live", {"/metrics"}),
-        ('operator = ["*"]\nlabeler = ["*"]', "live", {"/metrics", "/feedback"}),
+        ('reader = ["*"]', "live", {MODEL, "/metrics"}),
+        ('operator = ["*"]\nlabeler = ["*"]', "live", {MODEL, "/metrics", "/feedback"}),
         ('writer = ["other"]', "live", set()),
-        ('writer = ["other"]', None, {"/act", "/episodes"}),
+        ('writer = ["other"]', None, {"/act", INFER, MODEL, "/episodes"}),
     ],
 )
 def test_the_role_table_opens_routes_by_dataset(tmp_path, roles, dataset, routes):
