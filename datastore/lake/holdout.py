@@ -154,6 +154,13 @@ def describe_where(where: str) -> str:
     return words if found["rest"] is None else f"{found['rest']}, {words}"
 
 
+def describe_selection(where: str) -> str:
+    """Return what follows a dataset's name: `where` with a condition, or a holdout alone."""
+    found = _CANONICAL.fullmatch(where)
+    is_holdout = found is not None and found["rest"] is None
+    return describe_where(where) if is_holdout else f"where {describe_where(where)}"
+
+
 def _check_fraction(fraction: object) -> None:
     is_number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
     if not is_number or not 0 < fraction < 1:  # type: ignore[operator]

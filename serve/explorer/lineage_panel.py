@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from replaylake.datastore.lake.holdout import describe_selection
 from replaylake.serve.explorer.page import Panel
 from replaylake.serve.explorer.serving_page import read_arms
 from replaylake.serve.explorer.visit import Visit
@@ -68,5 +69,5 @@ def _find_data(visit: Visit, entry: Mapping[str, Any]) -> dict[str, FlowNode]:
         text = dataset if version is None else f"{dataset}@{version}"
         where = str(used.get("where") or "")
         address = visit.link("datasets", dataset, at=version)
-        found[f"{text} {where}"] = FlowNode(text, where and f"where {where}", address)
+        found[f"{text} {where}"] = FlowNode(text, where and describe_selection(where), address)
     return found or {"": FlowNode("not recorded", "")}

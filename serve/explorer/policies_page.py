@@ -174,7 +174,7 @@ def _data(visit: Visit, used: Mapping[str, Any]) -> Child:
     address = visit.link("datasets", name, at=version)
     return [
         tag("a", name if version is None else f"{name}@{version}", href=address),
-        ", where " if used.get("where") else ", ",
+        ", ",
         selection_link(visit, used),
     ]
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from replaylake.datastore.lake.holdout import describe_where
+from replaylake.datastore.lake.holdout import describe_selection
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import Curve, read_curves
 from replaylake.datastore.lake.runs.summary import (
@@ -337,7 +337,7 @@ def selection_link(visit: Visit, used: Mapping[str, Any]) -> Child:
     address = visit.link(
         "datasets", str(used.get("dataset")), "episodes", where=where, at=used.get("version")
     )
-    return tag("a", tag("code", describe_where(str(where))), href=address)
+    return tag("a", tag("code", describe_selection(str(where))), href=address)
 
 
 def _options_panel(record: Mapping[str, Any]) -> Panel:

@@ -15,7 +15,7 @@ from replaylake.datastore.errors import (
     QueryError,
     SchemaMismatchError,
 )
-from replaylake.datastore.lake.holdout import Holdout, describe_where
+from replaylake.datastore.lake.holdout import Holdout, describe_selection, describe_where
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.query.expressions import canonical_condition, canonical_expression
@@ -210,6 +210,7 @@ def test_json_of_another_release_is_refused() -> None:
 def test_a_holdout_of_lineage_is_described_in_words(where, words):
     stored = canonical_condition(Holdout(0.2).within(where, held_out=False))
     assert describe_where(stored) == words
+    assert describe_selection(stored) == (words if where is None else f"where {words}")
 
 
 def test_salt_and_side_are_described_and_other_conditions_left_alone():
