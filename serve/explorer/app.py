@@ -51,7 +51,7 @@ from replaylake.serve.explorer.page import (
 )
 from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
-from replaylake.serve.explorer.promotion_form import start_promotion
+from replaylake.serve.explorer.promotion_form import cancel_promotion, start_promotion
 from replaylake.serve.explorer.promotions import Promote, Promotions
 from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.explorer.runs_page import list_runs, show_run
@@ -112,6 +112,7 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
 # Addresses that forms are sent to, and all that changes the lake.
 WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (
     ("/datasets/{name}/label", write_label),
+    ("/policies/{name}/cancel", cancel_promotion),
     ("/policies/{name}/promote", start_promotion),
 )
 # Pages that run SQL of the reader's where their address has it, and in which parameter. The forms

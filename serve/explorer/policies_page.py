@@ -77,6 +77,8 @@ def show_policy(visit: Visit) -> Page:
     """Return the page of `/policies/NAME`."""
     registry = visit.lake.registry
     name = visit.path["name"]
+    # Before anything that a promotion changes: what ends later is found by the next refresh.
+    last, running = (None, None) if visit.promotions is None else visit.promotions.find(name)
     versions = [row for row in reversed(registry.list()) if row["policy"] == name]
     if not versions:
         raise NotFoundError(
@@ -95,8 +97,8 @@ def show_policy(visit: Visit) -> Page:
         name, on_unreadable=lambda error: unreadable.append(str(error))
     )[::-1]
     shown = _select_evaluation(visit, evaluations)
-    promotion = show_promotion(visit, [row["version"] for row in versions], aliases)
-    last = None if visit.promotions is None else visit.promotions.find(name)
+    numbers = [row["version"] for row in versions]
+    promotion = show_promotion(visit, numbers, aliases, last, running)
     panels = [
         Panel("Versions", _version_table(visit, entries), queries=queries),
         *([] if promotion is None else [promotion]),
@@ -129,7 +131,7 @@ def show_policy(visit: Visit) -> Page:
         },
         rows=versions,
         status=trial.status,
-        refresh_s=_REFRESH_S if last is not None and last.is_running else None,
+        refresh_s=None if running is None else _REFRESH_S,
     )
 
 
