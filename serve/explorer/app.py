@@ -126,6 +126,10 @@ READERS_SQL: Final = {
 }
 
 
+# Those of them that show what a link on another site asks for, without running it, themselves.
+_HOLD_BACK: Final = ("/policies/{name}", "/sql")
+
+
 def create_explorer(
     lake: Lake,
     *,
@@ -299,6 +303,11 @@ class Explorer:
             )
 
         runs_sql = (suffix and route == "/sql") or values.get(READERS_SQL.get(route, ""))
+        if runs_sql and is_cross_site and route not in _HOLD_BACK:
+            held = self._ask_before_running(
+                request, route, values[READERS_SQL[route]], stem, suffix
+            )
+            return await run_in_threadpool(self._render, request, held, suffix, stem)
         if EVENT_STREAM in request.headers.get("accept", ""):
             if suffix or runs_sql:
                 # Nothing to follow, and no reason for a browser to ask again.
@@ -318,6 +327,32 @@ class Explorer:
         if isinstance(page, Redirect):
             return Response(status_code=303, headers={"location": page.address})
         return await run_in_threadpool(self._render, request, page, suffix, stem)
+
+    def _ask_before_running(
+        self, request: Request, route: str, text: str, stem: str, suffix: str
+    ) -> Page:
+        """Return a page in place of one to which a link on another site led, and which runs SQL.
+
+        Whoever wrote the link chose the SQL: the reader decides whether it runs.
+        """
+        if suffix:
+            message = (
+                "a link on another site led to this file; open its page, and run the SQL there"
+            )
+            raise RequestRefusedError(403, "sec-fetch-site", message)
+        address = self._prefix + _to_address(stem, request.url.query)
+        body = [
+            tag("p", "A link on another site led here. Read its SQL, which has not run yet:"),
+            tag("p", tag("code", text)),
+            tag("p", tag("a", "Run", href=address, class_="button")),
+        ]
+        parameter = READERS_SQL[route]
+        return Page(
+            "SQL of another site",
+            section="datasets",
+            panels=[Panel(parameter.capitalize(), body)],
+            data={parameter: text},
+        )
 
     async def _write(
         self, request: Request, path: str, session: bytes, route: str, names: Mapping[str, str]

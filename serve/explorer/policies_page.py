@@ -108,6 +108,8 @@ def show_policy(visit: Visit) -> Page:
         *_gate_panels(moves),
         draw_lineage(visit, entries),
     ]
+    # What is followed is requested by this page, no longer by the other site.
+    is_held_back = visit.is_cross_site and bool(visit.values.get("observation"))
     trial = build_trial(visit, entries)
     panels.append(trial.panel)
     return Page(
@@ -131,7 +133,7 @@ def show_policy(visit: Visit) -> Page:
         },
         rows=versions,
         status=trial.status,
-        refresh_s=None if running is None else _REFRESH_S,
+        refresh_s=None if running is None or is_held_back else _REFRESH_S,
     )
 
 

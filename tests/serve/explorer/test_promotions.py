@@ -172,6 +172,13 @@ def test_one_gate_runs_at_a_time_and_the_page_follows_it(gate_lake, reader_type)
     assert "The gate of p:2 is being evaluated" in other
     assert 'data-refresh="2"' in other
     assert 'id="cancel-promotion"' not in other
+    # A page that is followed requests itself: it would act on what another site's link chose.
+    headers = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    for site, is_followed in (("cross-site", False), ("same-origin", True)):
+        page = reader.client.get(
+            f"{PAGE}?observation=[1]", headers=headers | {"sec-fetch-site": site}
+        )
+        assert ('data-refresh="2"' in page.text) == is_followed
     again = reader.post(PROMOTE, fields | {"by": "Bob"})
     assert again.status_code == 409
     assert "found the gate of p:2 running, asked for by Ada" in again.text
