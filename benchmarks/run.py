@@ -50,6 +50,7 @@ WORKLOADS: Final = (
     Workload("rollout"),
     Workload("transfer"),
     Workload("gateway"),
+    Workload("explorer"),
     Workload("ablation"),
     Workload("online", ("ours", "by_hand", "sb3"), frozenset({"sb3"})),
     Workload(

@@ -51,7 +51,9 @@ _COLUMNS: Final = ("episode_by", "order_by")
 _CHOICES: Final[Mapping[str, type[StrEnum]]] = {"gaps": Gaps, "open_ends": OpenEnds}
 _NUMBERS: Final = ("action_scale", "action_low", "action_high", "reward_scale")
 _COUNTS: Final = ("time_limit", "max_categories")
-_TEXTS: Final = ("timezone", "format")
+_TEXTS: Final = ("timezone", "delimiter", "decimal", "format")
+# What a shell cannot easily write.
+_TAB: Final = ("tab", "\\t")
 _FLAGS: Final = ("no_reward",)
 KEYS: Final = (*_TABLES, *_COLUMNS, *_CHOICES, *_NUMBERS, *_COUNTS, *_TEXTS, *_FLAGS)
 
@@ -75,6 +77,8 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
                 f"found '{ours}=' without a column, expected {ours}=COLUMN.", param_hint="--map"
             )
     merged |= {name: split_columns(merged.get(name)) for name in _COLUMNS}
+    if merged.get("delimiter") in _TAB:
+        merged["delimiter"] = "\t"
     same_names = {f.name for f in fields(ReadOptions)} & merged.keys()
     options = ReadOptions(
         **{name: merged[name] for name in same_names},
@@ -82,7 +86,8 @@ def resolve(flags: Mapping[str, Any], file: Path | None) -> tuple[ReadOptions, s
         action_range=_range(merged.get("action_low"), merged.get("action_high")),
         reward_unknown=merged.get("no_reward", False),
     )
-    return options, merged.get("format", "auto")
+    # With another delimiter than the usual ones, nothing else tells that a file is CSV.
+    return options, merged.get("format", "auto" if options.delimiter is None else "csv")
 
 
 def iter_misspellings(mapping: Mapping[str, str]) -> Iterator[str]:

@@ -186,6 +186,8 @@ _SAME_NAMES: Final = (
     "at",
     "behavior_prob",
     "canary",
+    "decimal",
+    "delimiter",
     "env",
     "env_runner",
     "episode_by",

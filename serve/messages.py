@@ -20,7 +20,8 @@ class Request:
 
     num_behind: how many came with it and have not begun yet, as far as is known. is_measured:
     whether its times are added up. content_encoding: of the body, where a route takes any but its
-    own.
+    own. headers: those that the route's form names, in lower case; a repeated one is joined with
+    commas.
     """
 
     route: str
@@ -33,6 +34,7 @@ class Request:
     num_behind: int = 0
     is_measured: bool = False
     content_encoding: bytes = b"identity"
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 @dataclass(slots=True)

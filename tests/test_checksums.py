@@ -31,6 +31,8 @@ from replaylake.datastore.lake.policies.manifest import (
 )
 from replaylake.datastore.lake.policies.package import find_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.profile import shard_statistics
+from replaylake.datastore.lake.profile.profile import compute_profile
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import last_heartbeat
 from replaylake.datastore.lake.runs.metrics import MetricsLog, read_metrics
@@ -64,6 +66,11 @@ READ_BACK = (
     Kind(
         rf"lake/[a-z0-9_]+/_derived/episodes/{_ULID}-{_HEX}\.parquet",
         "summaries",
+        "sha256 in its name",
+    ),
+    Kind(
+        rf"lake/[a-z0-9_]+/_derived/profile/{_ULID}-{_HEX}\.parquet",
+        "shard_statistics",
         "sha256 in its name",
     ),
     Kind(rf"lake/[a-z0-9_]+/_keys/{_ULID}-{_HEX}\.keys", "KeyIndex", "sha256 in its name"),
@@ -244,6 +251,9 @@ def make_lake(folder: Path) -> Path:
     view.prioritized(2, seed=0).save_priorities("last")
     summaries._extend(snapshot.table, None, snapshot.table.files)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_statistics, "_WORTH", 0.0)
+        shard_statistics.read_statistics(snapshot)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_index, "_MAX_HELD_SHARDS", len(snapshot.table.files))
         index = dataset.new_key_index(spec.unique)
         index.find(snapshot.table, np.arange(3, dtype=np.uint64))
@@ -288,8 +298,13 @@ def _read_view(folder: Path) -> Any:
 
 
 def _read_summary(folder: Path) -> Any:
-    summaries._cache.clear()
+    summaries._FILE.forget()
     return rl.open(folder / "lake").sql("SELECT * FROM d.episodes ORDER BY ALL").to_pylist()
+
+
+def _read_statistics(folder: Path) -> Any:
+    shard_statistics._FILE.forget()
+    return compute_profile(rl.open(folder / "lake").dataset("d").snapshot()).to_json()
 
 
 def _read_keys(folder: Path) -> Any:
@@ -380,6 +395,7 @@ FLIPPED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "replay views": ("lake/d/_derived/replay/*/*", _read_view),
     "priorities": ("lake/d/_derived/priorities/*", _read_priorities),
     "summaries": ("lake/d/_derived/episodes/*", _read_summary),
+    "statistics of shards": ("lake/d/_derived/profile/*", _read_statistics),
     "key index": ("lake/d/_keys/*", _read_keys),
     "tombstones": ("lake/d/_tombstones/*", _read_tombstones),
     "saved evaluations": ("lake/_lake/evaluations/*", _read_evaluations),

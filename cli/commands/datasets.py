@@ -23,6 +23,7 @@ from replaylake.cli.output.command_output import (
     number_text,
     size,
     table_lines,
+    terminal_width,
 )
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # Letters of a text in the range of a column.
 _MAX_TEXT = 24
+_MIN_TEXT = 8
 _COLUMNS = ("dataset", "version", "num_steps", "num_shards", "num_bytes")
 
 
@@ -198,9 +200,10 @@ def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
     yield f"  observation  {body['observation_space']}"
     yield f"  action       {body['action_space']}"
     width = max(len(column) for column in body["columns"])
+    limit = terminal_width()
     yield "  columns"
     for column, kind in body["columns"].items():
-        yield f"    {column.ljust(width)}  {_short_type(kind)}"
+        yield _shorten(f"    {column.ljust(width)}  {_short_type(kind)}", limit)
     if body["num_steps"]:
         yield "  ranges"
         yield from _range_lines(body["ranges"])
@@ -209,23 +212,30 @@ def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
 def _range_lines(ranges: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yield the least and greatest value of each column and the share of rows that lack it."""
     rows = [("column", "min", "max", "missing")]
+    limit = _MAX_TEXT
+    if (width := terminal_width()) is not None:
+        # Beside two values: four spaces, the name, the share, and two spaces between columns.
+        left = width - max(map(len, ranges)) - len(rows[0][3]) - 10
+        limit = min(max(left // 2, _MIN_TEXT), _MAX_TEXT)
     for name, one in ranges.items():
-        rows.append(
-            (name, _value_text(one["min"]), _value_text(one["max"]), _share_text(one["missing"]))
-        )
+        least, greatest = _value_text(one["min"], limit), _value_text(one["max"], limit)
+        rows.append((name, least, greatest, _share_text(one["missing"])))
     widths = [max(len(row[place]) for row in rows) for place in range(4)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield f"    {'  '.join(cells)}".rstrip()
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: Any, limit: int) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        text = " ".join(value.split())
-        return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+        return _shorten(" ".join(value.split()), limit)
     return number_text(value)
+
+
+def _shorten(text: str, limit: int | None) -> str:
+    return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def _share_text(share: float | None) -> str:
@@ -251,4 +261,11 @@ def _short_type(kind: str) -> str:
     """Return an Arrow type as a person would say it: `float[4]` for a fixed-size list of them."""
     kind = re.sub(r"dictionary<values=(\w+),[^>]*>", r"\1", kind)
     kind = re.sub(r"fixed_size_list<\w+: ([\w ]+?)(?: not null)?>\[(\d+)\]", r"\1[\2]", kind)
-    return re.sub(r"list<\w+: (\w+)(?: not null)?>", r"\1[]", kind)
+    kind = re.sub(r"struct<([^<>]*)>", _list_fields, kind)
+    return re.sub(r"list<\w+: (\w+|\{[^{}]*\})(?: not null)?>", r"\1[]", kind)
+
+
+def _list_fields(found: re.Match[str]) -> str:
+    """Return the names of a struct's fields: with their types, a line has no room for it."""
+    names = (field.partition(":")[0] for field in found[1].split(", ") if ": " in field)
+    return f"{{{', '.join(names)}}}"

@@ -212,10 +212,14 @@ def gateway(
       replaylake gateway --upstream http://localhost:8000 --dataset agents
       OPENAI_BASE_URL=http://localhost:4000/v1 python agent.py
     """
+    from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded
     from replaylake.serve.gateway.config import GatewayConfig
     from replaylake.serve.gateway.server import run_gateway
     from replaylake.serve.safety.limits import Safety
 
+    if redact is None:  # whose code may need pandas
+        # Else the first commit imports it, and all calls wait for the interpreter meanwhile.
+        keep_pandas_unloaded()
     report = CommandOutput(as_json)
     safety = Safety(
         act_token_file=act_token_file,

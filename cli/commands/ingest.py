@@ -166,6 +166,25 @@ def ingest(
             help="Time zone of timestamps without one, for example Europe/Berlin or UTC.",
         ),
     ] = None,
+    delimiter: Annotated[
+        str | None,
+        typer.Option(
+            "--delimiter",
+            rich_help_panel=_COLUMNS,
+            metavar="CHAR",
+            help="Character between the cells of CSV, or tab; by default found in the header among "
+            "comma, semicolon, tab and |.",
+        ),
+    ] = None,
+    decimal: Annotated[
+        str | None,
+        typer.Option(
+            "--decimal",
+            rich_help_panel=_COLUMNS,
+            metavar="MARK",
+            help="Mark before the decimals of numbers in CSV: a point (the default) or a comma.",
+        ),
+    ] = None,
     max_categories: Annotated[
         int | None,
         typer.Option(
@@ -407,6 +426,8 @@ def ingest(
         "action_high": action_high,
         "reward_scale": reward_scale,
         "timezone": timezone,
+        "delimiter": delimiter,
+        "decimal": decimal,
         "no_reward": no_reward,
         "max_categories": max_categories,
         "format": form,

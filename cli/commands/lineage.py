@@ -170,6 +170,8 @@ def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _selection_lines(data: Mapping[str, Any], indent: str) -> Iterator[str]:
+    from replaylake.datastore.lake.holdout import describe_where
+
     name = f"dataset {data['dataset']}@{data['version']}"
     if data["since"] is not None:
         # Of a run that followed it: what it drew is not kept.
@@ -187,7 +189,8 @@ def _selection_lines(data: Mapping[str, Any], indent: str) -> Iterator[str]:
         yield f"{indent}  content {data['content_hash'] or 'unknown'}"
     for key in ("where", "where_steps", "reward"):
         if data[key] is not None:
-            yield f"{indent}  {key} {data[key]}"
+            value = describe_where(data[key]) if key == "where" else data[key]
+            yield f"{indent}  {key} {value}"
     if not data["reproducible"]:
         yield f"{indent}  not reproducible: a purge took shards out of this version"
     for one in data["purged"]:

@@ -20,7 +20,8 @@ from replaylake.cli.options import (
     PolicyArgument,
     user_name,
 )
-from replaylake.cli.output.command_output import CommandOutput, cell_text, table_lines, tree_lines
+from replaylake.cli.output.command_output import CommandOutput, cell_text, table_lines
+from replaylake.cli.output.run_lines import record_lines
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.aliases import Move
@@ -60,8 +61,8 @@ def show_policy(
 ) -> None:
     """Show the origin of a policy.
 
-    Prints its lineage, aliases, notes and saved evaluations, and the version to which a name
-    refers.
+    Prints its lineage, aliases, notes and saved evaluations, and of a name without a version to
+    which version it refers, and all of its versions.
 
     Example:
       replaylake policies show clone
@@ -81,6 +82,17 @@ def show_policy(
         )
     ]
     body = {**_describe(registry, ref), "evaluations": evaluations}
+    if policy == ref.name:
+        body["versions"] = [
+            {
+                "version": row["version"],
+                "aliases": row["aliases"],
+                "run_id": row["run_id"],
+                "created_at": _time(row["created_ms"]),
+            }
+            for row in registry.list()
+            if row["policy"] == ref.name
+        ]
     report.print_result(body, _policy_lines(str(ref), body))
 
 
@@ -347,7 +359,7 @@ def _policy_lines(ref: str, body: Mapping[str, Any]) -> Iterator[str]:
     for note in body["notes"]:
         yield f"  note     {_time(note['at_ms'])} {note['by'] or ''}: {note['text']}"
     yield "  lineage"
-    yield from tree_lines(body["lineage"], "    ")
+    yield from record_lines(body["lineage"], "    ")
     if body["evaluations"]:
         yield "  evaluations"
         rows = [
@@ -363,6 +375,17 @@ def _policy_lines(ref: str, body: Mapping[str, Any]) -> Iterator[str]:
             for one in body["evaluations"]
         ]
         yield from (f"    {line}" for line in table_lines(rows, list(rows[0])))
+    if len(versions := body.get("versions", ())) > 1:
+        yield f"  versions (`replaylake policies show {body['policy']}:VERSION` shows another one)"
+        rows = [
+            {
+                **{key: row[key] for key in ("version", "run_id", "created_at")},
+                "aliases": ", ".join(row["aliases"]),
+            }
+            for row in versions
+        ]
+        columns = ("version", "aliases", "run_id", "created_at")
+        yield from (f"    {line}" for line in table_lines(rows, columns))
 
 
 def _time(milliseconds: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
@@ -27,6 +26,7 @@ from replaylake.cli.output.command_output import (
     fit_columns,
     result_stream,
     table_lines,
+    terminal_width,
 )
 from replaylake.datastore.errors import NotFoundError
 
@@ -297,8 +297,7 @@ def _print_table(report: CommandOutput, rows: Any) -> None:
     from replaylake.datastore.query.results import python_rows
 
     values, columns = list(python_rows(rows)), rows.column_names
-    if result_stream().isatty():
-        width = shutil.get_terminal_size().columns
+    if (width := terminal_width()) is not None:
         columns = fit_columns(values, columns, width)
     report.print_result({}, data_lines(table_lines(values, columns)))
     omitted = [name for name in rows.column_names if name not in columns]

@@ -367,7 +367,10 @@ def _summary(result: TrainResult, logged: Mapping[str, Any] | None) -> Iterator[
     selection, num_updates = result.selection, result.selection["history"][-1]["update"]
     early = f" of {result.config.updates:,}, stopped early" if selection["stopped_early"] else ""
     is_last = result.update == num_updates
-    ours = f"  {_metrics(result.metrics)}" if is_last else ""
+    history = [point["update"] for point in selection["history"]]
+    before = [0, *(update for update in history if update < result.update)][-1]
+    num_averaged = result.update - before
+    ours = f"  {_metrics(result.metrics)} (means of the last {num_averaged:,})" if is_last else ""
     yield f"{count(num_updates, 'update')}{early}{ours}  {result.updates_per_s:,.0f} updates/s"
     if selection["measure"] != "last":
         num_measured = len(selection["history"])
@@ -383,7 +386,7 @@ def _summary(result: TrainResult, logged: Mapping[str, Any] | None) -> Iterator[
             )
     if not is_last:
         # They are of the policy that was taken, and not of the end.
-        yield f"metrics there: {_metrics(result.metrics)}"
+        yield f"means of the {num_averaged:,} updates before it: {_metrics(result.metrics)}"
     if result.evaluation is not None:
         score = result.evaluation
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -90,6 +91,11 @@ def data_lines(lines: Iterable[str]) -> Iterator[Sequence[Styled]]:
 def has_styles() -> bool:
     """Whether stdout is a terminal that may show colors (https://no-color.org)."""
     return result_stream().isatty() and not os.environ.get("NO_COLOR")
+
+
+def terminal_width() -> int | None:
+    """Return how many characters a line of stdout has; None where it is no terminal."""
+    return shutil.get_terminal_size().columns if result_stream().isatty() else None
 
 
 def _style(text: str, style: str) -> str:

@@ -56,6 +56,17 @@ _SHOWN_ELSEWHERE: Final = (
 )
 
 
+def record_lines(fields: Mapping[str, Any], indent: str) -> list[str]:
+    """Return a run's record or a policy's lineage as a tree, with its holdout in words."""
+    from replaylake.datastore.lake.holdout import describe_where
+
+    datasets = [
+        {**one, "where": describe_where(one["where"])} if one.get("where") else one
+        for one in fields.get("datasets") or ()
+    ]
+    return tree_lines({**fields, "datasets": datasets} if datasets else fields, indent)
+
+
 def run_row(summary: RunSummary) -> dict[str, Any]:
     return {
         **summary.to_json(),
@@ -116,7 +127,7 @@ def run_lines(
         yield f"  {'error'.ljust(12)}{' '.join(str(error).split())}"
     yield "  record"
     fields = {key: value for key, value in body["record"].items() if key not in _SHOWN_ELSEWHERE}
-    yield from tree_lines(fields, "    ")
+    yield from record_lines(fields, "    ")
     for name in names if drawn else names[:1]:
         yield ""
         yield from _plot_lines(name, [curves[name]], mark=find_selected_update(body["record"]))

@@ -6,6 +6,7 @@ and whoever evaluates later asks for the other side of the same one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +22,15 @@ from replaylake.datastore.replay.view_query import explain_sql_errors
 
 # Of md5's 32 hex digits: 52 bits, which a float64 holds exactly.
 _DIGITS: Final = 13
+
+
+# A condition by a fraction as `canonical_condition` writes it, alone or after that of the caller.
+_CANONICAL: Final = re.compile(
+    rf"\((?:(?P<rest>.+) AND \()?substr\(md5\(concat\('(?P<salt>(?:[^']|'')*):', "
+    rf"{schema.EPISODE_ID}\)\), 1, {_DIGITS}\) (?P<side>>=|<) '(?P<limit>[0-9a-f]{{{_DIGITS}}})'"
+    r"\)?\)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,19 @@ class Holdout:
                 "2026-03-01T00:00:00+00:00."
             ) from error
         return Holdout(body.get("fraction"), moment, body.get("salt", ""))
+
+
+def describe_where(where: str) -> str:
+    """Return a condition as lineage has it, with a holdout by a fraction in words."""
+    found = _CANONICAL.fullmatch(where)
+    if found is None:
+        return where
+    fraction = int(found["limit"], 16) / 16**_DIGITS
+    salt = found["salt"].replace("''", "'")
+    salted = f" with the salt {salt!r}" if salt else ""
+    side = "without" if found["side"] == ">=" else "in"
+    words = f"{side} the holdout of {fraction:.6g} by episode_id{salted}"
+    return words if found["rest"] is None else f"{found['rest']}, {words}"
 
 
 def _check_fraction(fraction: object) -> None:

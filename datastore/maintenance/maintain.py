@@ -1,8 +1,9 @@
 """Maintain: each dataset's own retention applied, once or again and again.
 
-In this order: trim, compact, summarize episodes, drop old commits from the log, write a checkpoint,
-vacuum; at the end this machine's copies of remote shards are cut to their cap. Every step is a
-commit of its own or deletes what nobody needs, so it may be killed at any moment.
+In this order: trim, compact, summarize episodes, count steps for profiles, drop old commits from
+the log, write a checkpoint, vacuum; at the end this machine's copies of remote shards are cut to
+their cap. Every step is a commit of its own, or writes or deletes what nothing depends on, so it
+may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from replaylake.datastore.errors import CommitConflictError, ReplayLakeError
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.profile.shard_statistics import refresh_statistics
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.retained_files import (
     RetainedFiles,
@@ -47,6 +49,7 @@ class MaintainReceipt:
     trimmed: int = 0
     compacted: int = 0
     summarized: bool = False
+    counted: bool = False
     dropped: int = 0
     checkpointed: bool = False
     vacuumed: int = 0
@@ -109,6 +112,7 @@ class _Round:
             self._trim,
             self._compact,
             self._summarize,
+            self._count,
             self._drop,
             self._checkpoint,
             self._vacuum,
@@ -169,6 +173,15 @@ class _Round:
     ) -> MaintainReceipt:
         self._on_step(handle.name, "summarizing episodes")
         return replace(receipt, summarized=refresh(handle.table.snapshot()))
+
+    def _count(
+        self, handle: Dataset, retention: Retention, receipt: MaintainReceipt
+    ) -> MaintainReceipt:
+        self._on_step(handle.name, "counting steps")
+        counted = refresh_statistics(
+            handle.snapshot(), lambda num, total: self._check_not_stopped()
+        )
+        return replace(receipt, counted=counted)
 
     def _drop(
         self, handle: Dataset, retention: Retention, receipt: MaintainReceipt

@@ -21,6 +21,7 @@ from typing import Any, Final
 from replaylake.datastore.errors import CommitConflictError, ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.key_files import drop_gone_keys
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.profile import shard_statistics
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.maintenance.retained_files import (
     DEFAULT_RETENTION_S,
@@ -192,6 +193,8 @@ class _Vacuum:
         if delete and not self._is_below_link(f"{name}/{summaries.FOLDER}"):
             # What is derived from a shard leaves with it.
             summaries.forget_gone(self._storage, name)
+        if delete and not self._is_below_link(f"{name}/{shard_statistics.FOLDER}"):
+            shard_statistics.delete_gone_statistics(self._storage, name)
         if delete and not self._is_below_link(f"{name}/{key_index.FOLDER}"):
             drop_gone_keys(handle)
         self._views(name, delete)

@@ -21,6 +21,8 @@ _DISCOUNTED_RETURN: Final = (
 )
 
 _lock = threading.Lock()
+# Of the shared instances; None: DuckDB's own default, one for each core.
+_num_threads: int | None = None
 # By whether results are in the order of the rows read.
 _shared: dict[bool, duckdb.DuckDBPyConnection] = {}
 _inherited_connections: list[duckdb.DuckDBPyConnection] = []
@@ -37,6 +39,18 @@ def connect() -> duckdb.DuckDBPyConnection:
     )
     _configure(connection)
     return connection
+
+
+def limit_threads(num_threads: int) -> None:
+    """Let the queries of this process's sessions use so many threads, all together.
+
+    For a process that runs beside others that have to be fast.
+    """
+    global _num_threads
+    with _lock:
+        _num_threads = num_threads
+        for instance in _shared.values():
+            instance.execute(f"SET threads = {num_threads}")
 
 
 @contextmanager
@@ -77,6 +91,8 @@ def _instance(keeps_order: bool) -> duckdb.DuckDBPyConnection:
             # Else what was read stays in memory, up to most of the machine's, beside training.
             instance.execute("SET enable_external_file_cache = false")
             instance.execute(f"SET preserve_insertion_order = {str(keeps_order).lower()}")
+            if _num_threads is not None:
+                instance.execute(f"SET threads = {_num_threads}")
             _shared[keeps_order] = instance
         return _shared[keeps_order]
 

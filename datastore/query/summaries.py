@@ -4,37 +4,30 @@ A piece is the rows of one episode and agent in one shard. Shards never change, 
 holds for every version that has its shard. A reader that finds many shards not in the file writes
 one that has them; so does maintenance. Nothing depends on it: what the file lacks is made from the
 steps, and the file may be deleted at any time. Training selects from the steps alone.
-
-The file is `_derived/episodes/<ulid>-<sha256>.parquet`; the last by name counts. Purge removes the
-shards first and these files (`forget`) afterwards: a reader that writes meanwhile looks at the
-shards again once it has written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.errors import QueryError, ReplayLakeError
-from replaylake.datastore.names import new_ulid
+from replaylake.datastore.errors import QueryError
 from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.episode_views import FROM_ROWS, PIECE_COLUMNS
 from replaylake.datastore.query.scan import scan_files
 from replaylake.datastore.query.statements import execute
 from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.storage import Storage
+from replaylake.datastore.storage.table.derived_file import DerivedFile
 from replaylake.datastore.storage.table.table import TableSnapshot
 
 FOLDER: Final = "_derived/episodes"
@@ -48,6 +41,11 @@ _PROBED_ROWS: Final = 16_384
 _STEP_US, _FILE_US, _WRITE_US, _PIECE_US = 0.02, 80.0, 5_000.0, 1.0
 _WORTH: Final = 2.0
 _CACHE_BYTES: Final = 256 << 20
+# Steps of one query that summarizes: of 100M at once, it took 700 MiB.
+_GROUP_STEPS: Final = 4_000_000
+_MAX_CHUNKS: Final = 64
+_GROUP_PIECES: Final = 131_072
+OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,17 @@ class Summary:
     pieces: pa.Table
     shards: tuple[str, ...]
     is_distinct: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.pieces.nbytes)
+
+    def select_shards(self, places: Sequence[int]) -> Summary:
+        kept = pa.array(places, pa.int32())
+        pieces = self.pieces.filter(pc.is_in(self.pieces[_SHARD], kept))
+        place = pc.index_in(pieces[_SHARD], kept)
+        shards = tuple(self.shards[place] for place in places)
+        return Summary(pieces.set_column(0, _SHARD, place), shards, self.is_distinct)
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ def read_coverage(snapshot: TableSnapshot) -> SummaryCoverage | None:
 
     Writes the summary first where so much is missing from it that this soon pays.
     """
-    summary = _load(snapshot.storage, snapshot.root)
+    summary = _FILE.load(snapshot.storage, snapshot.root)
     rest = _find_uncovered(snapshot, summary)
     if _is_worthwhile(rest, 0 if summary is None else summary.pieces.num_rows):
         # Where it cannot be made, the query itself says why.
@@ -97,33 +106,37 @@ def read_coverage(snapshot: TableSnapshot) -> SummaryCoverage | None:
     return SummaryCoverage(pieces, rest, is_distinct)
 
 
-def refresh(snapshot: TableSnapshot) -> bool:
-    """Write the summary of all shards that it lacks; whether there was something to write."""
-    summary = _load(snapshot.storage, snapshot.root)
+def refresh(snapshot: TableSnapshot, on_progress: OnProgress | None = None) -> bool:
+    """Write the summary of all shards that it lacks; whether there was something to write.
+
+    on_progress: called with (steps summarized, steps). What was made before it raises is kept.
+    """
+    summary = _FILE.load(snapshot.storage, snapshot.root)
     rest = _find_uncovered(snapshot, summary)
     if not rest or not _has_episodes(snapshot, rest):
         return False
-    _extend(snapshot, summary, rest)
+    _extend(snapshot, summary, rest, on_progress)
     return True
+
+
+def needs_refresh(snapshot: TableSnapshot) -> bool:
+    """Whether a query of a version's episodes would first write the summary of many shards."""
+    summary = _FILE.load(snapshot.storage, snapshot.root)
+    rest = _find_uncovered(snapshot, summary)
+    return _is_worthwhile(rest, 0 if summary is None else summary.pieces.num_rows)
 
 
 def delete_summaries(storage: Storage, root: str) -> None:
     """Delete a table's summaries, here and in this process's memory. Raises: StorageError."""
-    storage.delete([f"{root}/{FOLDER}/{name}" for name in storage.names(f"{root}/{FOLDER}")])
-    _cache_summary(storage, root, None)
+    _FILE.delete(storage, root)
 
 
 def forget_gone(storage: Storage, root: str) -> None:
     """Delete a table's summaries where one may tell of shards that are gone.
 
-    They are made anew from what is there when that pays. Raises: StorageError.
+    Raises: StorageError.
     """
-    names = storage.names(f"{root}/{FOLDER}")
-    summary = _load(storage, root) if len(names) == 1 else None
-    if summary is None or len(_filter_existing(storage, root, summary.shards)) < len(
-        summary.shards
-    ):
-        delete_summaries(storage, root)
+    _FILE.delete_gone(storage, root)
 
 
 def _find_uncovered(snapshot: TableSnapshot, summary: Summary | None) -> tuple[FileEntry, ...]:
@@ -159,23 +172,51 @@ def _has_episodes(snapshot: TableSnapshot, rest: Sequence[FileEntry]) -> bool:
     return bool(row["steps"] >= _MIN_STEPS * row["episodes"])
 
 
-def _extend(snapshot: TableSnapshot, summary: Summary | None, rest: Sequence[FileEntry]) -> Summary:
+def _extend(
+    snapshot: TableSnapshot,
+    summary: Summary | None,
+    rest: Sequence[FileEntry],
+    on_progress: OnProgress | None = None,
+) -> Summary:
     """Add the pieces of these files, and write the whole where that is allowed."""
-    added = _pieces(replace(snapshot, files=tuple(rest)))
-    shards = tuple(entry.path for entry in rest)
-    if summary is not None:
-        place = pc.add(added[_SHARD], pa.scalar(len(summary.shards), pa.int32()))
-        added = pa.concat_tables([summary.pieces, added.set_column(0, _SHARD, place)])
-        shards = summary.shards + shards
-    extended = Summary(added, shards, _are_distinct(added))
-    storage, root = snapshot.storage, snapshot.root
+    parts = [] if summary is None else [summary.pieces]
+    shards = [] if summary is None else list(summary.shards)
+    num_left = sum(entry.num_rows for entry in rest)
     try:
-        name = _write(storage, root, extended)
-    except (ReplayLakeError, OSError):
-        # A lake that we may only read, or a full disk: this process has it all the same.
-        name = _last_name(storage, root)
-    _cache_summary(storage, root, (name, extended))
-    return extended
+        for group in _split(rest):
+            added = _pieces(replace(snapshot, files=group))
+            place = pc.add(added[_SHARD], pa.scalar(len(shards), pa.int32()))
+            parts.append(added.set_column(0, _SHARD, place))
+            shards += [entry.path for entry in group]
+            num_left -= sum(entry.num_rows for entry in group)
+            if on_progress is not None:
+                on_progress(snapshot.num_rows - num_left, snapshot.num_rows)
+    finally:
+        if parts and len(shards) > (0 if summary is None else len(summary.shards)):
+            pieces = _join(parts)
+            summary = Summary(pieces, tuple(shards), _are_distinct(pieces))
+            _FILE.save(snapshot.storage, snapshot.root, summary)
+    assert summary is not None  # there is a file
+    return summary
+
+
+def _join(parts: Sequence[pa.Table]) -> pa.Table:
+    """Return the rows of all parts, in one piece only where there are too many to go through."""
+    joined = pa.concat_tables(parts)
+    is_scattered = joined.num_columns and joined.column(0).num_chunks > _MAX_CHUNKS
+    return joined.combine_chunks() if is_scattered else joined
+
+
+def _split(entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, ...]]:
+    """Yield groups of neighboring files, each summarized in memory that does not grow with all."""
+    group: list[FileEntry] = []
+    for entry in entries:
+        if group and sum(one.num_rows for one in (*group, entry)) > _GROUP_STEPS:
+            yield tuple(group)
+            group = []
+        group.append(entry)
+    if group:
+        yield tuple(group)
 
 
 def _pieces(snapshot: TableSnapshot) -> pa.Table:
@@ -191,93 +232,39 @@ def _pieces(snapshot: TableSnapshot) -> pa.Table:
 
 
 def _are_distinct(pieces: pa.Table) -> bool:
-    keys = pieces.select([schema.EPISODE_ID, schema.AGENT_ID])
-    return bool(keys.group_by(keys.column_names).aggregate([]).num_rows == keys.num_rows)
+    """Whether no episode and agent has two of the pieces; by mere chance it is not said.
+
+    Of a million, 1 in 10^7 times: hashes take 8 bytes a piece, and a table of the keys ten times
+    that.
+    """
+    with session() as connection:
+        connection.register("pieces", pieces.select([schema.EPISODE_ID, schema.AGENT_ID]))
+        found = execute(
+            connection, f"SELECT hash({schema.EPISODE_ID}, {schema.AGENT_ID}) AS key FROM pieces"
+        )
+    keys = np.sort(found["key"].to_numpy())
+    return not bool((keys[1:] == keys[:-1]).any())
 
 
-def _write(storage: Storage, root: str, summary: Summary) -> str:
-    """Write a summary in the place of older ones, and return its name."""
-    older = storage.names(f"{root}/{FOLDER}")
-    there = _filter_existing(storage, root, summary.shards)
-    places = [place for place, path in enumerate(summary.shards) if path in there]
-    pieces = summary.pieces
-    if len(places) < len(summary.shards):
-        # Of shards that are gone nothing is kept: they may have been purged.
-        pieces = pieces.filter(pc.is_in(pieces[_SHARD], pa.array(places, pa.int32())))
-        place = pc.index_in(pieces[_SHARD], pa.array(places, pa.int32()))
-        pieces = pieces.set_column(0, _SHARD, place)
-    shards = [summary.shards[place] for place in places]
+def _encode(summary: Summary) -> bytes:
+    about = {"shards": summary.shards, "is_distinct": summary.is_distinct}
+    table = summary.pieces.replace_schema_metadata({_METADATA_KEY: json.dumps(about)})
     sink = pa.BufferOutputStream()
-    about = {"shards": shards, "is_distinct": summary.is_distinct}
-    table = pieces.replace_schema_metadata({_METADATA_KEY: json.dumps(about)})
-    pq.write_table(table, sink, compression="zstd", compression_level=1)
-    data = sink.getvalue().to_pybytes()
-    # The last name counts: after those that are there, even if the clock was set back since.
-    last = max(older, default="")
-    name = f"{new_ulid(after=last)}-{hashlib.sha256(data).hexdigest()}.parquet"
-    storage.put(f"{root}/{FOLDER}/{name}", data)
-    if not there.issuperset(shards) or len(_filter_existing(storage, root, shards)) < len(shards):
-        storage.delete([f"{root}/{FOLDER}/{name}"])
-        return _last_name(storage, root)
-    storage.delete([f"{root}/{FOLDER}/{old}" for old in older if old < name])
-    return name
+    # In small groups, read by one thread: what decoding takes for a moment grows with both.
+    pq.write_table(
+        table, sink, compression="zstd", compression_level=1, row_group_size=_GROUP_PIECES
+    )
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
 
 
-def _filter_existing(storage: Storage, root: str, shards: Sequence[str]) -> set[str]:
-    """Return those of the shards whose files are there."""
-    folders = {str(PurePosixPath(path).parent) for path in shards}
-    there = {
-        str(PurePosixPath(folder, name))
-        for folder in folders
-        for name in storage.names(f"{root}/{folder}")
-    }
-    return there.intersection(shards)
-
-
-def _last_name(storage: Storage, root: str) -> str:
-    names = storage.names(f"{root}/{FOLDER}")
-    return names[-1] if names else ""
-
-
-def _load(storage: Storage, root: str) -> Summary | None:
-    """Return the newest summary that can be read; from memory where it was read before."""
-    names = storage.names(f"{root}/{FOLDER}")
-    last = names[-1] if names else ""
-    with _lock:
-        known = _cache.get((storage.url, root))
-        if known is not None and known[0] == last:
-            _cache.move_to_end((storage.url, root))
-            return known[1]
-    for name in reversed(names):
-        # Deleted meanwhile, or damaged: it is derived, and the one before may do.
-        if (summary := _read(storage.get(f"{root}/{FOLDER}/{name}"), name)) is not None:
-            _cache_summary(storage, root, (last, summary))
-            return summary
-    return None
-
-
-def _read(data: bytes | None, name: str) -> Summary | None:
-    if data is None or hashlib.sha256(data).hexdigest() not in name:
-        return None
+def _decode(content: bytes) -> Summary | None:
     with suppress(pa.ArrowException, KeyError):
-        pieces = pq.read_table(pa.BufferReader(data))
+        pieces = pq.read_table(pa.BufferReader(content), use_threads=False, pre_buffer=False)
         if pieces.column_names == [_SHARD, *PIECE_COLUMNS]:  # else another release wrote it
             about = json.loads(pieces.schema.metadata[_METADATA_KEY])
-            return Summary(pieces.combine_chunks(), tuple(about["shards"]), about["is_distinct"])
+            return Summary(pieces, tuple(about["shards"]), about["is_distinct"])
     return None
 
 
-_lock = threading.Lock()
-# By the lake's URL and the table's root: the name of the last file when it was read, and what it
-# held, with what could not be written.
-_cache: OrderedDict[tuple[str, str], tuple[str, Summary]] = OrderedDict()
-
-
-def _cache_summary(storage: Storage, root: str, known: tuple[str, Summary] | None) -> None:
-    """Keep a table's summary in memory, within a bound for all tables."""
-    with _lock:
-        _cache.pop((storage.url, root), None)
-        if known is not None:
-            _cache[storage.url, root] = known
-        while _cache and sum(s.pieces.nbytes for _, s in _cache.values()) > _CACHE_BYTES:
-            _cache.popitem(last=False)
+_FILE: Final = DerivedFile(FOLDER, _encode, _decode, max_cached_bytes=_CACHE_BYTES)

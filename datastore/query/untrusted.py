@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, BinaryIO, Final
@@ -202,7 +202,7 @@ class _Sandbox:
 
     def __init__(self, limits: QueryLimits) -> None:
         self._limits = limits
-        self._process = _start()
+        self._process = _spare.take()
         self._out_of_time = threading.Event()
         self._is_cancelled = False
         self._clock = threading.Timer(limits.wall_s, self._stop)
@@ -219,14 +219,8 @@ class _Sandbox:
         traceback: TracebackType | None,
     ) -> None:
         self._clock.cancel()
-        self._process.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    continue
-        self._process.wait()
+        _end(self._process)
+        _spare.renew()
 
     def check_clock(self) -> None:
         """Refuse to go on once the time is over. Raises: QueryError."""
@@ -307,6 +301,67 @@ def _start() -> subprocess.Popen[bytes]:
         cwd="/",
         start_new_session=True,
     )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        with suppress(BrokenPipeError):
+            _stream(stream).close()
+    process.wait()
+
+
+class _SpareProcess:
+    """A process that has started before it is needed. It ends when this one does: by its stdin."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_wanted = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def want(self) -> None:
+        """Have one from now on."""
+        self._is_wanted = True
+        self.renew()
+
+    def take(self) -> subprocess.Popen[bytes]:
+        """Return it, or a new one if there is none, or if it has died."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None and process.poll() is not None:
+            _end(process)
+            process = None
+        return _start() if process is None else process
+
+    def renew(self) -> None:
+        """Start one if it is wanted and not there."""
+        with self._lock:
+            if self._is_wanted and self._process is None:
+                self._process = _start()
+
+    def discard(self) -> None:
+        """End it, and have none from now on."""
+        with self._lock:
+            process, self._process, self._is_wanted = self._process, None, False
+        if process is not None:
+            _end(process)
+
+
+_spare: Final = _SpareProcess()
+
+
+@contextmanager
+def keep_spare_sandbox() -> Iterator[None]:
+    """Let a process of the sandbox wait for the next query of this one, until the block ends.
+
+    Starting takes most of the time of a small query: 0.2 of 0.25 s (2 cores, 2026-11). Cost: 60 MiB
+    of another process.
+    """
+    _spare.want()
+    try:
+        yield
+    finally:
+        _spare.discard()
 
 
 def _stream(stream: Any) -> BinaryIO:

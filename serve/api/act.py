@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
@@ -69,6 +69,19 @@ class ActEndpoint:
                     serving, single, request.num_behind, request.is_measured
                 )
         return await pace.run(len(request.body), lambda: self._answer(serving, request))
+
+    def act_on_batch(
+        self, serving: ServingState, fields: Mapping[str, Any], served: ServedPolicy | None
+    ) -> tuple[ActRequest, list[Group]]:
+        """Act on a batch that came by another protocol, as on one of /act, and record it.
+
+        fields: those of /act, `observation` holding the rows. served: the version that acts for
+        episodes without a state; None for those that the router assigns.
+        Raises: RequestRefusedError, StorageError.
+        """
+        body = self._reader(serving).read_batch(fields, serving.limits.batch)
+        groups, _ = self._decide(serving, body, served, None)
+        return body, groups
 
     def _read_single(
         self, serving: ServingState, request: Request, pace: LatencyEstimate
@@ -170,6 +183,27 @@ class ActEndpoint:
     def _answer(self, serving: ServingState, request: Request) -> Response:
         times = [perf_counter()] if request.is_measured else None
         body = self._reader(serving).read(request, serving.limits.batch)
+        groups, records = self._decide(serving, body, None, times)
+        answer = answer_of(body, groups, serving.states, request.accept)
+        if times is not None:
+            self._metrics.links.add_act(
+                [*times, perf_counter()],
+                len(body.episode_ids),
+                (len(request.body), sum(map(len, records)), len(answer.body)),
+            )
+        return answer
+
+    def _decide(
+        self,
+        serving: ServingState,
+        body: ActRequest,
+        served: ServedPolicy | None,
+        times: list[float] | None,
+    ) -> tuple[list[Group], Sequence[bytes]]:
+        """Choose the actions and record them; return the groups and the records of the log.
+
+        times: gets the time after the values are read, the actions chosen, the decisions recorded.
+        """
         _check_allowed(serving, body)
         seed = body.options.seed
         rng = self._generator() if seed is None else np.random.default_rng(seed)
@@ -183,21 +217,14 @@ class ActEndpoint:
             times.append(perf_counter())
         groups = [
             self._act(serving, body, part, *_part_of(part, raw, values), rng)
-            for part in _assign_parts(serving, body)
+            for part in _assign_parts(serving, body, served)
         ]
         if times is not None:
             times.append(perf_counter())
         records = self._record(serving, body, groups)
         if times is not None:
             times.append(perf_counter())
-        answer = answer_of(body, groups, serving.states, request.accept)
-        if times is not None:
-            self._metrics.links.add_act(
-                [*times, perf_counter()],
-                len(body.episode_ids),
-                (len(request.body), sum(map(len, records)), len(answer.body)),
-            )
-        return answer
+        return groups, records
 
     def _record(
         self, serving: ServingState, body: ActRequest, groups: Sequence[Group]
@@ -310,13 +337,20 @@ def _part_of(
     return [raw[row] for row in rows], take(values, rows)
 
 
-def _assign_parts(serving: ServingState, body: ActRequest) -> list[_Part]:
+def _assign_parts(
+    serving: ServingState, body: ActRequest, served: ServedPolicy | None
+) -> list[_Part]:
     """Return which version acts for which rows, and from which states.
 
-    A row with a state goes on with the version that made it. Raises: RequestRefusedError.
+    A row with a state goes on with the version that made it; other rows with `served`, or where
+    that is None with what the router assigns. Raises: RequestRefusedError.
     """
-    groups = serving.router.assign_rows(body.episode_ids, body.options.seed)
     num = len(body.episode_ids)
+    groups: list[tuple[ServedPolicy, Sequence[int]]]
+    if served is None:
+        groups = serving.router.assign_rows(body.episode_ids, body.options.seed)
+    else:
+        groups = [(served, range(num))]
     if body.states is None:
         if len(groups) == 1:
             served = groups[0][0]

@@ -55,9 +55,28 @@ def answer_of(
     is_plain = not (request.is_batch or as_msgpack or request.options.q_values)
     if is_plain and len(groups) == 1 and groups[0].act.state is None:
         return one_answer(groups[0], 0, () if unknown is None else unknown[0])
-    content: dict[str, Any] = _policy_fields(groups)
+    content: dict[str, Any] = policy_fields(groups)
+    columns = columns_of(request, groups, states, as_arrays=as_msgpack)
+    if request.is_batch:
+        content |= {_PLURALS[name]: column for name, column in columns.items()}
+    else:
+        content |= {name: column[0] for name, column in columns.items()}
+    if unknown is not None:
+        content["unknown_categories"] = unknown if request.is_batch else unknown[0]
+    if as_msgpack:
+        return Response(200, msgpack.packb(content, default=_to_msgpack), MSGPACK)
+    return Response(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def columns_of(
+    request: ActRequest, groups: Sequence[Group], states: StateSigner, *, as_arrays: bool
+) -> dict[str, Any]:
+    """Return what each row got, by the names that the fields of a single answer have.
+
+    as_arrays: actions are an array [B, *action], else lists as JSON has them.
+    """
     columns: dict[str, Any] = {
-        "action": _actions(groups) if as_msgpack else _merge_rows(groups, lambda one: one.actions),
+        "action": _actions(groups) if as_arrays else _merge_rows(groups, lambda one: one.actions),
         "log_prob": _merge_rows(groups, lambda one: one.log_probs),
         "decision_id": _merge_rows(groups, lambda one: one.ids),
     }
@@ -68,15 +87,7 @@ def answer_of(
     encoding = groups[0].served.policy.spec.encoding
     if encoding is not None and encoding.action_names is not None:
         columns["action_name"] = _merge_rows(groups, _names)
-    if request.is_batch:
-        content |= {_PLURALS[name]: column for name, column in columns.items()}
-    else:
-        content |= {name: column[0] for name, column in columns.items()}
-    if unknown is not None:
-        content["unknown_categories"] = unknown if request.is_batch else unknown[0]
-    if as_msgpack:
-        return Response(200, msgpack.packb(content, default=_to_msgpack), MSGPACK)
-    return Response(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+    return columns
 
 
 def one_answer(group: Group, row: int, unknown_categories: Sequence[str] = ()) -> Response:
@@ -97,7 +108,7 @@ def one_answer(group: Group, row: int, unknown_categories: Sequence[str] = ()) -
     return Response(200, orjson.dumps(content))
 
 
-def _policy_fields(groups: Sequence[Group]) -> dict[str, Any]:
+def policy_fields(groups: Sequence[Group]) -> dict[str, Any]:
     """Return the policy and version, or those of each row where they differ."""
     if len(groups) == 1:
         served = groups[0].served

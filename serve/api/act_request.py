@@ -89,6 +89,13 @@ class ActReader:
             return self._many(fields, raw, "observation", max_batch)
         return self._one(fields, raw)
 
+    def read_batch(self, fields: Mapping[str, Any], max_batch: int) -> ActRequest:
+        """Read a batch whose fields another protocol has; `observation` holds the rows.
+
+        Raises: RequestRefusedError.
+        """
+        return self._many(fields, fields["observation"], "observation", max_batch)
+
     def _one(self, fields: Mapping[str, Any], raw: Any) -> ActRequest:
         check_fields(fields, _OF_ONE)
         options = read_options(fields)

@@ -68,7 +68,7 @@ def read_npy(body: bytes) -> Array:
         expected = f"one of {', '.join(_KINDS)}"
         raise RequestRefusedError(422, "body", found=found, expected=expected)
     data = memoryview(body)[file.tell() :]
-    return _array(data, dtype, shape, "body", "F" if is_fortran else "C")
+    return array_of_bytes(data, dtype, shape, "body", "F" if is_fortran else "C")
 
 
 def read_map(fields: Mapping[str, Any]) -> Array:
@@ -79,7 +79,7 @@ def read_map(fields: Mapping[str, Any]) -> Array:
         raise invalid_value_error("dtype", name, f"one of {', '.join(_KINDS)}")
     if type(shape) is not list:
         raise invalid_value_error("shape", shape, "a list of whole numbers")
-    return _array(data, dtype, tuple(shape), "data", "C")
+    return array_of_bytes(data, dtype, tuple(shape), "data", "C")
 
 
 def array_map(array: Array) -> dict[str, Any]:
@@ -93,8 +93,11 @@ def is_array_map(fields: Mapping[str, Any]) -> bool:
     return type(fields.get("data")) is bytes and fields.keys() == _MAP_FIELDS
 
 
-def _array(data: Any, dtype: np.dtype[Any], shape: Any, field: str, order: Any) -> Array:
-    """Give bytes their shape, copying none; the caller's numbers count for nothing till then."""
+def array_of_bytes(data: Any, dtype: np.dtype[Any], shape: Any, field: str, order: Any) -> Array:
+    """Give bytes their shape, copying none; the caller's numbers count for nothing till then.
+
+    Raises: RequestRefusedError naming `field` if the shape or the number of bytes is wrong.
+    """
     if len(shape) > _MAX_DIMS or any(type(size) is not int or size < 1 for size in shape):
         found = f"shape {shorten(str(list(shape)))}"
         expected = f"at most {_MAX_DIMS} dimensions, each 1 or more"

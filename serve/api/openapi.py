@@ -6,8 +6,10 @@ https://spec.openapis.org/oas/v3.1.1. server_pages.py has it as a page.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, Final
 
+import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from replaylake.datastore.episodes.episode import MAX_STEP
@@ -28,6 +30,9 @@ from replaylake.datastore.version import VERSION
 from replaylake.serve.api.bodies import MAX_NAME_CHARS, MSGPACK, NPY
 from replaylake.serve.api.episodes import list_token_fields, takes_dialogues
 from replaylake.serve.api.json_schema import Schema, example_of, observation_schema, schema_of
+from replaylake.serve.api.open_inference import MODEL_PATHS, PARAMETERS, Model, find_models
+from replaylake.serve.api.open_inference import PREFIX as INFERENCE
+from replaylake.serve.api.tensors import OCTETS, TensorSpec
 from replaylake.serve.messages import JSON, Request, Response, json_response
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE
 from replaylake.serve.safety.tokens import role_of
@@ -94,6 +99,12 @@ _TOKEN_COLUMNS: Final[Mapping[str, Schema]] = {
     IS_CONTINUATION: {**_FLAG, "description": "Whether the tokens continue those of the parent."},
     IS_TRAINABLE: {**_FLAG, "description": "Whether it is to be trained on."},
 }
+_HEADER_LENGTH: Final[Mapping[str, Any]] = {
+    "name": "Inference-Header-Content-Length",
+    "in": "header",
+    "description": "How long the JSON is, if tensors as bytes follow it.",
+    "schema": {"type": "integer", "minimum": 0},
+}
 _IN_QUERY: Final[Mapping[str, Schema]] = {
     **_OPTIONS,
     "episode_id": _NAME,
@@ -140,6 +151,7 @@ def document(serving: ServingState) -> dict[str, Any]:
             },
             "/metrics": {"get": _metrics_operation()},
             "/docs.json": {"get": _get_operation("This document.", "Document")},
+            **_inference_paths(serving),
         },
         "components": {"schemas": _schemas(spec, columns)},
     }
@@ -273,6 +285,140 @@ def _metrics_operation() -> dict[str, Any]:
     return operation
 
 
+def _inference_paths(serving: ServingState) -> dict[str, Any]:
+    """Describe the routes of the Open Inference Protocol (open_inference.py)."""
+    models = find_models(serving.router)
+    main = next(iter(models.values()))
+    parameters = [
+        _path_parameter("name", "A policy, or a reference to one.", list(models)),
+        _path_parameter("version", "Of it.", [str(one.version) for one in main.versions]),
+    ]
+    paths: dict[str, Any] = {
+        INFERENCE: {"get": _inference_operation("Which protocol this is.", "server", ())},
+        f"{INFERENCE}/health/live": {
+            "get": _inference_operation("Whether the process lives.", "live", ())
+        },
+        f"{INFERENCE}/health/ready": {
+            "get": _inference_operation("Whether requests can be answered.", "ready", ())
+        },
+    }
+    for path, own in zip(MODEL_PATHS, (parameters[:1], parameters), strict=True):
+        suffix = "" if len(own) == 1 else "_version"
+        summary = "What the model takes and returns."
+        paths[path] = {"get": _inference_operation(summary, f"model{suffix}", own)}
+        summary = "Whether requests to the model can be answered."
+        paths[f"{path}/ready"] = {"get": _inference_operation(summary, f"model_ready{suffix}", own)}
+        infer = _inference_operation("Choose actions for rows of tensors.", f"infer{suffix}", own)
+        infer["parameters"] = [*own, _HEADER_LENGTH]
+        infer["requestBody"] = _infer_body(main)
+        infer["responses"]["200"]["content"][OCTETS] = {
+            "schema": {"type": "string", "format": "binary"}
+        }
+        infer["responses"] |= _inference_refusals((410, 415))
+        paths[f"{path}/infer"] = {"post": infer}
+    return paths
+
+
+def _path_parameter(name: str, description: str, values: Sequence[str]) -> dict[str, Any]:
+    schema = {"type": "string", "enum": list(values)}
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "description": description,
+        "schema": schema,
+    }
+
+
+def _inference_operation(
+    summary: str, name: str, parameters: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": f"open_inference_{name}",
+        "summary": summary,
+        "responses": {
+            "200": _answer(summary, {"type": "object"}),
+            **_inference_refusals((*_ALWAYS, *((404,) if parameters else ()))),
+        },
+    }
+    if parameters:
+        operation["parameters"] = list(parameters)
+    if "ready" in name:
+        not_ready = object_of(
+            {"name": {"type": "string"}, "ready": {"type": "boolean"}}, ("ready",)
+        )
+        refusal = {"anyOf": [not_ready, ref("InferenceError")]}
+        operation["responses"]["503"] = _answer("Not ready.", refusal)
+    return operation
+
+
+def _inference_refusals(statuses: Sequence[int]) -> dict[str, Any]:
+    meanings = {
+        **_MEANINGS,
+        400: f"{_MEANINGS[400][:-1]}, or a tensor, field or parameter is wrong.",
+        404: "Unknown model or version.",
+    }
+    return {str(status): _answer(meanings[status], ref("InferenceError")) for status in statuses}
+
+
+def _infer_body(model: Model) -> dict[str, Any]:
+    tensors = [
+        {**one.to_json(), "shape": [1, *one.shape], "data": _tensor_example(one)}
+        for one in model.inputs.values()
+        if not one.is_optional
+    ]
+    return {
+        "required": True,
+        "content": {
+            JSON: {
+                "schema": ref("InferenceRequest"),
+                "examples": {"one row": {"value": {"inputs": tensors}}},
+            },
+            OCTETS: {"schema": {"type": "string", "format": "binary"}},
+        },
+    }
+
+
+def _tensor_example(tensor: TensorSpec) -> list[Any]:
+    if tensor.dtype is None:
+        return [""]
+    zeros: list[Any] = np.zeros(prod(tensor.shape), tensor.dtype).tolist()
+    return zeros
+
+
+def _inference_schemas() -> dict[str, Schema]:
+    text: Schema = {"type": "string"}
+    size: Schema = {"type": "integer", "minimum": 0}
+    tensor = object_of(
+        {
+            "name": text,
+            "shape": many_of({"type": "integer", "minimum": 0}),
+            "datatype": text,
+            "parameters": object_of({"binary_data_size": size}, ()),
+            "data": {"type": "array"},
+        },
+        ("name", "shape", "datatype"),
+    )
+    output = object_of(
+        {"name": text, "parameters": object_of({"binary_data": {"type": "boolean"}}, ())}, ("name",)
+    )
+    parameters = {name: schema for name, schema in _IN_QUERY.items() if name in PARAMETERS} | {
+        "binary_data_output": _FLAG
+    }
+    return {
+        "InferenceRequest": object_of(
+            {
+                "id": text,
+                "parameters": object_of(parameters, ()),
+                "inputs": many_of(tensor),
+                "outputs": {"type": "array", "items": output},
+            },
+            ("inputs",),
+        ),
+        "InferenceError": object_of({"error": text}),
+    }
+
+
 def _answer(description: str, schema: Schema, kinds: Sequence[str] = (JSON,)) -> dict[str, Any]:
     return {"description": description, "content": {kind: {"schema": schema} for kind in kinds}}
 
@@ -321,6 +467,7 @@ def _schemas(spec: PolicySpec, columns: DatasetSpec | None) -> dict[str, Schema]
         ),
         "Document": {"type": "object", "required": ["openapi", "paths"]},
         "Error": object_of({"error": error}),
+        **_inference_schemas(),
     }
 
 

@@ -17,13 +17,12 @@ from replaylake.datastore.episodes.spaces import describe
 from replaylake.serve.api.about import describe_serving
 from replaylake.serve.api.json_schema import Schema, example_of, example_of_fields
 from replaylake.serve.api.openapi import document
-from replaylake.serve.messages import Request, RequestRefusedError, Response
+from replaylake.serve.messages import RequestRefusedError, Response
 from replaylake.serve.pages.frame import (
     FRAME_FILES,
     HTML,
     SECURITY_HEADERS,
     Entry,
-    StaticFile,
     read_static,
     write_document,
     write_facts,
@@ -36,7 +35,6 @@ from replaylake.serve.pages.texts import duration_text, number_text
 from replaylake.serve.serving_state import ServingState
 
 _FILES: Final = (*FRAME_FILES, "server.js")
-FILE_PATHS: Final = tuple(f"/static/{name}" for name in _FILES)
 _FILE_HEADERS: Final = (
     # Their addresses have a digest of them.
     (b"cache-control", b"public, max-age=86400"),
@@ -52,19 +50,23 @@ _CLIENT: Final = "docs/HTTP.md of ReplayLake has the encodings and a client in P
 
 
 class ServerPages:
-    """The pages of a worker. Nothing is read or written before somebody asks for one."""
+    """The pages of a worker, which threads may share. since_s: when it began, since 1970."""
 
-    def __init__(self, serving: Callable[[], ServingState]) -> None:
+    def __init__(self, serving: Callable[[], ServingState], since_s: float) -> None:
         self._serving = serving
-        self._since = time.time()
-        self._files: dict[str, StaticFile] = {}
+        self._since_s = since_s
+        read = read_static("replaylake.serve.pages", _FILES)
+        self._files = {one.name: one for one in read}
 
-    async def show_server(self, request: Request) -> Response:
-        """Return the page of /: policies, versions, spaces, and the form."""
+    def show_server(self) -> Response:
+        """Return the page of /: policies, versions, spaces, and the form.
+
+        Raises: RequestRefusedError while nothing is served.
+        """
         serving = self._serving()
         about = describe_serving(serving)
         degraded = serving.find_degraded()
-        uptime_s = time.time() - self._since
+        uptime_s = time.time() - self._since_s
         facts: list[tuple[str, Child]] = [
             ("policy", f"{about['policy']}:{about['version']}"),
             ("up for", duration_text(uptime_s)),
@@ -91,8 +93,11 @@ class ServerPages:
         ]
         return self._page(about["reference"], content, about["reference"], "/")
 
-    async def show_api(self, request: Request) -> Response:
-        """Return the page of /docs: the operations and schemas of /docs.json."""
+    def show_api(self) -> Response:
+        """Return the page of /docs: the operations and schemas of /docs.json.
+
+        Raises: RequestRefusedError while nothing is served.
+        """
         api = document(self._serving())
         title = "HTTP API"
         lead = [
@@ -110,12 +115,15 @@ class ServerPages:
         content = [write_heading(title, lead=lead), tag("div", panels, class_="panels")]
         return self._page(title, content, api["info"]["title"].partition(": ")[2], "/docs")
 
-    async def send_file(self, request: Request) -> Response:
-        """Return a style, script or picture of the pages."""
-        file = self._read_files()[request.path.rpartition("/")[2]]
+    def send_file(self, path: str) -> Response:
+        """Return a style, script or picture of the pages. Raises: RequestRefusedError."""
+        file = self._files.get(path.removeprefix("/static/"))
+        if file is None:
+            message = f"unknown path {path[:80]}; pages load {', '.join(self._files)}"
+            raise RequestRefusedError(404, "path", message)
         return Response(200, file.content, file.media_type, _FILE_HEADERS)
 
-    def encode_error(self, error: RequestRefusedError, content_type: str) -> Response:
+    def show_error(self, error: RequestRefusedError) -> Response:
         """Return an error as a page; one that lacks a token asks for it."""
         title = HTTPStatus(error.status).phrase
         body: list[Child] = [tag("p", f"{error.message}.", class_="wrong", role="alert")]
@@ -131,7 +139,7 @@ class ServerPages:
     def _page(
         self, title: str, content: Child, where: str, path: str, *, status: int = 200
     ) -> Response:
-        files = self._read_files().values()
+        files = self._files.values()
         text = write_document(
             title,
             content,
@@ -151,12 +159,6 @@ class ServerPages:
             ),
         )
         return Response(status, text.encode("utf-8", "replace"), HTML, _PAGE_HEADERS)
-
-    def _read_files(self) -> Mapping[str, StaticFile]:
-        if not self._files:
-            read = read_static("replaylake.serve.pages", _FILES)
-            self._files = {one.name: one for one in read}
-        return self._files
 
 
 def _token_form() -> Markup:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import parse_qs, quote, unquote, urlencode
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -37,7 +37,7 @@ from replaylake.serve.explorer.episodes_page import show_episodes
 from replaylake.serve.explorer.forms import TOKEN_FIELD, FormTokens, check_sender, read_form
 from replaylake.serve.explorer.group_page import show_group, show_groups
 from replaylake.serve.explorer.lake_page import show_lake
-from replaylake.serve.explorer.live_pages import EVENT_STREAM, LivePages, Rendering
+from replaylake.serve.explorer.live_pages import EVENT_STREAM, SEEN, LivePages, Rendering
 from replaylake.serve.explorer.page import (
     Download,
     Page,
@@ -115,13 +115,14 @@ WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (
     ("/policies/{name}/cancel", cancel_promotion),
     ("/policies/{name}/promote", start_promotion),
 )
-# Pages that run SQL of the reader's where their address has it, and in which parameter. The forms
-# of `/sql` as a file always run it.
+# Pages that run SQL of the reader's, or act with a policy, where their address has it, and in which
+# parameter: so few at a time. The forms of `/sql` as a file always run it.
 READERS_SQL: Final = {
     "/datasets/{name}/episodes": "where",
     "/datasets/{name}/episode": "where",
     "/datasets/{name}/breakdown": "where",
     "/datasets/{name}/next": "where",
+    "/policies/{name}": "observation",
     "/sql": "q",
 }
 
@@ -308,14 +309,17 @@ class Explorer:
                 request, route, values[READERS_SQL[route]], stem, suffix
             )
             return await run_in_threadpool(self._render, request, held, suffix, stem)
-        if EVENT_STREAM in request.headers.get("accept", ""):
+        if EVENT_STREAM in request.headers.get("accept", "") and request.method == "GET":
             if suffix or runs_sql:
                 # Nothing to follow, and no reason for a browser to ask again.
                 return Response(status_code=204)
+            seen = values.pop(SEEN, "")
+            lists.pop(SEEN, None)
             return self.live.follow(
-                f"{stem}?{request.url.query}",
+                f"{stem}?{urlencode(lists, doseq=True)}",
                 (session, reader),
                 lambda: run_in_threadpool(self._make_parts, visit(), function),
+                seen,
             )
         if runs_sql:
             async with self.sandboxes.turn(request.is_disconnected):

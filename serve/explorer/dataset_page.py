@@ -68,7 +68,7 @@ def show_dataset(visit: Visit) -> Page:
         snapshot=snapshot,
         body=profile.summary
         if profile is not None and found.progress is None
-        else _count(visit, snapshot),
+        else _count(visit, snapshot, is_summarized=found.is_summarized),
         profile=profile,
         profile_version=found.version,
         progress=found.progress,
@@ -88,7 +88,10 @@ def show_dataset(visit: Visit) -> Page:
         crumbs=[("Lake", visit.link())],
         lead=lead,
         facts=[
-            ("episodes", f"{body['num_episodes']:,}"),
+            (
+                "episodes",
+                "being counted" if body["num_episodes"] is None else f"{body['num_episodes']:,}",
+            ),
             ("steps", f"{snapshot.num_steps:,}"),
             ("mean return", quiet_number(body["mean_return"])),
             ("mean length", quiet_number(body["mean_num_steps"])),
@@ -146,12 +149,15 @@ def dataset_tools(visit: Visit, snapshot: Snapshot) -> list[Markup]:
     ]
 
 
-def _count(visit: Visit, snapshot: Snapshot) -> Mapping[str, Any]:
-    (row,) = visit.sql(
-        f"""SELECT count(*) AS num_episodes, avg("return") AS mean_return,
-            avg(num_steps) AS mean_num_steps FROM {snapshot.dataset}.episodes""",
-        snapshot,
-    )
+def _count(visit: Visit, snapshot: Snapshot, *, is_summarized: bool) -> Mapping[str, Any]:
+    """Return counts and means of episodes; all None where a query would read all steps."""
+    row: Mapping[str, Any] = dict.fromkeys(("num_episodes", "mean_return", "mean_num_steps"))
+    if is_summarized:
+        (row,) = visit.sql(
+            f"""SELECT count(*) AS num_episodes, avg("return") AS mean_return,
+                avg(num_steps) AS mean_num_steps FROM {snapshot.dataset}.episodes""",
+            snapshot,
+        )
     return {
         "dataset": snapshot.dataset,
         "version": snapshot.version,

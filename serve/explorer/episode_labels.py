@@ -201,8 +201,8 @@ def _read_assignment(
     snapshot: Snapshot, values: Mapping[str, str]
 ) -> tuple[str, LabelValue | None]:
     """Return the label that a form sets, and its value; None removes it."""
-    if "remove" in values:
-        return values["remove"], None
+    if "removed" in values:
+        return values["removed"], None
     if "flag" in values:
         return FLAG, True if values["flag"] == "true" else None
     name = values.get("label", "").strip()
@@ -345,7 +345,7 @@ def _label_table(
             "Remove",
             type="submit",
             form=_FORM,
-            name="remove",
+            name="removed",
             value=name,
             class_="plain",
             aria_label=f"Remove {name}",

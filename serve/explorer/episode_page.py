@@ -20,7 +20,7 @@ from replaylake.datastore.interchange.export.dialogue import (
     read_dialogue,
 )
 from replaylake.datastore.interchange.formats.generations.rows import COMPLETION_MESSAGES
-from replaylake.datastore.lake.profile.vectors import LeafStatistics
+from replaylake.datastore.lake.profile.vectors import SpaceNumbers
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.maintenance.labels.episode_labels import (
     EpisodeLabel,
@@ -300,8 +300,9 @@ def read_numbers(
 
     Texts and frames have none; of others, there are at most 32.
     """
-    statistics = LeafStatistics(space, name, labels)
-    return statistics.names[:_MAX_SERIES], statistics.add(column)[:, :_MAX_SERIES]
+    numbers = SpaceNumbers(space, name, labels)
+    rows, _ = numbers.read(column)
+    return numbers.names[:_MAX_SERIES], rows[:, :_MAX_SERIES]
 
 
 def _has_frames(spec: schema.DatasetSpec, column: str) -> bool:

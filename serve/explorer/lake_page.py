@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
@@ -26,6 +27,9 @@ _MAX_PARTS: Final = 7
 _MAX_POLICIES: Final = 4
 # Versions of one decision log, the newest ones; the page of serving has all.
 _MAX_SERVED: Final = 20
+# The page waits so long for the episodes of all datasets to be summarized, and comes again so soon.
+_WAIT_S: Final = 0.7
+_REFRESH_S: Final = 2
 # Writers by the name in their commits, where that is an earlier one.
 _WRITERS: Final = {"sessionise": "feedback join", "label": "explorer"}
 
@@ -41,13 +45,17 @@ class _Commits:
 
 @dataclass(frozen=True)
 class LakeContents:
-    """What the panels share: the newest version of each dataset, and what is known of it."""
+    """What the panels share: the newest version of each dataset, and what is known of it.
+
+    summarized: the snapshots whose episodes are counted.
+    """
 
     lake: Lake
     snapshots: Mapping[str, Snapshot]
     datasets: Sequence[Mapping[str, Any]]
     commits: Mapping[str, _Commits]
     running: Sequence[RunSummary]
+    summarized: Sequence[Snapshot]
 
 
 def show_lake(visit: Visit) -> Page:
@@ -56,21 +64,27 @@ def show_lake(visit: Visit) -> Page:
     snapshots = {name: lake.snapshot(name) for name in lake.datasets()}
     records = [one for one in lake.registry.runs() if one.get("status") == "running"]
     commits = {name: _read_commits(visit, one) for name, one in snapshots.items()}
+    summarized = _find_summarized(visit, snapshots)
     contents = LakeContents(
         lake=lake,
         snapshots=snapshots,
-        datasets=[_describe_dataset(visit, one, commits[name]) for name, one in snapshots.items()],
+        datasets=[
+            _describe_dataset(visit, one, commits[name], is_summarized=name in summarized)
+            for name, one in snapshots.items()
+        ],
         commits=commits,
         running=[one for one in (summarize(lake.storage, r) for r in records)],
+        summarized=[snapshots[name] for name in summarized],
     )
     panels = build_panels(visit, contents, PANELS)
-    num_episodes = sum(one["num_episodes"] for one in contents.datasets)
+    is_complete = len(summarized) == len(snapshots)
+    num_episodes = sum(one["num_episodes"] or 0 for one in contents.datasets)
     num_bytes = sum(one["num_bytes"] for one in contents.datasets)
     return Page(
         "Lake",
         facts=[
             ("datasets", f"{len(snapshots):,}"),
-            ("episodes", f"{num_episodes:,}"),
+            ("episodes", f"{num_episodes:,}" if is_complete else "being counted"),
             ("steps", f"{sum(one['num_steps'] for one in contents.datasets):,}"),
             ("size", size(num_bytes)),
             ("policies", f"{len({row['policy'] for row in lake.registry.list()}):,}"),
@@ -82,7 +96,19 @@ def show_lake(visit: Visit) -> Page:
             "running": [one.to_json() for one in contents.running],
         },
         rows=contents.datasets,
+        refresh_s=None if is_complete else _REFRESH_S,
     )
+
+
+def _find_summarized(visit: Visit, snapshots: Mapping[str, Snapshot]) -> list[str]:
+    """Return the datasets whose episodes can be queried without reading all steps."""
+    found = []
+    deadline = time.monotonic() + _WAIT_S
+    for name, snapshot in snapshots.items():
+        wait_s = max(0.0, deadline - time.monotonic())
+        if visit.profiles.find_unsummarized(visit.lake, snapshot, wait_s=wait_s) is None:
+            found.append(name)
+    return found
 
 
 def _read_commits(visit: Visit, snapshot: Snapshot) -> _Commits:
@@ -110,16 +136,18 @@ def _time(commit: Mapping[str, Any]) -> datetime | None:
     return None if at is None else datetime.fromtimestamp(at / 1000, UTC)
 
 
-def _describe_dataset(visit: Visit, snapshot: Snapshot, commits: _Commits) -> dict[str, Any]:
+def _describe_dataset(
+    visit: Visit, snapshot: Snapshot, commits: _Commits, *, is_summarized: bool
+) -> dict[str, Any]:
     name = snapshot.dataset
-    acting = _list_policies(visit, snapshot)
+    acting = _list_policies(visit, snapshot) if is_summarized else []
     last = commits.last
     known = [(one["mean_return"], one["num_returns"]) for one in acting if one["num_returns"]]
     num_returns = sum(num for _, num in known)
     return {
         "dataset": name,
         "version": snapshot.version,
-        "num_episodes": sum(one["num_episodes"] for one in acting),
+        "num_episodes": sum(one["num_episodes"] for one in acting) if is_summarized else None,
         "num_steps": snapshot.num_steps,
         "mean_return": sum(mean * num for mean, num in known) / num_returns if known else None,
         "num_bytes": sum(entry.size_bytes for entry in snapshot.files),
@@ -147,7 +175,7 @@ def list_datasets(visit: Visit, contents: LakeContents) -> Panel:
             command=f"`replaylake ingest LOG --dataset NAME --lake {contents.lake.url}`",
         )
         return Panel("Datasets", body)
-    for snapshot in contents.snapshots.values():
+    for snapshot in contents.summarized:
         _list_policies(visit, snapshot)
     rows: list[list[Child]] = []
     for one in contents.datasets:
@@ -156,14 +184,20 @@ def list_datasets(visit: Visit, contents: LakeContents) -> Panel:
         rows.append(
             [
                 tag("a", one["dataset"], href=visit.link("datasets", one["dataset"])),
-                f"{one['num_episodes']:,}",
+                tag("span", "being counted", class_="quiet")
+                if one["num_episodes"] is None
+                else f"{one['num_episodes']:,}",
                 f"{one['num_steps']:,}",
                 quiet_number(one["mean_return"]),
                 size(one["num_bytes"]),
                 join(time_tag(one["last_write_at"])),
                 tag("span", describe_writer(one["last_writer"]), title=one["last_writer"]),
                 ", ".join(policies[:_MAX_POLICIES]) + more
-                or tag("span", "not recorded", class_="quiet"),
+                or tag(
+                    "span",
+                    "being counted" if one["num_episodes"] is None else "not recorded",
+                    class_="quiet",
+                ),
             ]
         )
     columns: list[Column | str] = [

@@ -147,10 +147,13 @@ def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mappin
         ],
         where=lake,
         head=[
-            tag("link", rel="alternate", type=f"application/{name.lower()}", href=href)
-            if name == "JSON"
-            else tag("link", rel="alternate", type="text/csv", href=href)
-            for name, href in forms
+            parts.marks if page.refresh_s is not None else None,
+            *(
+                tag("link", rel="alternate", type=f"application/{name.lower()}", href=href)
+                if name == "JSON"
+                else tag("link", rel="alternate", type="text/csv", href=href)
+                for name, href in forms
+            ),
         ],
         footer=tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
         if forms

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.lake.holdout import describe_where
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import Curve, read_curves
 from replaylake.datastore.lake.runs.summary import (
@@ -22,6 +23,7 @@ from replaylake.datastore.lake.runs.summary import (
     summarize,
 )
 from replaylake.serve.explorer.page import Page, Panel, empty_state
+from replaylake.serve.explorer.sweep_panel import draw_sweep
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, data_block, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
@@ -100,10 +102,12 @@ def show_run(visit: Visit) -> Page:
     runs = [summarize(lake.storage, one) for one in records]
     curves = [read_curves(lake.storage, run.run_id) for run in runs]
     run = runs[0]
-    panels = [_curves_panel(visit, runs, curves)]
+    sweep = draw_sweep(visit, record) if len(runs) == 1 else []
+    # A sweep itself has no metrics: its trials have.
+    panels = [*sweep, *([] if sweep and not curves[0] else [_curves_panel(visit, runs, curves)])]
     if len(runs) > 1:
         panels += [_differences_panel(records, runs), _metrics_panel(runs, curves)]
-    else:
+    elif curves[0] or not sweep:
         panels.append(_metrics_panel(runs, curves))
     panels += [_data_panel(visit, records, runs), _options_panel(record), *_error_panels(record)]
 
@@ -275,9 +279,12 @@ def _metrics_panel(runs: Sequence[RunSummary], curves: Sequence[Mapping[str, Cur
                 row += [number_text(float(curve.values[-1])), number_text(best[1]), f"{best[0]:,}"]
         rows.append(row)
     body: Child = table(columns, rows, label="Metrics")
+    note = (
+        "Of points: a point of a training metric is the mean of the updates since the one before."
+    )
     if not rows:
-        body = empty_state("No metrics yet.")
-    return Panel("Metrics", body, is_wide=len(runs) > 1)
+        body, note = empty_state("No metrics yet."), ""
+    return Panel("Metrics", body, note=note or None, is_wide=len(runs) > 1)
 
 
 def _differences_panel(records: Sequence[Mapping[str, Any]], runs: Sequence[RunSummary]) -> Panel:
@@ -330,7 +337,7 @@ def selection_link(visit: Visit, used: Mapping[str, Any]) -> Child:
     address = visit.link(
         "datasets", str(used.get("dataset")), "episodes", where=where, at=used.get("version")
     )
-    return tag("a", tag("code", str(where)), href=address)
+    return tag("a", tag("code", describe_where(str(where))), href=address)
 
 
 def _options_panel(record: Mapping[str, Any]) -> Panel:

@@ -21,6 +21,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -55,8 +56,7 @@ class CallIdentity:
 
     def hash_scope(self, key: bytes) -> str:
         """Return a keyed hash of the names that all calls of one conversation share."""
-        scope = [self.run, self.iteration, self.group, self.episode, self.user]
-        return _hash(_dump(scope), key, b"scope")
+        return _hash_scope((self.run, self.iteration, self.group, self.episode, self.user), key)
 
     @property
     def source_episode_id(self) -> str | None:
@@ -69,6 +69,11 @@ class CallIdentity:
     def group_id(self) -> str | None:
         """The group's name within all runs, None where the client names none."""
         return None if self.group is None else _join_names(self.run, self.iteration, self.group)
+
+
+@lru_cache(maxsize=4096)
+def _hash_scope(names: tuple[str | int | None, ...], key: bytes) -> str:
+    return _hash(_dump(names), key, b"scope")
 
 
 def _join_names(*names: str | int | None) -> str:

@@ -21,6 +21,8 @@ _FIELDS: Final = {
     "policy-version": "policy_version",
 }
 _HEADERS: Final = [(name, PREFIX + name.encode(), field) for name, field in _FIELDS.items()]
+_HEADER_NAMES: Final = frozenset(header for _, header, _ in _HEADERS)
+_NOBODY: Final = CallIdentity()
 # Fields that may stand before /v1 in the path: some clients can only be given a base URL.
 _IN_PATH: Final = ("run", "iteration", "group", "episode", "agent")
 _NUMBERS: Final = ("iteration", "policy_version")
@@ -52,6 +54,8 @@ def read_identity(
 
     Raises: RequestRefusedError (400) for a value that cannot be stored.
     """
+    if not in_path and user_header is None and headers.keys().isdisjoint(_HEADER_NAMES):
+        return _NOBODY
     values: dict[str, str | int | None] = {}
     for name, header, field in _HEADERS:
         raw = headers.get(header)

@@ -324,9 +324,9 @@ class _OpenAIReader:
     def _choice(self, choice: Mapping[str, Any]) -> _Choice:
         number = choice.get("index")
         number = number if type(number) is int else 0
-        if number not in self._choices:
-            self._choices[number] = _Choice()
-        return self._choices[number]
+        if (known := self._choices.get(number)) is None:
+            known = self._choices[number] = _Choice()
+        return known
 
     def _read_head(self, body: Mapping[str, Any]) -> None:
         get = body.get
@@ -344,14 +344,18 @@ class _OpenAIReader:
             self._version = _to_version(about.get("weight_version"))
 
     def _read_choice(self, one: _Choice, choice: dict[str, Any], *, is_event: bool) -> None:
-        if isinstance(reason := choice.get("finish_reason"), str):
+        get = choice.get
+        if isinstance(reason := get("finish_reason"), str):
             one.finish_reason = reason
-        if isinstance(ids := choice.get("prompt_token_ids"), list):
+        if isinstance(ids := get("prompt_token_ids"), list):
             one.prompt_token_ids = ids
         if not self._is_echo:
-            one.add_ids(choice.get("token_ids"))
-            one.add_ids(choice.get("response_token_ids"))
-            one.add_log_probs(choice.get("logprobs"), self._engine)
+            if (ids := get("token_ids")) is not None:
+                one.add_ids(ids)
+            if (ids := get("response_token_ids")) is not None:
+                one.add_ids(ids)
+            if (log_probs := get("logprobs")) is not None:
+                one.add_log_probs(log_probs, self._engine)
         if _LOG_PROBS in self._added and "logprobs" in choice:
             if self._engine == LLAMA_CPP and self._is_chat:
                 del choice["logprobs"]
@@ -391,6 +395,8 @@ def _is_without_text(choice: Mapping[str, Any]) -> bool:
 
 def _choices_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     choices = body.get("choices")
+    if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
+        return choices
     return [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
 
 

@@ -62,7 +62,7 @@ from replaylake.serve.gateway.sse import EventSplitter, EventTooLongError
 from replaylake.serve.gateway.upstream import Headers, Upstream, UpstreamAnswer, UpstreamError
 from replaylake.serve.http.connections import CONNECTION, LimitedProtocol
 from replaylake.serve.http.deadlines import Deadlines
-from replaylake.serve.http.request_handler import write_response
+from replaylake.serve.http.request_handler import write_response, write_stream_start
 from replaylake.serve.messages import JSON, RETRY_LATER, RequestRefusedError
 from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
 from replaylake.serve.recording.outcome_log import OutcomeLog
@@ -75,6 +75,7 @@ APIS: Final[Mapping[str, Api]] = {
     "/v1/messages": MessagesApi(),
     "/v1/responses": ResponsesApi(),
 }
+_PLAIN_PATHS: Final = {path.encode(): path for path in APIS}
 # As clients with another base URL write them: answered by some engines, and not recorded.
 _LIKE_APIS: Final = (*APIS, "/chat/completions", "/completions")
 _OTHER: Final = "other"
@@ -438,7 +439,10 @@ class Proxy:
 
     async def _pass_stream(self, call: _Call, answer: UpstreamAnswer) -> None:
         exchange, splitter = call.exchange, EventSplitter()
-        await self._begin(exchange, answer.status, answer.headers)
+        # The head goes with the first event, if that has come with it.
+        is_waiting = answer.has_body and answer.status == 200
+        if not is_waiting:
+            await self._begin(exchange, answer.status, answer.headers)
         held: list[bytes] = []
         while part := await answer.read():
             passed: list[bytes] = []
@@ -455,7 +459,17 @@ class Proxy:
                     if exchange.first_byte_s is None and shown:
                         # At once: what else came with it takes a while to read.
                         exchange.first_byte_s = time.monotonic()
-                        await self._continue(exchange, passed.pop())
+                        if is_waiting:
+                            is_waiting = False
+                            await self._begin_stream(exchange, answer.headers, passed.pop())
+                        else:
+                            await self._continue(exchange, passed.pop())
+                        if event is not events[-1]:
+                            # The first events of other streams go before the rest of this one.
+                            await asyncio.sleep(0)
+            if is_waiting:
+                is_waiting = False
+                await self._begin(exchange, answer.status, answer.headers)
             if data := b"".join(passed):
                 await self._continue(exchange, data)
         held.append(splitter.rest)
@@ -635,8 +649,9 @@ class Proxy:
                 return self._engine
             self._detect_at_s = time.monotonic() + again_s
             self._complaints.warning(
-                f"engine unknown (/v1/models: {failure}), so token ids are not requested; "
-                "name the engine to request them"
+                f"engine unknown (/v1/models: {failure}): calls are recorded with their texts, and "
+                "without token ids. For ids, name the engine if it is vLLM, SGLang or llama.cpp; "
+                "others return none, and nothing is lost"
             )
             return OPENAI
 
@@ -687,6 +702,18 @@ class Proxy:
         if exchange.retained is not None:
             _retain_head(exchange.retained, status, headers)
         await exchange.send({"type": "http.response.start", "status": status, "headers": left})
+
+    async def _begin_stream(self, exchange: _Exchange, headers: Headers, data: bytes) -> None:
+        """Send the head and the first bytes of a stream of status 200 at once."""
+        left = [one for one in headers if one[0] not in _NOT_PASSED_BACK]
+        if not write_stream_start(exchange.send, left, data):
+            await self._begin(exchange, 200, headers)
+            await self._continue(exchange, data)
+            return
+        exchange.status, exchange.is_begun = 200, True
+        if exchange.retained is not None:
+            _retain_head(exchange.retained, 200, headers)
+            exchange.retained.parts.append(data)
 
     async def _continue(self, exchange: _Exchange, data: bytes) -> None:
         if exchange.retained is not None:
@@ -793,6 +820,8 @@ def _split_raw_path(scope: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     another path than the one that was checked here.
     """
     raw = scope.get("raw_path")
+    if (known := _PLAIN_PATHS.get(raw or b"")) is not None:
+        return {}, known
     text = raw.decode("latin-1") if isinstance(raw, bytes) else quote(scope["path"])
     in_path, path = split_path(text)
     if any(part in (".", "..") for part in unquote(path).split("/")):

@@ -39,7 +39,7 @@ _SWITCH_S: Final = 0.0005
 # Of garbage collections. One of everything takes 0.1 s with 100,000 steps in the index (2 cores,
 # 2026-11-28): by default there is one whenever a quarter has been added, with these one in millions
 # of calls. Those of young objects take about 2 ms at most. The index has no garbage with cycles.
-_GC_THRESHOLDS: Final = (5_000, 4, 1_000)
+_GC_THRESHOLDS: Final = (2_000, 2, 3_000)
 _LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [gateway] %(message)s"
 _logger = logging.getLogger(__name__)
 

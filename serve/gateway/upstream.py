@@ -47,6 +47,11 @@ class UpstreamAnswer:
         """Return the next bytes of the body; nothing at its end. Raises: UpstreamError."""
         return await self._connection.read(self._silence_s)
 
+    @property
+    def has_body(self) -> bool:
+        """Whether `read` returns bytes at once."""
+        return self._connection.has_body
+
     async def read_all(self) -> bytes:
         """Return the whole body, or what is left of it. Raises: UpstreamError."""
         parts = []
@@ -260,6 +265,11 @@ class _Connection(asyncio.Protocol):
             self._is_paused = False
             self._transport.resume_reading()
         return data
+
+    @property
+    def has_body(self) -> bool:
+        """Whether bytes of the body have come."""
+        return bool(self._parts)
 
     def release(self) -> None:
         """Give the connection back if it may be used again, else close it."""

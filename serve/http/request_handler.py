@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Protocol
@@ -47,15 +47,16 @@ IDENTITY: Final = b"identity"  # a body that is not compressed
 GZIP: Final = b"gzip"
 _MAX_ID_BYTES: Final = 128
 # Probes use any address that a machine has; they reveal and change nothing.
-_OF_ANY_HOST: Final = ("/livez", "/readyz")
+_OF_ANY_HOST: Final = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready")
 # Refusals of requests that a page of another site may have sent, by status and field.
 _OF_OTHER_SITES: Final = frozenset(
     {(400, "host"), (421, "host"), (403, "origin"), (415, "content-type")}
 )
-# What write_response reads and sets, none of which uvicorn documents: a version that has another
-# cycle answers by ASGI's messages.
+# What write_response and write_stream_start read and set, none of which uvicorn documents: a
+# version that has another cycle answers by ASGI's messages.
 _CYCLE_ATTRIBUTES: Final = frozenset(
     {
+        "chunked_encoding",
         "default_headers",
         "disconnected",
         "flow",
@@ -97,13 +98,15 @@ class RouteForm:
     """How a route differs from others.
 
     encodings: of its bodies, which the endpoint decodes. encode_error: makes the response of an
-    error, for the content type of the request.
+    error, for the content type of the request. headers: those that the endpoint reads, in lower
+    case.
     """
 
     encodings: frozenset[bytes] = frozenset((IDENTITY,))
     encode_error: Callable[[RequestRefusedError, str], Response] = lambda error, _: error_response(
         error
     )
+    headers: frozenset[bytes] = frozenset()
 
 
 _PLAIN: Final = RouteForm()
@@ -212,7 +215,7 @@ class RequestHandler:
                 raise RequestRefusedError(503, "server", message, headers=RETRY_LATER)
             handler_state.num_active += 1
             try:
-                request = state.request(self._route, body, self._form.encodings)
+                request = state.request(self._route, body, self._form)
                 return await self._endpoint(request)
             finally:
                 handler_state.num_active -= 1
@@ -320,8 +323,9 @@ class _RequestState:
                 text = value.decode("latin-1")
                 self.request_id = text if text.isascii() and text.isprintable() else None
 
-    def request(self, route: str, body: bytes, encodings: frozenset[bytes]) -> Request:
+    def request(self, route: str, body: bytes, form: RouteForm) -> Request:
         """Return the whole request. Raises: RequestRefusedError for a body in another encoding."""
+        encodings = form.encodings
         if self.content_encoding not in encodings:
             known = b", ".join(sorted(encodings))
             raise RequestRefusedError(
@@ -345,7 +349,15 @@ class _RequestState:
             self.num_behind,
             self.is_measured,
             self.content_encoding,
+            self._find_headers(form.headers) if form.headers else (),
         )
+
+    def _find_headers(self, names: frozenset[bytes]) -> tuple[tuple[bytes, bytes], ...]:
+        found: dict[bytes, bytes] = {}
+        for name, value in self.scope["headers"]:
+            if name in names:
+                found[name] = found[name] + b"," + value if name in found else value
+        return tuple(found.items())
 
 
 async def _read_body(state: _RequestState, receive: Any, handler_state: HandlerState) -> bytes:
@@ -454,4 +466,26 @@ def write_response(send: Any, content_type: str, body: bytes) -> bool:
     head = _head(cycle.default_headers, content_type)
     cycle.transport.write(b"%s\r\ncontent-length: %d\r\n\r\n%s" % (head, len(body), body))
     cycle.on_response()
+    return True
+
+
+def write_stream_start(send: Any, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+    """Write the head of a stream of status 200 and its first bytes in one system call.
+
+    headers: as a parser of HTTP returned them. Further bytes and the end are sent as ASGI's
+    messages. Returns False, and writes nothing, where `write_response` would do the same.
+    """
+    if not _IS_KNOWN_CYCLE or getattr(send, "__func__", None) is not RequestResponseCycle.send:
+        return False
+    cycle: RequestResponseCycle = send.__self__
+    is_plain = cycle.keep_alive and cycle.scope["http_version"] == "1.1"
+    if cycle.disconnected or not is_plain or cycle.flow.write_paused:
+        return False
+    cycle.response_started = cycle.chunked_encoding = True
+    cycle.waiting_for_100_continue = False
+    lines = b"".join([b"%s: %s\r\n" % header for header in (*cycle.default_headers, *headers)])
+    cycle.transport.write(
+        b"HTTP/1.1 200 OK\r\n%stransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n"
+        % (lines, len(body), body)
+    )
     return True

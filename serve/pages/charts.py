@@ -26,6 +26,8 @@ _NUM_COLORS: Final = 8
 # Height of a box of a flow chart with its margin, and width between two stages, in CSS pixels.
 _NODE: Final = 56
 _GAP: Final = 48
+# Width of an axis of parallel coordinates, in the units of their viewBox.
+_COLUMN: Final = 100
 
 
 def column_chart(
@@ -246,6 +248,78 @@ def stacked_chart(
         tag("div", [tag("span", text) for text in axis], class_="axis"),
         tag("ul", legend, class_="legend"),
         class_="chart wide",
+    )
+
+
+@dataclass(frozen=True)
+class ParallelAxis:
+    """An axis of parallel coordinates: what it is of, and what is at its two ends."""
+
+    name: str
+    top: str
+    bottom: str
+
+
+@dataclass(frozen=True)
+class ParallelLine:
+    """A line through all axes: its height on each, from 0 to 1, or None where it ends before.
+
+    strength: from 0 to 1, how clearly it is seen beside others.
+    """
+
+    heights: Sequence[float | None]
+    title: str
+    link: str
+    strength: float
+    is_best: bool = False
+
+
+def parallel_chart(
+    axes: Sequence[ParallelAxis], lines: Sequence[ParallelLine], *, label: str
+) -> Markup:
+    """Draw parallel coordinates; each line leads somewhere, and says what it is."""
+    drawn = []
+    # The best ones last, and so above the others.
+    for line in sorted(lines, key=lambda one: (one.is_best, one.strength)):
+        points = " ".join(
+            f"{_COLUMN * place + _COLUMN // 2},{_round(4 + 92 * (1 - height))}"
+            for place, height in enumerate(line.heights)
+            if height is not None
+        )
+        opacity = _round(0.25 + 0.6 * line.strength)
+        shapes = [
+            tag("polyline", points=points, class_="hit-line"),
+            tag(
+                "polyline",
+                points=points,
+                class_="line best" if line.is_best else "line",
+                stroke_opacity=1 if line.is_best else opacity,
+            ),
+        ]
+        drawn.append(
+            tag("a", tag("title", line.title), shapes, href=line.link, aria_label=line.title)
+        )
+    rules = [
+        tag("line", x1=x, x2=x, y1=4, y2=96, class_="reference")
+        for x in range(_COLUMN // 2, _COLUMN * len(axes), _COLUMN)
+    ]
+    picture = tag(
+        "svg",
+        rules,
+        drawn,
+        viewBox=f"0 0 {_COLUMN * max(1, len(axes))} {_HEIGHT}",
+        preserveAspectRatio="none",
+        role="group",
+        aria_label=label,
+    )
+    tops = [tag("span", tag("b", axis.name), tag("br"), axis.top) for axis in axes]
+    bottoms = [tag("span", axis.bottom) for axis in axes]
+    return tag(
+        "figure",
+        tag("div", tops, class_="axis each"),
+        picture,
+        tag("div", bottoms, class_="axis each"),
+        class_="chart parallel",
     )
 
 

@@ -54,9 +54,12 @@ def profile_sections(profile: Profile, link: EpisodeLink | None = None) -> list[
 
 def describe_sample(profile: Profile) -> str:
     """Return what the numbers of a profile are of."""
+    whole = "Counts, least and greatest values and means are of all steps"
+    if profile.num_sampled == profile.summary["num_steps"]:
+        return f"{whole}, and so are histograms."
     return (
-        "Counts, least and greatest values and means are of all steps; histograms of numbers are "
-        f"of {profile.num_sampled:,} of them, evenly spread."
+        f"{whole}; histograms of numbers, the map of observations and the used range of actions "
+        f"are of a sample of {profile.num_sampled:,} of them, evenly spread."
     )
 
 

@@ -35,6 +35,13 @@ _TABLE_ROLES_OF_ROUTE: Final[Mapping[str, tuple[str, ...]]] = {
     "/episodes": (WRITER,),
     "/feedback": (LABELER,),
     "/v1/traces": (WRITER,),
+    "/v2/models/{name}/infer": (WRITER,),
+    "/v2/models/{name}/versions/{version}/infer": (WRITER,),
+    # What infer takes: for who sends it, and for who reads /policy.
+    "/v2/models/{name}": (WRITER, READER, OPERATOR),
+    "/v2/models/{name}/ready": (WRITER, READER, OPERATOR),
+    "/v2/models/{name}/versions/{version}": (WRITER, READER, OPERATOR),
+    "/v2/models/{name}/versions/{version}/ready": (WRITER, READER, OPERATOR),
 }
 _OTHER_TABLE_ROLES: Final = (READER, OPERATOR)
 # Probes carry no token, and a refusal of a path tells nothing. What is not listed is the admin's.
@@ -43,6 +50,15 @@ _ROLE_OF_ROUTE: Final[Mapping[str, str | None]] = {
     "/feedback": "feedback",
     "/episodes": "feedback",
     "/v1/traces": "feedback",
+    "/v2": None,
+    "/v2/health/live": None,
+    "/v2/health/ready": None,
+    "/v2/models/{name}": "act",
+    "/v2/models/{name}/ready": "act",
+    "/v2/models/{name}/infer": "act",
+    "/v2/models/{name}/versions/{version}": "act",
+    "/v2/models/{name}/versions/{version}/ready": "act",
+    "/v2/models/{name}/versions/{version}/infer": "act",
     "/livez": None,
     "/readyz": None,
     "/static": None,

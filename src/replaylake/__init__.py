@@ -30,6 +30,7 @@ __all__ = [
     "MultiDiscrete",
     "OnlineConfig",
     "QueryLimits",
+    "ReadOptions",
     "ReplayIterable",
     "ReplayLakeError",
     "ReplayView",
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from replaylake.datastore.errors import ReplayLakeError
     from replaylake.datastore.feedback.join import join_feedback
     from replaylake.datastore.interchange.export.export import export
+    from replaylake.datastore.interchange.formats.format import ReadOptions
     from replaylake.datastore.interchange.ingest.ingest import ingest
     from replaylake.datastore.lake.dataset import Dataset
     from replaylake.datastore.lake.episode_writer import EpisodeWriter
@@ -169,6 +171,7 @@ _LOCATIONS = {
     "MultiDiscrete": ("datastore.episodes.spaces", "MultiDiscrete"),
     "OnlineConfig": ("online.training.config", "OnlineConfig"),
     "QueryLimits": ("datastore.query.untrusted", "QueryLimits"),
+    "ReadOptions": ("datastore.interchange.formats.format", "ReadOptions"),
     "ReplayIterable": ("datastore.replay.data_loader", "ReplayIterable"),
     "ReplayLakeError": ("datastore.errors", "ReplayLakeError"),
     "ReplayView": ("datastore.replay.view", "ReplayView"),

@@ -128,3 +128,29 @@ def test_half_a_range_is_wrong_usage(run: Any, source: Path) -> None:
     ran = run("ingest", source, "--dataset", "d", "--action-low", "1")
     assert ran.code == 2
     assert "--action-high" in ran.err
+
+
+def test_dialects_of_csv(run: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("session\tx\taction\treward\na\t0,5\tup\t1,5\na\t1,5\tdown\t2\n")
+    arguments = (
+        "ingest",
+        log,
+        "--dataset",
+        "d",
+        "--map",
+        "observation=x",
+        "--episode-by",
+        "session",
+    )
+    run(*arguments).failed("State --decimal ',' to read them as numbers")
+    file = tmp_path / "log.toml"
+    file.write_text('delimiter = "tab"\n')
+    assert run(*arguments, "--decimal", ",", "--mapping", file).code == 0
+    rows = run("sql", "select observation, reward from d.steps order by step", "--json").json[
+        "rows"
+    ]
+    assert rows == [{"observation": [0.5], "reward": 1.5}, {"observation": [1.5], "reward": 2}]
+    refused = run(*arguments, "--decimal", "x")
+    assert refused.code == 2
+    assert "Invalid value for --decimal" in refused.err

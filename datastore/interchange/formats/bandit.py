@@ -60,21 +60,22 @@ class BanditFormat:
         return any(is_open_bandit(_columns(file)) for file in files[:_NUM_PROBED])
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
-        items = [file for file in files if _is_item_table(_columns(file))]
+        mark = options.delimiter
+        items = [file for file in files if _is_item_table(_columns(file, mark))]
         decisions = [file for file in files if file not in items]
         if not decisions:
             raise SourceInvalidError(
                 f"{items[0].name}: found a table of items and their features, expected one row per "
                 "decision. Ingest the log of decisions that it belongs to."
             )
-        names = _columns(decisions[0])
+        names = _columns(decisions[0], mark)
         notes = [
             f"{file.name}: left out, as it is a table of items and not of decisions"
             for file in items
         ]
         declared = declare_decisions(names, notes)
         mapping = {**declared.fields, **options.mapping}
-        tables = CachedTables(_tables(decisions, mapping))
+        tables = CachedTables(_tables(decisions, mapping, options))
         _refuse_slates(tables, names, options, mapping.get("action", "action"))
         return TabularReader(tables, options, decisions[0].name, declared)
 
@@ -118,24 +119,32 @@ def _common_fields(names: Sequence[str]) -> dict[str, str]:
     return fields
 
 
-def _columns(file: SourceFile) -> list[str]:
+def _columns(file: SourceFile, delimiter: str | None = None) -> list[str]:
     """Return a file's columns, from its first rows; none where it is no table."""
     try:
         if is_parquet(file):
             return parquet_columns(file)
         if (first := first_object(file)) is not None:
             return list(first)
-        return csv_columns(file)
+        return csv_columns(file, delimiter)
     except ReplayLakeError:
         return []  # another format's file, or a broken one: reading it says so
 
 
-def _tables(files: Sequence[SourceFile], mapping: Mapping[str, str]) -> TableSource:
+def _tables(
+    files: Sequence[SourceFile], mapping: Mapping[str, str], options: ReadOptions
+) -> TableSource:
     if is_parquet(files[0]):
         return ParquetTables(files)
     if first_object(files[0]) is not None:
         return JsonTables(files)
-    return CsvTables(files, text_columns(mapping), numeric_columns(mapping))
+    return CsvTables(
+        files,
+        text_columns(mapping),
+        numeric_columns(mapping),
+        delimiter=options.delimiter,
+        decimal=options.decimal,
+    )
 
 
 def _refuse_slates(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError, SourceInvalidError
@@ -87,9 +88,11 @@ def _unknown_format_error(file: SourceFile) -> SourceInvalidError:
     if (known := get_advice(file, kind)) is not None:
         return SourceInvalidError(f"{file.name}: {known}")
     found = f"content that begins with {file.head(8)!r}" if kind == _TEXT else f"{kind} file"
+    is_csv = Path(file.name).suffix.lower() in (".csv", ".tsv")
+    advice = ", or for CSV the `delimiter`" if is_csv else ""
     return SourceInvalidError(
         f"{file.name}: found {found} of an unknown format (`replaylake formats` lists "
-        "them). Convert it, or name the format with `format`."
+        f"them). Convert it, or name the format with `format`{advice}."
     )
 
 

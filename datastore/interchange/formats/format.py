@@ -26,6 +26,8 @@ from replaylake.datastore.interchange.sources.source import OnRows, SourceFile
 # What becomes of an episode whose steps have a gap, and of one without an end.
 GAPS: Final = ("reject", "split")
 OPEN_ENDS: Final = ("open", "truncated", "time-limit")
+# Marks before the decimals of a number in CSV.
+DECIMALS: Final = (".", ",")
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,10 @@ class ReadOptions:
     max_categories: distinct texts that an encoded column may hold, at most.
     encoding: the dataset's, which then holds; an empty one if it has none, None if it is new.
     reward_unknown: rewards that the log lacks are unknown, instead of an error.
+    delimiter: the character between the cells of a CSV file; by default that of `,;|` and tab which
+        its header has most of.
+    decimal: the mark before the decimals of a CSV file's numbers, `.` or `,`. By default it is a
+        point, and columns of numbers with a comma are refused.
     head_rows: read only so many rows of the source, the first; all where it is None.
     on_rows: called as a file is read, with the file, how many of its rows that far, and how many of
         its bytes, 0 where that is not known.
@@ -171,6 +177,8 @@ class ReadOptions:
     max_categories: int = 1000
     encoding: Encoding | None = None
     reward_unknown: bool = False
+    delimiter: str | None = None
+    decimal: str | None = None
     head_rows: int | None = field(default=None, compare=False)
     on_rows: OnRows | None = field(default=None, compare=False, repr=False)
 
@@ -188,12 +196,28 @@ class ReadOptions:
                 "episodes are shorter.",
                 parameter="open_ends",
             )
+        if self.decimal not in (None, *DECIMALS) or self.decimal == (self.delimiter or ""):
+            raise ConfigInvalidError(
+                f"decimal: found {self.decimal!r}, expected '.' or ',', and not the delimiter "
+                f"{self.delimiter!r}. Correct it.",
+                parameter="decimal",
+            )
+        if (mark := self.delimiter) is not None and not _is_delimiter(mark):
+            raise ConfigInvalidError(
+                f"delimiter: found {mark!r}, expected one character of ASCII that is no letter, "
+                "digit, quote, point or line break. Correct it.",
+                parameter="delimiter",
+            )
         scale = self.reward_scale
         if scale is not None and (scale == 0 or not math.isfinite(scale)):
             raise ConfigInvalidError(
                 f"reward_scale: found {scale}, expected a number other than 0.",
                 parameter="reward_scale",
             )
+
+
+def _is_delimiter(mark: str) -> bool:
+    return len(mark) == 1 and mark.isascii() and not mark.isalnum() and mark not in "\"'.\r\n\0"
 
 
 class SourceReader(Protocol):

@@ -1,8 +1,9 @@
-"""Column statistics: exact, of a stream of rows, and an even sample of them for pictures."""
+"""Column statistics: of numbers, exact and mergeable, and the histograms of samples of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
@@ -10,7 +11,6 @@ import numpy as np
 from replaylake.datastore.episodes.spaces import Array
 
 NUM_BINS: Final = 40
-_SAMPLE_ROWS: Final = 50_000
 
 
 @dataclass(frozen=True)
@@ -42,99 +42,105 @@ class Dimension:
     histogram: Histogram | None = None
 
 
-class ColumnStatistics:
-    """Statistics of D numbers a row, block by block.
+@dataclass(frozen=True)
+class NumberStatistics:
+    """Of W numbers a row, over some rows. NaN counts as absent.
 
-    names [D]; low and high [D], infinite where a number has no bound. NaN counts as absent.
+    num, num_zero, num_outside: int64 [W]: values, those that are 0, those beyond the space's
+    bounds. least, greatest, mean, squares: float64 [W]; squares is the sum of (x - mean)^2. Where
+    num is 0, mean and squares are 0, the others infinite.
     """
 
-    def __init__(self, names: list[str], low: Array, high: Array) -> None:
-        self._names, self._low, self._high = names, low, high
-        width = len(names)
-        self._num = np.zeros(width, np.int64)
-        self._zero = np.zeros(width, np.int64)
-        self._outside = np.zeros(width, np.int64)
-        self._minimum, self._maximum = np.full(width, np.inf), np.full(width, -np.inf)
-        self._mean, self._squares = np.zeros(width), np.zeros(width)
-        self.sample = EvenSample(width)
+    num: Array
+    num_zero: Array
+    num_outside: Array
+    least: Array
+    greatest: Array
+    mean: Array
+    squares: Array
 
-    def add(self, rows: Array) -> None:
-        """Count rows [n, D] of numbers."""
-        if not len(rows):
-            return
+    @classmethod
+    def from_rows(cls, rows: Array, low: Array, high: Array) -> NumberStatistics:
+        """Count rows float64 [n, W]; low and high [W], infinite where a number has no bound."""
         known = ~np.isnan(rows)
         num = known.sum(axis=0)
-        filled = np.where(known, rows, 0.0)
-        self._zero += (filled == 0).sum(axis=0) - (len(rows) - num)
-        self._outside += ((filled < self._low) | (filled > self._high)).sum(axis=0)
-        self._minimum = np.minimum(self._minimum, np.where(known, rows, np.inf).min(axis=0))
-        self._maximum = np.maximum(self._maximum, np.where(known, rows, -np.inf).max(axis=0))
-        self._join_moments(filled, known, num)
-        self.sample.add(rows)
-
-    def dimensions(self) -> tuple[Dimension, ...]:
-        """Return what was counted."""
-        rows = self.sample.rows()
-        return tuple(self._dimension(i, rows[:, i]) for i in range(len(self._names)))
-
-    def _join_moments(self, filled: Array, known: Array, num: Array) -> None:
-        # Chan, Golub and LeVeque (1979): sums of squares would lose what is far from zero.
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            mean = np.where(num > 0, filled.sum(axis=0) / num, 0.0)
-            squares = (np.where(known, filled - mean, 0.0) ** 2).sum(axis=0)
-            total = self._num + num
-            delta = mean - self._mean
-            share = np.where(total > 0, num / total, 0.0)
-            self._squares += squares + delta**2 * self._num * share
-        self._mean += delta * share
-        self._num = total
-
-    def _dimension(self, i: int, sample: Array) -> Dimension:
-        num = int(self._num[i])
-        if not num:
-            nan = float("nan")
-            return Dimension(self._names[i], 0, nan, nan, nan, nan, nan)
-        low, high = float(self._low[i]), float(self._high[i])
-        return Dimension(
-            name=self._names[i],
+        is_whole = len(rows) and bool(num.min(initial=len(rows)) == len(rows))
+        filled = rows if is_whole else np.where(known, rows, 0.0)
+        # Sums of squares would lose what is far from zero.
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean = filled.sum(axis=0) / np.maximum(num, 1)
+            deviations = filled - mean
+            if not is_whole:
+                deviations[~known] = 0.0
+            squares = np.einsum("ij,ij->j", deviations, deviations)
+        return cls(
             num=num,
-            minimum=float(self._minimum[i]),
-            maximum=float(self._maximum[i]),
-            mean=float(self._mean[i]),
-            std=float(np.sqrt(self._squares[i] / num)),
-            share_zero=float(self._zero[i] / num),
-            low=low if np.isfinite(low) else None,
-            high=high if np.isfinite(high) else None,
-            num_outside=int(self._outside[i]),
-            histogram=histogram(sample),
+            num_zero=(filled == 0).sum(axis=0) - (len(rows) - num),
+            num_outside=((rows < low) | (rows > high)).sum(axis=0),
+            least=np.fmin.reduce(rows, axis=0, initial=np.inf),
+            greatest=np.fmax.reduce(rows, axis=0, initial=-np.inf),
+            mean=mean,
+            squares=squares,
         )
 
+    @classmethod
+    def merge(cls, parts: Sequence[NumberStatistics]) -> NumberStatistics:
+        """Return those of all rows of some parts, one at least (Chan, Golub and LeVeque 1979)."""
+        stacked = cls(*(np.stack([getattr(p, f.name) for p in parts]) for f in fields(cls)))
+        return stacked.merge_first_axis()
 
-class EvenSample:
-    """Every k-th row of a stream, k doubling as the stream grows: the same for the same stream."""
+    def merge_first_axis(self) -> NumberStatistics:
+        """Return the merge of statistics whose arrays are [parts, W]."""
+        num = self.num.sum(axis=0)
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean = (self.num * self.mean).sum(axis=0) / np.maximum(num, 1)
+            # Once more from there: a sum of large means is rounded.
+            deviations = np.where(self.num > 0, self.mean - mean, 0.0)
+            rounding = (self.num * deviations).sum(axis=0) / np.maximum(num, 1)
+            mean = np.where(np.isfinite(rounding), mean + rounding, mean)
+            deviations = np.where(self.num > 0, self.mean - mean, 0.0)
+            squares = (self.squares + self.num * deviations**2).sum(axis=0)
+        return NumberStatistics(
+            num=num,
+            num_zero=self.num_zero.sum(axis=0),
+            num_outside=self.num_outside.sum(axis=0),
+            least=self.least.min(axis=0),
+            greatest=self.greatest.max(axis=0),
+            mean=mean,
+            squares=squares,
+        )
 
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._stride = 1
-        self._num_seen = 0
-        self._parts: list[Array] = []
-        self._num_held = 0
+    def select(self, columns: slice) -> NumberStatistics:
+        """Return those of some of the numbers."""
+        return NumberStatistics(*(getattr(self, f.name)[columns] for f in fields(self)))
 
-    def add(self, rows: Array) -> None:
-        """Offer rows [n, D]."""
-        start = -self._num_seen % self._stride
-        self._num_seen += len(rows)
-        sample = np.array(rows[start :: self._stride], np.float64)
-        self._parts.append(sample)
-        self._num_held += len(sample)
-        while self._num_held > _SAMPLE_ROWS:
-            halved = self.rows()[::2].copy()
-            self._parts, self._num_held = [halved], len(halved)
-            self._stride *= 2
+    def dimensions(
+        self, names: Sequence[str], low: Array, high: Array, sample: Array
+    ) -> tuple[Dimension, ...]:
+        """Return each number's; `sample`, float64 [m, W], is what histograms are of."""
+        return tuple(
+            self._dimension(i, name, float(low[i]), float(high[i]), sample[:, i])
+            for i, name in enumerate(names)
+        )
 
-    def rows(self) -> Array:
-        """Return the sample, float64 [m, D] in the order of the stream."""
-        return np.concatenate(self._parts) if self._parts else np.zeros((0, self._width))
+    def _dimension(self, i: int, name: str, low: float, high: float, sample: Array) -> Dimension:
+        num = int(self.num[i])
+        if not num:
+            nan = float("nan")
+            return Dimension(name, 0, nan, nan, nan, nan, nan)
+        return Dimension(
+            name=name,
+            num=num,
+            minimum=float(self.least[i]),
+            maximum=float(self.greatest[i]),
+            mean=float(self.mean[i]),
+            std=float(np.sqrt(self.squares[i] / num)),
+            share_zero=float(self.num_zero[i] / num),
+            low=low if np.isfinite(low) else None,
+            high=high if np.isfinite(high) else None,
+            num_outside=int(self.num_outside[i]),
+            histogram=histogram(sample),
+        )
 
 
 def histogram(values: Array, num_bins: int = NUM_BINS) -> Histogram | None:

@@ -1,4 +1,4 @@
-"""Profile: what a snapshot holds, counted in one pass over its rows and a few queries.
+"""Profile: what a snapshot holds, from statistics of its shards and a query of its episodes.
 
 Minima, maxima, means and counts are of all rows; histograms are of an even sample of them.
 """
@@ -6,32 +6,30 @@ Minima, maxima, means and counts are of all rows; histograms are of an even samp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 
 from replaylake.datastore.episodes import schema
-from replaylake.datastore.episodes.spaces import Array, Discrete
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import EmptyReplayError
-from replaylake.datastore.lake.profile.column_statistics import (
-    ColumnStatistics,
-    Dimension,
-    EvenSample,
-    Histogram,
-    histogram,
+from replaylake.datastore.lake.profile.column_statistics import Dimension, Histogram, histogram
+from replaylake.datastore.lake.profile.shard_statistics import (
+    OnProgress,
+    ShardStatistics,
+    StepNumbers,
+    read_statistics,
 )
-from replaylake.datastore.lake.profile.vectors import LeafStatistics, ValueCounts
-from replaylake.datastore.lake.shard_rows import shard_rows
+from replaylake.datastore.lake.profile.vectors import ValueCounts
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.storage.arrow_values import numbers
+from replaylake.datastore.storage.table.column_ranges import ShardColumn, merge_ranges
 
 # Bins of `policies over time`, and at most so many policies by name.
 _NUM_PERIODS: Final = 40
 _MAX_POLICIES: Final = 12
-OnProgress = Callable[[int, int], None]
 # Cells a side of the map of observations, and bins of the range of one continuous action.
 _MAP_CELLS: Final = 48
 _RANGE_BINS: Final = 20
@@ -101,101 +99,89 @@ def compute_profile(
     """Count what a snapshot holds.
 
     history: the dataset's commits, whose ingests' door checks are listed. on_progress: called with
-    (rows, rows in all). Cost: one pass over observations, actions and rewards; memory holds a row
-    group and the samples. Raises: EmptyReplayError on a snapshot without rows, ShardCorruptError.
+    (rows, rows in all). Cost: one pass over observations, actions and rewards of the shards that
+    were not counted before; a query of the episodes. Raises: EmptyReplayError on a snapshot without
+    rows; ShardCorruptError; NotFoundError for a version whose shards were removed.
     """
     if not snapshot.num_steps:
         raise EmptyReplayError(f"{snapshot.dataset}: found no steps, expected one to profile.")
-    spec = snapshot.spec
-    encoding = spec.encoding
-    observations = LeafStatistics(
-        spec.observation_space,
-        schema.OBSERVATION,
-        () if encoding is None else encoding.names(),
-    )
-    actions = LeafStatistics(spec.action_space, schema.ACTION)
-    reward = ColumnStatistics([schema.REWARD], np.array([-np.inf]), np.array([np.inf]))
-    is_density = not isinstance(spec.action_space, Discrete)
-    top = np.inf if is_density else 1.0
-    chances = ColumnStatistics(["propensity"], np.array([0.0]), np.array([top]))
-    pairs = EvenSample(observations.width + actions.width)
-    names = (schema.OBSERVATION, schema.ACTION, schema.REWARD, schema.BEHAVIOR_LOG_PROB)
-    num_read = 0
-    for rows in shard_rows(snapshot, names).read():
-        rows_seen = observations.add(rows.column(schema.OBSERVATION))
-        done = actions.add(rows.column(schema.ACTION))
-        pairs.add(np.concatenate([rows_seen, done], axis=1))
-        reward.add(_floats(rows.column(schema.REWARD))[:, None])
-        with np.errstate(over="ignore"):
-            chances.add(np.exp(_floats(rows.column(schema.BEHAVIOR_LOG_PROB)))[:, None])
-        num_read += rows.num_rows
-        if on_progress is not None:
-            on_progress(num_read, snapshot.num_steps)
-    (chance,) = chances.dimensions()
-    sample = pairs.rows()
-    policies, by_timestamp = _policies(snapshot)
+    statistics = read_statistics(snapshot, on_progress)
+    encoding = snapshot.spec.encoding
+    layout = StepNumbers(snapshot.spec)
+    observed, acted = layout.observations, layout.actions
+    sample = statistics.sample(layout.max_sample_rows)
+    merged = statistics.merge_numbers()
+
+    def describe(names: Sequence[str], part: slice) -> tuple[Dimension, ...]:
+        low, high = layout.low[part], layout.high[part]
+        return merged.select(part).dimensions(names, low, high, sample[:, part])
+
+    counts = statistics.merge_value_counts((observed, acted))
+    observation_counts = observed.value_counts(counts[0])
+    action_counts = acted.value_counts(counts[1], (encoding and encoding.action_names) or ())
+    actions = describe(acted.names, layout.of_actions)
+    (reward,) = describe([schema.REWARD], layout.of_reward)
+    (propensity,) = describe(["propensity"], layout.of_propensity)
+    columns = statistics.read_columns(snapshot.table.schema)
+    policies, by_timestamp = _policies(statistics)
+    returns, lengths = _episode_histograms(snapshot)
     return Profile(
-        summary=snapshot.describe(),
-        returns=_episode_histogram(snapshot, '"return"'),
-        lengths=_episode_histogram(snapshot, "num_steps"),
-        observations=observations.dimensions(),
-        observation_counts=observations.value_counts(),
-        actions=actions.dimensions(),
-        action_counts=actions.value_counts((encoding and encoding.action_names) or ()),
-        reward=reward.dimensions()[0],
-        propensities=chance if chance.num else None,
-        coverage=compute_coverage(sample[:, : observations.width], actions, observations),
+        summary=snapshot.describe(merge_ranges(columns, snapshot.table)),
+        returns=returns,
+        lengths=lengths,
+        observations=describe(observed.names, layout.of_observations),
+        observation_counts=observation_counts,
+        actions=actions,
+        action_counts=action_counts,
+        reward=reward,
+        propensities=propensity if propensity.num else None,
+        coverage=compute_coverage(
+            sample[:, layout.of_observations], actions, action_counts, observation_counts
+        ),
         policies=policies,
         by_timestamp=by_timestamp,
-        missing=_missing(snapshot),
-        left_out=(*observations.left_out, *actions.left_out),
+        missing=_missing(columns, snapshot),
+        left_out=(*observed.left_out, *acted.left_out),
         checks=_checks(history, snapshot.version),
         num_sampled=len(sample),
     )
 
 
-def _floats(column: pa.ChunkedArray) -> Any:
-    if column.null_count:
-        column = column.cast(pa.float64()).fill_null(math.nan)
-    return np.asarray(numbers(column.combine_chunks()), np.float64)
+def _episode_histograms(snapshot: Snapshot) -> tuple[Histogram | None, Histogram | None]:
+    """Return those of returns and of lengths, over all episodes."""
+    rows = snapshot.sql(
+        'SELECT CAST("return" AS DOUBLE) AS total, CAST(num_steps AS DOUBLE) AS length '
+        "FROM episodes"
+    )
+    returns, lengths = (
+        histogram(np.asarray(numbers(rows.column(name)), np.float64)) for name in rows.column_names
+    )
+    return returns, lengths
 
 
-def _episode_histogram(snapshot: Snapshot, column: str) -> Histogram | None:
-    values = snapshot.sql(f"SELECT CAST({column} AS DOUBLE) AS value FROM episodes")
-    return histogram(_floats(values.column("value")))
-
-
-def _missing(snapshot: Snapshot) -> dict[str, float]:
+def _missing(columns: Sequence[Mapping[str, ShardColumn]], snapshot: Snapshot) -> dict[str, float]:
+    """Return the share of steps without a value, by column."""
     # A final observation is only where an episode or a piece of one ends.
     names = [name for name in snapshot.table.schema.names if name != schema.FINAL_OBSERVATION]
-    quoted = ['"' + name.replace('"', '""') + '"' for name in names]
-    counts = ", ".join(f"count({name}) AS c{i}" for i, name in enumerate(quoted))
-    (row,) = snapshot.sql(f"SELECT {counts} FROM steps").to_pylist()
-    return {name: 1 - row[f"c{i}"] / snapshot.num_steps for i, name in enumerate(names)}
+    shards = list(zip(columns, snapshot.files, strict=True))
+    return {
+        name: sum(
+            known[name].num_missing if name in known else entry.num_rows for known, entry in shards
+        )
+        / snapshot.num_steps
+        for name in names
+    }
 
 
-def _policies(snapshot: Snapshot) -> tuple[tuple[PolicyShare, ...], bool]:
+def _policies(statistics: ShardStatistics) -> tuple[tuple[PolicyShare, ...], bool]:
     """Return how many steps each policy version has in each period, the largest first."""
-    (known,) = snapshot.sql("SELECT count(timestamp) = count(*) AS timed FROM steps").to_pylist()
-    by_time = bool(known["timed"])
-    place = "epoch_us(timestamp)" if by_time else "row_number() OVER ()"
-    rows = snapshot.sql(
-        f"""WITH placed AS (SELECT policy, policy_version, {place} AS place FROM steps),
-        bounds AS (SELECT min(place) AS first, max(place) AS last FROM placed)
-        SELECT policy, policy_version, CAST(least({_NUM_PERIODS - 1}, floor((place - first)
-            / greatest(1, last - first) * {_NUM_PERIODS})) AS INTEGER) AS period, count(*) AS num
-        FROM placed, bounds GROUP BY ALL"""
-    ).to_pylist()
-    counts: dict[tuple[str | None, int | None], list[int]] = {}
-    for row in rows:
-        key = (row["policy"], row["policy_version"])
-        counts.setdefault(key, [0] * _NUM_PERIODS)[row["period"]] += row["num"]
+    counts, by_timestamp = statistics.count_policies(_NUM_PERIODS)
     ordered = sorted(counts.items(), key=lambda item: (-sum(item[1]), str(item[0])))
     shares = [PolicyShare(*key, sum(by), tuple(by)) for key, by in ordered[:_MAX_POLICIES]]
     if rest := ordered[_MAX_POLICIES:]:
         others = tuple(map(sum, zip(*(by for _, by in rest), strict=True)))
         shares.append(PolicyShare(f"{len(rest)} others", None, sum(others), others))
-    return tuple(shares), by_time
+    return tuple(shares), by_timestamp
 
 
 def _checks(history: Sequence[Mapping[str, Any]], version: int) -> tuple[IngestCheck, ...]:
@@ -261,20 +247,22 @@ class Coverage:
 
 
 def compute_coverage(
-    observed: Array, actions: LeafStatistics, observations: LeafStatistics
+    observed: Array,
+    actions: Sequence[Dimension],
+    action_counts: Sequence[ValueCounts],
+    observation_counts: Sequence[ValueCounts],
 ) -> Coverage:
     """Return the coverage; `observed` float64 [m, D] is a sample of observations' numbers."""
-    counted = actions.value_counts()
     entropy = share = None
-    if counted and len(counted) == actions.width:
-        shares = [np.mean(np.asarray(one.counts) > 0) for one in counted]
+    if action_counts and len(action_counts) == len(actions):
+        shares = [np.mean(np.asarray(one.counts) > 0) for one in action_counts]
         share = float(np.mean(shares))
-        entropies = [_entropy(np.asarray(one.counts)) for one in counted]
+        entropies = [_entropy(np.asarray(one.counts)) for one in action_counts]
         entropy = float(np.mean(entropies))
-    elif bins := [_range_share(d.histogram, d.low, d.high) for d in actions.dimensions()]:
+    elif bins := [_range_share(d.histogram, d.low, d.high) for d in actions]:
         known = [one for one in bins if one is not None]
         share = float(np.mean(known)) if known else None
-    states = [np.mean(np.asarray(one.counts) > 0) for one in observations.value_counts()]
+    states = [np.mean(np.asarray(one.counts) > 0) for one in observation_counts]
     grid, map_share = _observation_map(observed)
     return Coverage(share, entropy, float(np.mean(states)) if states else None, grid, map_share)
 

@@ -21,6 +21,7 @@ from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.key_files import check_keys
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.profile.shard_statistics import delete_statistics
 from replaylake.datastore.maintenance.fsck.finding import ERROR, NOTE, FsckFinding, FsckFindings
 from replaylake.datastore.maintenance.fsck.log_check import CheckedLog, check_log, repair_log
 from replaylake.datastore.maintenance.fsck.quarantine import (
@@ -136,7 +137,7 @@ class DatasetCheck:
                 if self._repair:
                     self._repair_table(plan, rows if is_steps else None, orphans)
                 if is_steps and (plan.damages or self._repair):
-                    self._forget_summaries(plan.table)
+                    self._forget_derived(plan.table)
         for path, fault in PriorityFolder(handle.table.storage, handle.table.root).find_damaged():
             self.add(ERROR, "priorities", path, fault)
         self._check_views(handle)
@@ -248,10 +249,11 @@ class DatasetCheck:
             )
         return _CheckPlan(table, log, schema, live, older)
 
-    def _forget_summaries(self, table: Table) -> None:
+    def _forget_derived(self, table: Table) -> None:
         """Drop what was derived from damaged bytes, perhaps before the file was restored."""
         try:
             summaries.delete_summaries(table.storage, table.root)
+            delete_statistics(table.storage, table.root)
         except StorageError:
             if self._repair:
                 raise

@@ -128,8 +128,8 @@ def read_labels(lake: Lake, source: str | Path, key: LabelKey) -> pa.Table:
     files = find_source([path]).files
     readers: dict[str, Any] = {
         # A label that is no number is none less: the column is text.
-        ".csv": lambda: CsvTables(files, ids, share=1.0),
-        ".tsv": lambda: CsvTables(files, ids, share=1.0),
+        ".csv": lambda: CsvTables(files, ids, share=1.0, decimal="."),
+        ".tsv": lambda: CsvTables(files, ids, share=1.0, decimal="."),
         ".jsonl": lambda: JsonTables(files),
         ".ndjson": lambda: JsonTables(files),
         ".parquet": lambda: ParquetTables(files),

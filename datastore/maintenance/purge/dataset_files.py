@@ -11,6 +11,7 @@ from replaylake.datastore.feedback.journal_scrub import drop_damaged, find_journ
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.key_files import drop_gone_keys
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.profile.shard_statistics import delete_statistics
 from replaylake.datastore.maintenance.fsck.quarantine import FOLDER as QUARANTINE
 from replaylake.datastore.maintenance.purge.past_versions import list_named_paths
 from replaylake.datastore.maintenance.purge.traces import IdSearch, Trace, find_traces
@@ -62,6 +63,7 @@ class DatasetFiles:
         self._storage.forget(sorted({*doomed, *paths} - self._live()))
         # After the shards: who writes one now looks at them again.
         summaries.delete_summaries(self._storage, self._name)
+        delete_statistics(self._storage, self._name)
         drop_gone_keys(self._handle)
         ViewCache(self._storage, self._name).clear()
         derived = self._storage.files(f"{self._name}/_derived")

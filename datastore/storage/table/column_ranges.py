@@ -5,14 +5,16 @@ No row is read. Parquet's statistics leave NaN out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from replaylake.datastore.errors import ShardCorruptError
+from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.delta_schema import plain_type
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
@@ -31,46 +33,88 @@ class ColumnRange:
     missing: float | None
 
 
+@dataclass(frozen=True)
+class ShardColumn:
+    """A column of one shard: least and greatest value as in ColumnRange, and rows without one."""
+
+    least: Any
+    greatest: Any
+    num_missing: int
+
+
 def column_ranges(snapshot: TableSnapshot) -> dict[str, ColumnRange]:
     """Return the range of each column of a version. Raises: ShardCorruptError.
 
     Cost: reads the footer of each shard.
     """
-    bounds: dict[str, list[Any]] = {name: [] for name in snapshot.schema.names}
-    num_missing = dict.fromkeys(snapshot.schema.names, 0)
+    shards = []
     for entry in snapshot.files:
         blob = blob_of(snapshot.root, entry)
         (path,) = snapshot.storage.fetch([blob])
         try:
-            metadata = pq.read_metadata(path)
-        except (pa.ArrowException, OSError) as error:
-            raise ShardCorruptError(
-                f"{path}: {error}. Restore it from a copy of the lake, or repair the dataset."
-            ) from error
+            shards.append(read_shard_columns(path, entry, snapshot.schema))
         finally:
             snapshot.storage.release([blob])
-        seen = set()
-        for name, part, is_first in _leaves(metadata):
-            seen.add(name)
-            statistics = part.statistics
-            if name not in bounds or statistics is None:
-                continue
-            if is_first:
-                num_missing[name] += statistics.null_count or 0
-            if statistics.has_min_max:
-                bounds[name] += [statistics.min, statistics.max]
-        for name in bounds.keys() - seen:  # older than the column
-            num_missing[name] += entry.num_rows
-    num_rows = snapshot.num_rows
+    return merge_ranges(shards, snapshot)
+
+
+def read_shard_columns(path: Path, entry: FileEntry, schema: pa.Schema) -> dict[str, ShardColumn]:
+    """Return what a shard's footer says of each column of a table. Raises: ShardCorruptError.
+
+    A list that is empty, and a struct whose first leaf is null, count as rows without a value.
+    """
+    try:
+        metadata = pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ShardCorruptError(
+            f"{path}: {error}. Restore it from a copy of the lake, or repair the dataset."
+        ) from error
+    bounds: dict[str, list[Any]] = {name: [] for name in schema.names}
+    num_missing = dict.fromkeys(schema.names, 0)
+    seen = set()
+    for name, part, is_first in _leaves(metadata):
+        seen.add(name)
+        statistics = part.statistics
+        if name not in bounds or statistics is None:
+            continue
+        if is_first:
+            num_missing[name] += statistics.null_count or 0
+        if statistics.has_min_max:
+            bounds[name] += [statistics.min, statistics.max]
+    for name in bounds.keys() - seen:  # older than the column
+        num_missing[name] = entry.num_rows
     return {
-        field.name: ColumnRange(
-            *_extremes(field.type, bounds[field.name]),
-            min(num_missing[field.name], num_rows) / num_rows
+        field.name: ShardColumn(*_extremes(field.type, bounds[field.name]), num_missing[field.name])
+        for field in schema
+    }
+
+
+def merge_ranges(
+    shards: Sequence[Mapping[str, ShardColumn]], snapshot: TableSnapshot
+) -> dict[str, ColumnRange]:
+    """Return the range of each column of a version, made from those of all its shards.
+
+    A column that a shard's lacks has no value there.
+    """
+    num_rows = snapshot.num_rows
+    ranges = {}
+    for field in snapshot.schema:
+        parts = [shard.get(field.name) for shard in shards]
+        known = [part for part in parts if part is not None]
+        least = [part.least for part in known if part.least is not None]
+        greatest = [part.greatest for part in known if part.greatest is not None]
+        num_missing = sum(
+            entry.num_rows if part is None else part.num_missing
+            for part, entry in zip(parts, snapshot.files, strict=True)
+        )
+        ranges[field.name] = ColumnRange(
+            min(least) if least else None,
+            max(greatest) if greatest else None,
+            min(num_missing, num_rows) / num_rows
             if num_rows and not pa.types.is_list(field.type) and not pa.types.is_map(field.type)
             else None,
         )
-        for field in snapshot.schema
-    }
+    return ranges
 
 
 def _leaves(metadata: pq.FileMetaData) -> Iterator[tuple[str, pq.ColumnChunkMetaData, bool]]:

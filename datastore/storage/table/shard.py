@@ -205,6 +205,12 @@ def verify_row_groups(path: Path, entry: FileEntry) -> list[int]:
     return sizes
 
 
+def num_row_groups(path: Path) -> int:
+    """Return how many row groups a shard has. Raises: ShardCorruptError."""
+    with _decoding(path):
+        return int(pq.read_metadata(path).num_row_groups)
+
+
 def decode_row_group(
     path: Path,
     group: int,

@@ -133,8 +133,7 @@ class PreparedEvaluation:
     """All that is known of a policy on a log before a model is fitted.
 
     left_out: what `steps` lack, with the reason. caveats: as for PolicyEvaluation. trained_on: how
-    many of the episodes the policy learned from. lack_of_support: why no estimate can be supported,
-    else "".
+    many of the episodes the policy learned from.
     """
 
     policy: EvaluatedPolicy
@@ -147,7 +146,13 @@ class PreparedEvaluation:
     notes: tuple[str, ...]
     caveats: tuple[str, ...]
     trained_on: int
-    lack_of_support: str
+
+    def find_lack_of_support(self) -> str:
+        """Return why no estimate can be supported, as the weights alone show, else ""."""
+        weighted = _make_logged_episodes(
+            self.steps, self.request, self.target, self.behavior, None, ""
+        )
+        return find_lack_of_support(diagnose(weighted), trained_on=self.trained_on)
 
     def evaluate(
         self, callbacks: ProgressCallbacks, *, without_model: str = ""
@@ -245,7 +250,6 @@ def prepare_evaluation(
     if policy.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
     trained_on = steps.num_episodes if is_seen else 0
-    weighted = _make_logged_episodes(steps, request, target, behavior, None, "")
     return PreparedEvaluation(
         policy=policy,
         request=request,
@@ -257,7 +261,6 @@ def prepare_evaluation(
         notes=notes,
         caveats=tuple(doubts),
         trained_on=trained_on,
-        lack_of_support=find_lack_of_support(diagnose(weighted), trained_on=trained_on),
     )
 
 

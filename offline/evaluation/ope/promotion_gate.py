@@ -273,9 +273,9 @@ def _evaluate_both(
 
 def _why_no_model(ours: PreparedEvaluation, theirs: PreparedEvaluation | None) -> str:
     """Return why the gate refuses whatever a model says, which may take minutes to fit, or ""."""
-    if ours.lack_of_support:
+    if ours.find_lack_of_support():
         return f"{_NOT_FITTED}: the log does not support the candidate"
-    if theirs is not None and theirs.lack_of_support:
+    if theirs is not None and theirs.find_lack_of_support():
         return f"{_NOT_FITTED}: the log does not support {_CHAMPION}"
     return ""
 

@@ -30,8 +30,9 @@ _MAX_KEYS_SHOWN: Final = 3
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """Where a run is: updates done of all, the last update's metrics, updates a second so far.
+    """Where a run is: updates done of all, and updates a second so far.
 
+    metrics: their means since the last point of the log; at the last update, those of its point.
     remaining_s: seconds that are left at the pace so far, with what measuring and saving take.
     """
 
@@ -126,7 +127,7 @@ class Trainer:
                 self.update += 1
                 if self._config.prioritized:
                     self._update_priorities(batch, result)
-                metrics = self._add_metrics(result.metrics)
+                self._add_metrics(result.metrics)
                 is_ending = self._should_end()
                 is_due = self._is_due(is_ending)
                 if is_due or self._unchecked.num == self._check_updates:
@@ -140,7 +141,8 @@ class Trainer:
                 left_s = (now - start) / (self.update - first) * (last - self.update)
                 rate = self.update / spent
                 with timings.measure("log"):
-                    progress = TrainProgress(self.update, last, _read(metrics), rate, left_s)
+                    means = self._logged.means()
+                    progress = TrainProgress(self.update, last, means, rate, left_s)
                     self._on_progress(progress)
             if is_due:
                 self._update_s += now - entered
@@ -169,12 +171,11 @@ class Trainer:
         self._update_s = state["update_s"]
         self.update = update
 
-    def _add_metrics(self, metrics: Mapping[str, SupportsFloat]) -> Mapping[str, SupportsFloat]:
+    def _add_metrics(self, metrics: Mapping[str, SupportsFloat]) -> None:
         if self._check_updates == 1:
             metrics = _read(metrics)
         for sums in (self._unchecked, self._logged, self._measured):
             sums.add(metrics)
-        return metrics
 
     def _is_due(self, is_ending: bool) -> bool:
         config, update = self._config, self.update

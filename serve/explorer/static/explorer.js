@@ -250,6 +250,8 @@ class Follower {
     this.isPaused = false;
     this.isReading = false;
     this.stream = null;
+    // Which panels are shown; what is put in place of them is known to differ.
+    this.seen = $("meta[name=seen]")?.content ?? "";
     this.hasStreams = "EventSource" in window;
     this.button.addEventListener("click", () => this.pause(!this.isPaused));
     document.addEventListener("visibilitychange", () => this.start());
@@ -278,12 +280,16 @@ class Follower {
     if (this.isPaused || !this.box.isConnected) return;
     if (document.hidden) { this.wait(); return; }
     if (!this.hasStreams) { this.read(); return; }
-    const stream = this.stream = new EventSource(location.href);
+    const address = new URL(location.href);
+    address.searchParams.set("seen", this.seen);
+    const stream = this.stream = new EventSource(address);
     this.timer = setTimeout(() => { this.hasStreams = false; this.start(); }, Follower.patienceMs);
     stream.addEventListener("page", (event) => {
       clearTimeout(this.timer);
       this.say.textContent = "This page is updated when it changes";
-      this.show(new DOMParser().parseFromString(JSON.parse(event.data), "text/html"));
+      const page = new DOMParser().parseFromString(JSON.parse(event.data), "text/html");
+      this.seen = $("meta[name=seen]", page).content;
+      this.show(page);
     });
     stream.addEventListener("end", () => this.stop());
     stream.onerror = () => { if (this.stream === stream) { this.stop(); this.read(); } };
@@ -302,7 +308,7 @@ class Follower {
       const answer = await fetch(location.href);
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       if (!answer.ok) throw new Error($("main", page)?.textContent);
-      if (!this.isPaused) this.show(page);
+      if (!this.isPaused) { this.show(page); this.seen = $("meta[name=seen]", page)?.content ?? ""; }
       if (!this.isPaused) this.say.textContent = this.words;
     } catch {
       this.say.textContent = "The explorer does not answer, or no longer has this page";

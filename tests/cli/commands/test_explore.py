@@ -1,6 +1,7 @@
 """`replaylake explore`: what it refuses, and a server from its start to its end."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def test_it_serves_until_it_is_interrupted(lake: Path, tmp_path: Path, option: s
             assert b"This lake has no dataset yet." in answer.read()
         with urllib.request.urlopen(f"{ready['url']}policies/p", timeout=60) as answer:
             has_form = b"Promote if the gate passes" in answer.read()
+        nice = os.getpriority(os.PRIO_PROCESS, process.pid)
+        assert nice == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     finally:

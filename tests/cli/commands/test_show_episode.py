@@ -122,6 +122,26 @@ def test_shades_on_a_terminal(run: Any, samples: Path) -> None:
     assert "\x1b[30;48;5;209;9m.\x1b[0m" in shown
 
 
+def test_columns_of_a_dataset_fit_on_a_terminal(run: Any, lake: Path) -> None:
+    log = Path(__file__).parents[2] / "fixtures/verifiers/run/traces.jsonl"
+    assert run("ingest", log, "--dataset", "graphs").code == 0
+    command = [sys.executable, "-m", "replaylake.cli.main", "show", "graphs", "--lake", str(lake)]
+    main, second = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "70"}
+    try:
+        subprocess.run(command, stdout=second, check=True, timeout=60, env=environment)
+        os.close(second)
+        lines = os.read(main, 1 << 16).decode().splitlines()
+    finally:
+        os.close(main)
+    tables = lines[lines.index("  columns") :]
+    assert max(map(len, tables)) <= 70
+    assert "    reward_components    {name, score, weight}[]" in tables
+    assert any("..." in line for line in tables)
+    everywhere = run("show", "graphs").out.splitlines()
+    assert max(map(len, everywhere)) > 80  # where it is no terminal, nothing is cut to its width
+
+
 def test_wrong_usage(run: Any, samples: Path) -> None:
     assert run("ingest", samples, "--dataset", "rollouts").code == 0
     assert run("show", "rollouts", "--tokens").code == 2

@@ -43,6 +43,7 @@ def test_training_says_what_it_learns_from_and_what_it_saved(run: Any) -> None:
     lines = ran.out.splitlines()
     assert lines[0] == "trained on 3 episodes, 102 steps"
     assert lines[1].startswith("30 updates  policy_loss ")
+    assert " (means of the last 3)  " in lines[1]
     assert lines[-1] == "saved policy clone:2"
 
 
@@ -271,7 +272,15 @@ def test_a_name_means_its_champion_else_its_newest(run: Any) -> None:
     assert run("policies", "show", "clone", "--json").json["version"] == 2
     assert run("promote", "clone:1", "--to", "champion").code == 0
     assert run("policies", "show", "clone", "--json").json["version"] == 1
-    assert run("policies", "show", "clone:2", "--json").json["selected_by"] == "version"
+    one = run("policies", "show", "clone:2", "--json").json
+    assert (one["selected_by"], "versions" in one) == ("version", False)
+    versions = run("policies", "show", "clone", "--json").json["versions"]
+    assert [(row["version"], row["aliases"]) for row in versions] == [(1, ["champion"]), (2, [])]
+    *_, heading, names, first, second = run("policies", "show", "clone").out.splitlines()
+    assert heading == "  versions (`replaylake policies show clone:VERSION` shows another one)"
+    assert names.split() == ["version", "aliases", "run_id", "created_at"]
+    assert (first.split()[:2], second.split()[0]) == (["1", "champion"], "2")
+    assert "versions" not in run("policies", "show", "clone:2").out
 
 
 def test_lineage_of_a_policy_ends_at_the_ingests(run: Any) -> None:

@@ -15,10 +15,10 @@ from replaylake.datastore.errors import (
     QueryError,
     SchemaMismatchError,
 )
-from replaylake.datastore.lake.holdout import Holdout
+from replaylake.datastore.lake.holdout import Holdout, describe_where
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.maintenance.compact import compact
-from replaylake.datastore.query.expressions import canonical_expression
+from replaylake.datastore.query.expressions import canonical_condition, canonical_expression
 
 Make = Callable[..., Episode]
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -196,3 +196,24 @@ def test_json_of_another_release_is_refused() -> None:
         Holdout.from_json({"fraction": 0.1, "strata": 3})
     with pytest.raises(ConfigInvalidError, match="found after 'noon', expected a time"):
         Holdout.from_json({"after": "noon"})
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        (None, "without the holdout of 0.2 by episode_id"),
+        ("num_steps > 5", "(num_steps > 5), without the holdout of 0.2 by episode_id"),
+        ("a = 1 OR b = 2", "((a = 1) OR (b = 2)), without the holdout of 0.2 by episode_id"),
+        ("a = 1 AND b = 2", "(a = 1) AND (b = 2), without the holdout of 0.2 by episode_id"),
+    ],
+)
+def test_a_holdout_of_lineage_is_described_in_words(where, words):
+    stored = canonical_condition(Holdout(0.2).within(where, held_out=False))
+    assert describe_where(stored) == words
+
+
+def test_salt_and_side_are_described_and_other_conditions_left_alone():
+    salted = canonical_condition(Holdout(0.25, salt="it's").condition(held_out=True))
+    assert describe_where(salted) == 'in the holdout of 0.25 by episode_id with the salt "it\'s"'
+    for other in ("(num_steps > 5)", "(started_at < CAST('2026-01-01' AS TIMESTAMPTZ))"):
+        assert describe_where(other) == other

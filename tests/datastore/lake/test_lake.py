@@ -21,6 +21,7 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.storage.log.state import FORMAT_VERSION
 from replaylake.datastore.version import VERSION
 
 Make = Callable[..., Episode]
@@ -36,7 +37,7 @@ def newer(log: Path) -> None:
             configuration = action["metaData"]["configuration"]
             assert configuration["replaylake.format_version"] == "1"
             assert configuration["replaylake.written_by"] == VERSION
-            configuration["replaylake.format_version"] = "2"
+            configuration["replaylake.format_version"] = str(FORMAT_VERSION + 1)
             configuration["replaylake.written_by"] = "7.1.0"
     path.write_text("".join(json.dumps(action) + "\n" for action in actions))
 
@@ -79,8 +80,8 @@ def test_a_newer_lake_is_refused_with_the_version_needed(lake: Lake) -> None:
     newer(lake.path / "_lake" / "_delta_log")
     with pytest.raises(
         FormatTooNewError,
-        match=r"_lake/_delta_log: found format version 2, expected "
-        r"at most 1. Install ReplayLake 7\.1\.0 or later",
+        match=rf"_lake/_delta_log: found format version {FORMAT_VERSION + 1}, expected "
+        rf"at most {FORMAT_VERSION}. Install ReplayLake 7\.1\.0 or later",
     ):
         open_lake(lake.path)
 

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import duckdb
 import pytest
 
-from replaylake.datastore.query.connections import session
+from replaylake.datastore.query import connections
+from replaylake.datastore.query.connections import limit_threads, session
 
 
 def test_a_session_has_what_queries_need() -> None:
@@ -122,3 +123,18 @@ def test_ctrl_c_ends_a_query_again_and_again() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "interrupted\n" * 4
+
+
+def test_sessions_use_as_many_threads_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_shared", {})
+    monkeypatch.setattr(connections, "_num_threads", None)
+
+    def count(keeps_order: bool) -> int:
+        with session(keeps_order=keeps_order) as connection:
+            ((num,),) = connection.execute("SELECT current_setting('threads')").fetchall()
+            return int(num)
+
+    assert count(True) >= 1
+    for num in (3, 1):
+        limit_threads(num)
+        assert (count(True), count(False)) == (num, num)

@@ -27,9 +27,9 @@ FOLDER = "_derived/episodes"
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Every test begins with nothing in memory."""
-    summaries._cache.clear()
+    summaries._FILE.forget()
     yield
-    summaries._cache.clear()
+    summaries._FILE.forget()
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_the_same_with_and_without(
     assert {view: rows(newest, view) for view in direct} == direct
     # All of them, also for a version that has but one.
     if len(newest.files) > 1:
-        known = summaries._load(dataset.table.storage, "d")
+        known = summaries._FILE.load(dataset.table.storage, "d")
         summaries._extend(newest.table, known, newest.files[1:])
     assert covered(newest) == len(newest.files)
     assert {view: rows(newest, view) for view in direct} == direct
@@ -176,13 +176,42 @@ def test_a_reader_writes_what_soon_pays(
     (file,) = files(dataset)
     assert rows(snapshot, "episodes") == before
     assert files(dataset) == [file], "there was nothing to add"
-    summaries._cache.clear()
+    summaries._FILE.forget()
     assert covered(snapshot) == 2, "it was read back"
 
     dataset.append([make_episode("z", 30)])
     assert len(rows(dataset.snapshot(), "episodes")) == len(before) + 1
     assert files(dataset) != [file]
     assert len(files(dataset)) == 1, "the older one went"
+
+
+def test_it_is_made_in_groups_of_shards(
+    dataset: Dataset, make_episode: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset.append([make_episode("z", 30)])
+    snapshot = dataset.snapshot()
+    direct = rows(snapshot, "episodes")
+    monkeypatch.setattr(summaries, "_WRITE_US", 0.0)
+    monkeypatch.setattr(summaries, "_GROUP_STEPS", 50)
+    monkeypatch.setattr(summaries, "_MAX_CHUNKS", 1)
+    assert summaries.needs_refresh(snapshot.table)
+    seen: list[tuple[int, int]] = []
+
+    def stop(num: int, total: int) -> None:
+        seen.append((num, total))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    # Shards of 30, 30 and 30 steps, of which two are too many at once.
+    with pytest.raises(KeyboardInterrupt):
+        summaries.refresh(snapshot.table, stop)
+    assert covered(dataset.snapshot(2)) == 2, "what was made is kept"
+    assert summaries.refresh(snapshot.table, stop)
+    assert seen == [(30, 90), (60, 90), (90, 90)]
+    assert not summaries.needs_refresh(snapshot.table)
+    assert rows(snapshot, "episodes") == direct
+    summaries._FILE.forget()
+    assert rows(snapshot, "episodes") == direct
 
 
 def test_a_log_of_single_steps_has_none(lake: Lake, make_episode: Make) -> None:
@@ -205,10 +234,10 @@ def test_training_selects_from_the_steps(dataset: Dataset) -> None:
     wrong = summary.pieces.set_column(
         summary.pieces.column_names.index("return"), "return", [[1e9] * summary.pieces.num_rows]
     )
-    name = summaries._write(dataset.table.storage, "d", replace(summary, pieces=wrong))
-    summaries._cache.clear()
+    is_written = summaries._FILE.save(dataset.table.storage, "d", replace(summary, pieces=wrong))
+    summaries._FILE.forget()
     assert snapshot.sql('SELECT max("return") AS r FROM episodes')["r"].to_pylist()[0] >= 1e9
-    assert name
+    assert is_written
     assert snapshot.replay('"return" < 1e6').num_episodes == 3
 
 
@@ -232,7 +261,7 @@ def test_it_may_be_deleted_or_damaged(dataset: Dataset) -> None:
         else:
             data[len(data) // 2] ^= 1
             file.write_bytes(data[:-9] if harm == "truncate" else data)
-        summaries._cache.clear()
+        summaries._FILE.forget()
         assert covered(snapshot) == (2 if harm == "garbage" else 0), harm
         assert rows(snapshot, "episodes") == direct, harm
 
@@ -256,7 +285,7 @@ def test_several_at_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(summaries, "_WRITE_US", 0.0)
 
     def read(_: int) -> list[dict[str, Any]]:
-        summaries._cache.clear()
+        summaries._FILE.forget()
         return rows(open_lake(dataset.path.parent).dataset("d").snapshot(), "episodes")
 
     with ThreadPoolExecutor(6) as pool:
@@ -294,8 +323,8 @@ def test_nothing_of_a_shard_that_was_purged_is_written_again(
     forget(dataset)
     assert files(dataset) == []
     snapshot.table.paths()[0].unlink()
-    summaries._write(storage, "d", summary)
-    written = summaries._load(storage, "d")
+    summaries._FILE.save(storage, "d", summary)
+    written = summaries._FILE.load(storage, "d")
     assert written is not None
     assert written.shards == (snapshot.files[1].path,)
     assert written.pieces["episode_id"].to_pylist() == ["c", "a"]
@@ -310,5 +339,5 @@ def test_nothing_of_a_shard_that_was_purged_is_written_again(
         put(self, path, data)
 
     monkeypatch.setattr(type(storage), "put", purge_then_put)
-    summaries._write(storage, "d", summary)
+    summaries._FILE.save(storage, "d", summary)
     assert files(dataset) == []

@@ -10,9 +10,10 @@ import pytest
 
 from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRefusedError
 from replaylake.datastore.lake.catalog import LakeCatalog
+from replaylake.datastore.query import untrusted
 from replaylake.datastore.query.connections import connect
 from replaylake.datastore.query.statements import check_select
-from replaylake.datastore.query.untrusted import QueryLimits, _Sandbox
+from replaylake.datastore.query.untrusted import QueryLimits, _Sandbox, keep_spare_sandbox
 
 # Busy cores start a process late; what nothing stops would run for 100 s or for ever.
 SLACK_S = 30
@@ -196,3 +197,26 @@ def test_limits_that_are_none(filled):
 def test_parameters_that_arrow_cannot_hold(filled):
     with pytest.raises(QueryRefusedError, match="parameters"):
         filled.sql_untrusted("select $a", {"a": object()})
+
+
+def test_a_process_waits_for_the_next_query(filled, monkeypatch):
+    started = []
+    start = untrusted._start
+
+    def note():
+        started.append(start())
+        return started[-1]
+
+    monkeypatch.setattr(untrusted, "_start", note)
+    with keep_spare_sandbox():
+        waiting = started[0]
+        assert filled.sql_untrusted("select 1 as x").rows.to_pylist() == [{"x": 1}]
+        assert waiting.poll() is not None, "it answers one query, then ends"
+        assert len(started) == 2
+        started[1].kill()
+        started[1].wait()
+        assert filled.sql_untrusted("select 2 as x").rows.to_pylist() == [{"x": 2}]
+        assert len(started) == 4, "one that died is replaced"
+    assert all(process.poll() is not None for process in started)
+    filled.sql_untrusted("select 1")
+    assert len(started) == 5, "none waits any more"

@@ -98,3 +98,17 @@ def test_pandas_stays_unloaded_until_it_is_asked_for() -> None:
         "keep_pandas_unloaded()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    code = (
+        "import pyarrow as pa, pyarrow.parquet as pq\n"
+        "from replaylake.datastore.storage.arrow_values import return_freed_memory\n"
+        "return_freed_memory()\n"
+        "assert pa.default_memory_pool().backend_name == 'system'\n"
+        "values = pa.array(range(1000))\n"
+        "assert pa.system_memory_pool().bytes_allocated() > 0\n"
+        "del values\n"
+        "assert pa.total_allocated_bytes() == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

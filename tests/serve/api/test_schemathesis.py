@@ -36,6 +36,15 @@ OPERATIONS = [
     ("GET", "/readyz", 5),
     ("GET", "/metrics", 5),
     ("GET", "/docs.json", 5),
+    ("POST", "/v2/models/{name}/infer", 60),
+    ("POST", "/v2/models/{name}/versions/{version}/infer", 10),
+    ("GET", "/v2", 5),
+    ("GET", "/v2/health/live", 5),
+    ("GET", "/v2/health/ready", 5),
+    ("GET", "/v2/models/{name}", 5),
+    ("GET", "/v2/models/{name}/ready", 5),
+    ("GET", "/v2/models/{name}/versions/{version}", 5),
+    ("GET", "/v2/models/{name}/versions/{version}/ready", 5),
 ]
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import httpx
@@ -82,7 +84,7 @@ def test_the_first_page_says_what_is_served(client):
         assert text in page.text, text
     assert "logs to nothing" in page.text
     assert "explores no" in page.text
-    assert re.search(r"up for \d+\.\d s", page.text)
+    assert re.search(r"up for [\d.]+ m?s\b", page.text)
     assert "Follows" not in page.text
     assert "Held" not in page.text
 
@@ -214,6 +216,24 @@ def test_pages_of_other_sites_and_hosts_are_refused(client):
     page = open_page(client, "/", 421, host="evil.example")
     assert "unknown host evil.example" in page.text
     assert "champion" not in page.text
+
+
+def test_an_unknown_file_is_refused(client, refused):
+    error = refused(client.get("/static/none.js"), 404, "path")
+    assert "page.css" in error["message"]
+    refused(client.get("/static/", headers=HTML), 404, "path")
+    refused(client.post("/static/page.css", json={}), 404, "path")
+
+
+def test_a_server_loads_no_page_before_somebody_opens_one():
+    code = """if True:
+        import sys
+        from replaylake.serve.app import create_app
+        create_app(lambda: None)
+        assert "replaylake.serve.api.server_pages" not in sys.modules
+        assert "replaylake.serve.pages.frame" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def test_pages_are_counted_by_route(app_client, policy, serving):

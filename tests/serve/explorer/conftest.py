@@ -329,3 +329,38 @@ def served_lake(tmp_path_factory: pytest.TempPathFactory, kit: Any) -> Lake:
     join_feedback(lake, "live")
     write_log(lake, "fresh", HOSTILE, start_s)
     return lake
+
+
+@pytest.fixture(scope="session")
+def sweep_lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    """A sweep of three trials, `01sweep`: two are done, one is at work; and `02sweep`, of none."""
+    lake = open_lake(tmp_path_factory.mktemp("sweep") / "lake", create=True)
+    options = [
+        {"learning_rate": 1e-5, "hidden_sizes": [64, 64], "note": "plain"},
+        {"learning_rate": 1e-3, "hidden_sizes": [256, 256], "note": HOSTILE},
+        {"learning_rate": 1e-1, "hidden_sizes": [64, 64], "note": "plain"},
+    ]
+    for sweep_id in ("01sweep", "02sweep"):
+        record = {
+            "run_id": sweep_id,
+            "kind": "tune",
+            "status": "done",
+            "algorithm": "bc",
+            "combinations": options,
+            "measure": "selection/loss",
+            "mode": "min",
+        }
+        lake.registry.record_run(sweep_id, record)
+    for number, one in enumerate(options):
+        run_id = f"0{number}trial"
+        trial: dict[str, Any] = {
+            "run_id": run_id,
+            "kind": "offline",
+            "status": "done" if number < 2 else "interrupted",
+            "seed": number,
+            "sweep": {"id": "01sweep", "trial": number, "options": one},
+        }
+        if number < 2:
+            trial["selection"] = {"measure": "loss", "value": 0.5 - number / 4, "update": 10}
+        lake.registry.record_run(run_id, trial)
+    return lake

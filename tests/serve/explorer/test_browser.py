@@ -148,6 +148,16 @@ def test_a_page_of_what_was_served_fits(browser, served_address, name):
     _check_page(browser, served_address + _SERVED_PAGES[name], name)
 
 
+def test_a_sweep_fits_and_its_lines_are_links(browser, sweep_lake):
+    with _serve(sweep_lake) as address:
+        _check_page(browser, address + "/runs/01sweep", "sweep")
+        browser.show(1280, 900)
+        # With the keyboard: the last line in the picture is the best trial.
+        browser.run("[...document.querySelectorAll('.parallel a')].pop().focus(); 0")
+        browser.press("Enter")
+        browser.wait_until("location.pathname === '/runs/01trial'")
+
+
 @pytest.mark.parametrize("name", list(_PAGES))
 def test_a_page_fits_and_can_be_read_by_all(browser, address, hostile, name):
     _check_page(browser, address + _PAGES[name].replace("HOSTILE", quote(hostile)), name)

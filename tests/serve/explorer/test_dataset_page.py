@@ -1,10 +1,13 @@
 """A dataset's page: its contents, versions and what came of it."""
 
+from dataclasses import replace
 from shutil import copytree
 
 from replaylake.datastore.feedback.set_aside import join_producer
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.profile.profile import compute_profile
 from replaylake.serve.explorer.dataset_page import shorten_type
+from replaylake.serve.pages.profile_sections import describe_sample
 
 
 def test_a_dataset_shows_what_it_holds(explored):
@@ -15,6 +18,12 @@ def test_a_dataset_shows_what_it_holds(explored):
     assert (body["num_episodes"], body["num_steps"], body["version"]) == (12, 102, 2)
     assert sum(body["profile"]["returns"]["counts"]) == 12
     assert "No run of this lake has learned from it." in page.text
+
+
+def test_what_is_a_sample_says_so_with_its_size(explored):
+    assert "means are of all steps, and so are histograms." in explored.page("/datasets/walks").text
+    profile = replace(compute_profile(explored.lake.snapshot("walks")), num_sampled=50)
+    assert "are of a sample of 50 of them, evenly spread." in describe_sample(profile)
 
 
 def test_bars_of_the_returns_lead_to_all_episodes(explored):

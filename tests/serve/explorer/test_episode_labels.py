@@ -207,7 +207,7 @@ def test_a_label_is_undone_by_the_button_beside_it(reader):
     again = reader.post(LABEL, fields | {"form_token": token})
     assert again.status_code == 409
     assert "somebody else labeled the episode meanwhile" in again.text
-    answer = _set(reader, 0, remove="verdict")
+    answer = _set(reader, 0, removed="verdict")
     assert "verdict of w/0 was removed" in reader.page(answer.headers["location"]).text
 
 
@@ -241,7 +241,7 @@ def test_a_list_shows_the_labels_of_its_episodes(reader, hostile):
     _set(reader, 0, flag="true")
     _set(reader, 1, "4", label="rating")
     _set(reader, 2)
-    _set(reader, 2, remove="verdict")
+    _set(reader, 2, removed="verdict")
     page = reader.page("/datasets/walks/episodes")
     assert "Labels" in page.texts
     pills = [text for text in page.texts if text.startswith(("verdict", "flagged", "rating"))]

@@ -124,6 +124,43 @@ def test_a_stream_sends_the_page_and_then_what_changes(training):
     asyncio.run(run())
 
 
+def test_what_a_reader_has_is_not_sent_again(training):
+    async def run():
+        app = create_explorer(training)
+        page = Reader(app, "/runs/01run", {})
+        await asyncio.wait_for(page.task, 30)
+        html = ""
+        while not page._events.empty():
+            html += page._events.get_nowait()
+        seen = re.search(r'<meta name="seen" content="([^"]+)">', html)[1]
+        assert len(seen.split(".")) == html.count("<section")
+        async with follow(app, f"/runs/01run?seen={seen}") as reader:
+            _, update = await reader.event()
+            assert update.count("<section data-same>") == update.count("<section") > 2
+            assert f'content="{seen}"' in update
+        # Of a page whose other panels it has, the one that changed.
+        first = ".".join(seen.split(".")[1:])
+        async with follow(app, f"/runs/01run?seen={first}") as reader:
+            _, update = await reader.event()
+            assert update.count("<section data-same>") == update.count("<section") - 1
+            assert [address for address, _ in app.live._shared] == ["/runs/01run?"]
+
+    asyncio.run(run())
+
+
+def test_a_large_page_is_made_less_often(training, monkeypatch):
+    monkeypatch.setattr(live_pages, "_CHARS_PER_S", 1)
+
+    async def run():
+        app = create_explorer(training)
+        async with follow(app, "/runs/01run") as reader:
+            await reader.event()
+            (shared,) = app.live._shared.values()
+            assert shared.due > time.monotonic() + 100
+
+    asyncio.run(run())
+
+
 def test_readers_of_one_page_share_what_is_made_for_them(training, monkeypatch):
     made = []
     show = runs_page.show_run
@@ -170,10 +207,22 @@ def test_there_are_so_many_streams_and_no_more(training, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", ["/runs.json", "/runs.csv", "/sql?q=SELECT+1", "/sql.csv?q=SELECT+1"]
+    "path",
+    [
+        "/runs.json",
+        "/runs.csv",
+        "/sql?q=SELECT+1",
+        "/sql.csv?q=SELECT+1",
+        "/policies/p?observation=1",
+    ],
 )
 def test_what_is_no_page_or_runs_a_readers_sql_is_not_followed(explored, path):
     assert explored.client.get(path, headers=STREAM).status_code == 204
+
+
+def test_the_head_of_a_page_is_no_stream(explored):
+    answer = explored.client.head("/policies", headers=STREAM)
+    assert answer.headers["content-type"].startswith("text/html")
 
 
 def test_a_page_that_does_not_change_is_sent_once(explored):
@@ -227,6 +276,7 @@ def test_a_silent_stream_is_kept_alive(training, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_explorer_that_is_stopped_ends_its_streams(training):
     """SIGINT ends it at once, with a page that is followed and nothing but its line on stderr."""
     code = f"""if True:

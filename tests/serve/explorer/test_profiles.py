@@ -7,7 +7,8 @@ import pytest
 
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.maintenance.purge.purge import purge
-from replaylake.serve.explorer import profiles
+from replaylake.datastore.query import summaries
+from replaylake.serve.explorer import lake_page, profiles
 from replaylake.serve.explorer.profiles import ProfileMemory
 
 
@@ -125,3 +126,85 @@ def test_counts_of_a_purged_version_are_not_shown(written, monkeypatch):
     assert memory.find(written, before).profile is None
     gate.open(2)
     _wait_for(lambda: memory.find(written, written.snapshot("walks")).progress is None)
+
+
+@pytest.fixture
+def unsummarized(written, monkeypatch):
+    """Let a summary be worth its writing, and be written only once the gate opens."""
+    monkeypatch.setattr(summaries, "_WRITE_US", 0.0)
+    monkeypatch.setattr(lake_page, "_WAIT_S", 0.0)
+    refresh, may_go = profiles.refresh, threading.Event()
+
+    def wait(table, on_progress):
+        while not may_go.wait(0.01):
+            on_progress(5, table.num_rows)
+        return refresh(table, on_progress)
+
+    monkeypatch.setattr(profiles, "refresh", wait)
+    return may_go
+
+
+def _read_counted(reader):
+    """Return what the lake's page has of the dataset, once its episodes are counted."""
+    found = {}
+
+    def read():
+        found.update(reader.json("/index.json")["datasets"][0])
+        return found["num_episodes"] is not None
+
+    _wait_for(read)
+    return found
+
+
+def test_pages_come_before_the_episodes_are_summarized(
+    written, unsummarized, reader_type, page_type
+):
+    reader = reader_type(written)
+
+    def read(path):
+        return reader.client.get(path)
+
+    assert read("/index.json").json()["datasets"][0]["num_episodes"] is None
+    page = page_type(read("/").text)
+    assert page.text.count("being counted") == 3  # the facts, the row's episodes and policies
+    assert 'data-refresh="2"' in read("/").text
+    _wait_for(lambda: read("/datasets/walks.json").json()["progress"] == [5, 12])
+    body = read("/datasets/walks.json").json()
+    assert (body["num_episodes"], body["num_steps"]) == (None, 12)
+    assert "being counted" in page_type(read("/datasets/walks").text).text
+    # The episodes alone were wanted first, and the profile meanwhile.
+    unsummarized.set()
+    body = reader.json("/datasets/walks.json")
+    assert (body["num_episodes"], body["profile_version"]) == (4, 4)
+    assert _read_counted(reader)["num_episodes"] == 4
+    assert "being counted" not in reader.page("/").text
+    assert "data-refresh" not in read("/").text
+
+
+def test_the_page_of_a_lake_counts_no_steps(written, unsummarized, reader_type, monkeypatch):
+    gate, reader = Gate(monkeypatch), reader_type(written)
+    unsummarized.set()
+    assert _read_counted(reader)["mean_return"] == 3.0
+    # Of a version that is summarized, no file is looked at again.
+    monkeypatch.setattr(profiles, "needs_refresh", None)
+    assert reader.client.get("/").status_code == 200
+    _wait_for(lambda: reader.app._profiles._running is None)
+    assert gate.begun == []
+
+
+def test_what_is_never_summarized_is_queried(written, unsummarized, reader_type, monkeypatch):
+    unsummarized.set()
+    monkeypatch.setattr(summaries, "_MIN_STEPS", 100)
+    reader = reader_type(written)
+    assert _read_counted(reader)["num_episodes"] == 4
+    assert summaries.needs_refresh(written.snapshot("walks").table)
+
+
+def test_a_purge_ends_what_is_remembered(written, unsummarized, monkeypatch):
+    unsummarized.set()
+    memory, snapshot = ProfileMemory(), written.snapshot("walks")
+    _wait_for(lambda: memory.find_unsummarized(written, snapshot) is None)
+    purge(written, "walks", "episode_id = 'w/0'")
+    _wait_for(lambda: memory.find_unsummarized(written, written.snapshot("walks")) is None)
+    rows = written.sql("SELECT count(*) AS num FROM walks.episodes").to_pylist()
+    assert rows == [{"num": 3}]

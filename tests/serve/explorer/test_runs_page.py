@@ -133,3 +133,52 @@ def test_a_page_says_where_a_curve_is_thinned(trained):
     assert any("up to 2,100 points" in text for text in page.texts)
     (data,) = [text for text in page.texts if text.startswith('{"x":')]
     assert set(json.loads(data)["plots"][0]["series"][0]["values"]) == {16_777_217.0}
+
+
+def test_a_sweep_is_drawn_from_options_to_values(sweep_lake, reader_type, hostile):
+    page = reader_type(sweep_lake).page("/runs/01sweep")
+    assert "Curves" not in page.texts
+    assert "learning_rate (log)" in page.texts
+    lines = [attributes for tag, attributes in page.tags if tag == "polyline"]
+    drawn = [one["points"] for one in lines if one["class"].startswith("line")]
+    # Rate in the middle of its axis, the second of two sizes and notes, the least value: the best,
+    # and so the last. Trial 2 has no value yet.
+    assert drawn == [
+        "50,96 150,73 250,73 350,4",
+        "50,4 150,73 250,73",
+        "50,50 150,27 250,27 350,96",
+    ] or drawn == [
+        "50,4 150,73 250,73",
+        "50,96 150,73 250,73 350,4",
+        "50,50 150,27 250,27 350,96",
+    ]
+    assert lines[-1]["class"] == "line best"
+    assert "/runs/01trial" in page.links
+    assert any("no value yet" in text for text in page.texts)
+    assert any(hostile in text for text in page.texts)
+    assert "selection/loss" in page.texts
+
+
+def test_a_sweep_without_trials_says_so(sweep_lake, reader_type):
+    assert (
+        "No trial of this sweep has begun." in reader_type(sweep_lake).page("/runs/02sweep").texts
+    )
+
+
+def test_a_sweep_by_returns_takes_the_closing_evaluation(tmp_path, reader_type):
+    lake = open_lake(tmp_path / "lake", create=True)
+    record = {"run_id": "s", "status": "done", "combinations": [{"x": 1}, {"x": 2}]}
+    lake.registry.record_run("s", {**record, "measure": "selection/environment", "mode": "max"})
+    for number, (selected, final) in enumerate(((90.0, 10.0), (80.0, 30.0))):
+        trial = {
+            "run_id": f"t{number}",
+            "status": "done",
+            "sweep": {"id": "s", "trial": number, "options": {"x": number}},
+            "selection": {"measure": "environment", "value": selected, "update": 1},
+            "evaluation": {"mean_return": final},
+        }
+        lake.registry.record_run(f"t{number}", trial)
+    page = reader_type(lake).page("/runs/s")
+    assert {"10", "30", "evaluation/return"} <= set(page.texts)
+    best = [a["points"] for tag, a in page.tags if a.get("class") == "line best"]
+    assert best == ["50,4 150,4"]

@@ -133,3 +133,16 @@ def test_its_queries_are_those_that_ran(served):
     assert len(queries) >= 5
     for query in queries:
         served.lake.sql(query)
+
+
+@pytest.mark.parametrize("path", ["serving", "serving/live", "policies/clone", "runs", "sql"])
+def test_below_a_prefix_links_and_forms_begin_with_it(served_lake, reader_type, path):
+    page = reader_type(served_lake, path_prefix="/lake").page(f"/lake/{path}")
+    addresses = [
+        attributes[key]
+        for _, attributes in page.tags
+        for key in ("href", "src", "action")
+        if key in attributes and not attributes[key].startswith("#")
+    ]
+    assert len(addresses) > 8
+    assert all(address.startswith("/lake/") for address in addresses)

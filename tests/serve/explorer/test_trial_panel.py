@@ -1,18 +1,22 @@
 """The form on a policy's page: the action of an observation, against the policy itself."""
 
 import json
+import re
 import subprocess
 import sys
 from urllib.parse import quote, urlencode
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
+from replaylake.datastore.episodes.encoding import CATEGORY, NUMBER, Encoding, Field
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinary
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.serve.explorer.request_queue import RequestQueue
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +102,14 @@ def test_a_link_on_another_site_acts_on_nothing(tried):
     assert "most likely" not in answer.text
 
 
+def test_so_many_trials_run_at_a_time_as_queries(served_lake, reader_type):
+    reader = reader_type(served_lake)
+    reader.app.sandboxes = RequestQueue(max_running=0, max_waiting=0)
+    page = reader.page("/policies/clone?observation=[0,0]", 503)
+    assert "queries wait already" in page.text
+    reader.page("/policies/clone")
+
+
 def test_a_policy_without_a_density_has_its_action_alone(tmp_path, kit, reader_type):
     lake = open_lake(tmp_path / "lake", create=True)
     spec = PolicySpec(Box((1,)), Box((2,), "float32", -2.0, 2.0), "deterministic")
@@ -112,6 +124,59 @@ def test_a_policy_without_a_density_has_its_action_alone(tmp_path, kit, reader_t
     page = reader.page("/policies/arm?observation=[0.5]")
     assert "none: the policy has no density" in page.texts
     assert "This policy has one action for each observation." in page.texts
+
+
+def test_draws_of_a_gaussian_are_histograms(tmp_path, reader_type):
+    """The graph's input is the mean and the log of the standard deviation."""
+    lake = open_lake(tmp_path / "lake", create=True)
+    names = ("means", "log_stds")
+    graph = helper.make_graph(
+        [helper.make_node("Split", ["observations"], list(names), axis=1)],
+        "gaussian",
+        [helper.make_tensor_value_info("observations", TensorProto.FLOAT, ["n", 2])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 1]) for name in names],
+    )
+    opset = helper.make_opsetid("", 17)
+    onnx = helper.make_model(graph, opset_imports=[opset], ir_version=8).SerializeToString()
+    spec = PolicySpec(Box((2,)), Box((1,), "float32", -100.0, 100.0), "gaussian")
+    save_package(tmp_path / "p", onnx=onnx, spec=spec, manifest={}, learner_weights=None)
+    lake.registry.register("arm", tmp_path / "p", run_id="r", lineage={})
+    reader = reader_type(lake)
+    answer = reader.json(ask("arm", observation="[3, 0]"))["trial"]
+    assert answer["action"] == [3.0]
+    # Of a normal distribution with standard deviation 1, at its mean: -ln(2 pi) / 2.
+    assert answer["log_prob"] == pytest.approx(-0.9189385, abs=1e-5)
+    page = reader.page("/policies/arm?observation=[3,0]")
+    assert "Action 0" in page.texts
+    counts = [
+        int(found[1].replace(",", ""))
+        for text in page.texts
+        if (found := re.search(r": ([\d,]+) draws$", text))
+    ]
+    assert sum(counts) == 1000
+    assert len(counts) == 24
+
+
+def test_named_fields_are_acted_on_by_name(tmp_path, kit, reader_type):
+    lake = open_lake(tmp_path / "lake", create=True)
+    encoding = Encoding(
+        (Field("age", NUMBER), Field("device", CATEGORY, ("ios", "web"))), ("a", "b")
+    )
+    spec = PolicySpec(Box((encoding.width,)), Discrete(2), "categorical", encoding=encoding)
+    weights = np.zeros((encoding.width, 2), np.float32)
+    weights[-1, 1] = 1.0  # of `device = web`
+    graph = kit.linear_graph(weights, "logits", encoding.width)
+    package = kit.save_policy(tmp_path / "p", spec, graph)
+    lake.registry.register("shop", package, run_id="r", lineage={})
+    reader = reader_type(lake)
+    for device, action in (("web", 1), ("ios", 0)):
+        text = json.dumps({"age": 30, "device": device})
+        assert reader.json(ask("shop", observation=text))["trial"]["action"] == action
+    page = reader.page("/policies/shop?" + urlencode({"observation": text}))
+    assert "called" in page.texts
+    assert {"0: a", "1: b"} <= set(page.texts)
+    error = reader.json(ask("shop", observation='{"age": 30}'), 422)["trial"]["error"]
+    assert error["field"] == "observation.device"
 
 
 def test_actions_of_several_elements_are_drawn(tmp_path, kit, reader_type):

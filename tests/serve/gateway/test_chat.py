@@ -3,8 +3,11 @@
 import base64
 import json
 import socket
+import socketserver
+import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import openai
@@ -493,3 +496,63 @@ def test_the_usage_of_a_stream_is_passed_on_and_recorded_if_it_was_asked_for(
     (row,) = kit.wait_for_rows(gateway, 1, f"observation = 'user: {text}'")
     usage = json.loads(row["metadata"] or "{}").get("usage")
     assert (usage or {}).get("completion_tokens") == (len(text) + 1 if asked else None)
+
+
+def make_events():
+    chunks = [{"index": 0, "delta": {"content": text}} for text in ("one", " two")]
+    chunks.append({"index": 0, "delta": {}, "finish_reason": "stop"})
+    events = [
+        b"data: %b\n\n" % json.dumps({"id": "s", "choices": [one]}).encode() for one in chunks
+    ]
+    return [*events, b"data: [DONE]\n\n"]
+
+
+class PacketEngine(socketserver.BaseRequestHandler):
+    """Streams the same events in few packets or in many, as the question says."""
+
+    def handle(self):
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-engine: packets\r\n"
+        head += b"connection: close\r\n\r\n"
+        asked = self.request.recv(65536)
+        pieces = [head, *make_events()]
+        if b"at once" in asked:
+            pieces = [b"".join(pieces)]
+        elif b"with half" in asked:
+            pieces = [head + pieces[1][:20], pieces[1][20:], *pieces[2:]]
+        for piece in pieces:
+            self.request.sendall(piece)
+            time.sleep(0.01)
+
+
+def test_a_stream_is_the_same_in_whatever_packets_it_comes(gateways, tmp_path):
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), PacketEngine) as engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{engine.server_address[1]}"
+        gateway = gateways(url, tmp_path / "lake", "--engine", "openai")
+        with httpx.Client() as client:
+            for how in ("at once", "with half", "one by one") * 2:  # on one connection
+                messages = [{"role": "user", "content": how}]
+                body = {"model": "m", "stream": True, "messages": messages}
+                answer = client.post(f"{gateway.url}/v1/chat/completions", json=body)
+                assert answer.content == b"".join(make_events())
+                assert answer.headers["content-type"] == "text/event-stream"
+                assert answer.headers["x-engine"] == "packets"
+                assert answer.headers["transfer-encoding"] == "chunked"
+                assert "server" in answer.headers
+                assert "date" in answer.headers
+        messages[0]["content"] = "at once"
+        answer = httpx.post(  # as messages of ASGI
+            f"{gateway.url}/v1/chat/completions", json=body, headers={"Connection": "close"}
+        )
+        assert answer.content == b"".join(make_events())
+        engine.shutdown()
+    rows = gateway.steps("action", num=7)
+    assert [row["action"] for row in rows] == ["one two"] * 7
+
+
+def test_the_gateway_does_not_load_pandas(gateway, kit):
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "no frames"}]}
+    httpx.post(f"{gateway.url}/v1/chat/completions", json=chat)
+    kit.wait_for_rows(gateway, 1, "observation = 'user: no frames'")  # it has committed
+    assert "pandas" not in Path(f"/proc/{gateway.process.pid}/maps").read_text()

@@ -294,6 +294,7 @@ def test_an_engine_that_starts_after_the_gateway_is_detected(kit, tmp_path):
     assert 'gateway_engine{engine="vllm"} 1.0' in metrics
     assert 'engine="unknown"' not in metrics
     assert "engine unknown (/v1/models: " in said
+    assert "calls are recorded with their texts, and without token ids" in said
 
 
 @pytest.mark.slow

@@ -6,12 +6,15 @@ from replaylake.datastore.lake.profile.column_statistics import Histogram
 from replaylake.serve.pages.charts import (
     FlowNode,
     Interval,
+    ParallelAxis,
+    ParallelLine,
     bar_list,
     column_chart,
     density_map,
     flow_chart,
     histogram_chart,
     interval_chart,
+    parallel_chart,
     stacked_chart,
 )
 
@@ -109,3 +112,18 @@ def test_a_flow_has_boxes_and_lines_between_their_middles():
 def test_bars_of_several_lists_have_one_scale():
     picture = bar_list([("a", 1.0, "1")], label="n", top=4.0)
     assert 'width="25"' in picture
+
+
+def test_a_line_of_parallel_coordinates_ends_where_its_values_do():
+    axes = [ParallelAxis("<rate>", "1", "0"), ParallelAxis("value", "9", "3")]
+    lines = [
+        ParallelLine([0.0, 1.0], "best", "/runs/a", 1.0, is_best=True),
+        ParallelLine([0.5, None], "running", "/runs/b", 0.0),
+    ]
+    picture = parallel_chart(axes, lines, label="n")
+    assert 'points="50,96 150,4"' in picture
+    assert 'points="50,50"' in picture
+    assert "&lt;rate&gt;" in picture
+    # The best one is above the others.
+    assert picture.index("/runs/b") < picture.index("/runs/a")
+    assert picture.count('class="line best"') == 1

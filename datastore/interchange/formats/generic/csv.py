@@ -1,8 +1,11 @@
 """CSV tables, one row a step: a header, then numbers, flags, texts, or JSON in a cell.
 
-A cell may hold a JSON list of numbers, or an object. Arrow converts columns of floats and of flags
-while it parses. Where a later cell turns out to be something else, the file is parsed again from
-its start with that column as text, and rows given before are passed over.
+A cell may hold a JSON list of numbers, or an object. Numbers have a decimal point unless a comma is
+stated; columns of numbers with a comma are refused until then, as they would be texts.
+
+Arrow converts columns of floats and of flags while it parses. Where a later cell turns out to be
+something else, the file is parsed again from its start with that column as text, and rows given
+before are passed over.
 
 A column is numbers, flags or JSON where nine in ten of its cells are (of a field that is a number,
 where any cell is): the others are misfits. All cells of the source are counted before that is
@@ -63,6 +66,7 @@ _DELIMITERS: Final = ",;\t|"
 _NOT_A_NUMBER: Final = r"^[+-]?0[0-9xX]"
 _NUMBER: Final = r"^[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|(?i:nan|inf|infinity))$"
 _WHOLE: Final = r"^[+-]?[0-9]+$"
+_COMMA_CELL: Final = r"^(\s*[+-]?[0-9]*),([0-9]+([eE][+-]?[0-9]+)?\s*)$"
 _BIT: Final = r"^[01]$"
 _FLAG: Final = r"^(?i:true|false)$"
 _JSON: Final = r"^[\[{]"
@@ -96,7 +100,7 @@ class CsvTables(TableSource):
 
     as_text: columns that are text whatever their cells are. numeric: those that are numbers or
     flags where any of their cells is. share: what part of the cells of any other has to be of one
-    kind, or it is text.
+    kind, or it is text. delimiter, decimal: as `ReadOptions` has them.
     """
 
     def __init__(
@@ -105,9 +109,14 @@ class CsvTables(TableSource):
         as_text: Collection[str] = (),
         numeric: Collection[str] = (),
         share: float = SHARE,
+        *,
+        delimiter: str | None = None,
+        decimal: str | None = None,
     ) -> None:
         self._files = files
         self._share = share
+        self._delimiter, self._decimal = delimiter, decimal
+        self._as_text = {*as_text}
         self._numeric = {*numeric}
         self._kinds: dict[str, str] = dict.fromkeys(as_text, _TEXT)
         self._settled: set[str] = {*as_text}
@@ -117,7 +126,7 @@ class CsvTables(TableSource):
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
         for file in self._files:
             file.check_unchanged()
-            names, delimiter = _header(file)
+            names, delimiter = _header(file, self._delimiter)
             check_columns(file, names)
             num_given = 0
             while (
@@ -134,9 +143,9 @@ class CsvTables(TableSource):
         """Count the cells of all files; what most are, if nearly all are, is the column's kind."""
         counts: dict[str, Counter[str]] = {n: Counter() for n in columns if n not in self._settled}
         for file in self._files:
-            names, delimiter = _header(file)
+            names, delimiter = _header(file, self._delimiter)
             try:
-                for _, batch, _ in _parse_blocks(file, names, delimiter, {}, _BLOCK_BYTES):
+                for _, batch, _ in self._parse(file, names, delimiter, {}, _BLOCK_BYTES):
                     for name in counts.keys() & {*names}:
                         counts[name] += _count_kinds(batch.column(name))
             except (pa.ArrowException, OSError) as error:
@@ -155,7 +164,7 @@ class CsvTables(TableSource):
         row = 0
         try:
             converted = self._conversions(file, names, delimiter)
-            blocks = _parse_blocks(file, names, delimiter, converted, _BLOCK_BYTES)
+            blocks = self._parse(file, names, delimiter, converted, _BLOCK_BYTES)
             for first, batch, num_bytes in blocks:
                 if first >= num_given:
                     yield self._chunk(file, first, batch, converted, num_bytes)
@@ -167,6 +176,52 @@ class CsvTables(TableSource):
                 return name, row
             raise unreadable_error(file.name, error) from error
         return None
+
+    def _parse(
+        self,
+        file: SourceFile,
+        names: Sequence[str],
+        delimiter: str,
+        converted: Mapping[str, pa.DataType],
+        block_bytes: int,
+    ) -> Iterator[tuple[int, pa.RecordBatch, int]]:
+        """Yield blocks, whose texts that are numbers with a decimal comma have a point instead."""
+        decimal = self._decimal or "."
+        blocks = _parse_blocks(file, names, delimiter, converted, block_bytes, decimal)
+        if decimal == ".":
+            if self._decimal is None:
+                blocks = self._refuse_decimal_commas(file, delimiter, blocks)
+            yield from blocks
+            return
+        for row, batch, num_bytes in blocks:
+            for place, name in enumerate(batch.schema.names):
+                if name not in converted and name not in self._as_text:
+                    cells = pc.replace_substring_regex(batch[place], _COMMA_CELL, r"\1.\2")
+                    batch = batch.set_column(place, name, cells)
+            yield row, batch, num_bytes
+
+    def _refuse_decimal_commas(
+        self, file: SourceFile, delimiter: str, blocks: Iterator[tuple[int, pa.RecordBatch, int]]
+    ) -> Iterator[tuple[int, pa.RecordBatch, int]]:
+        """Yield blocks unless one has a column of numbers with a decimal comma.
+
+        They would be texts. Where the comma delimits, such cells are quoted, and may be pairs: then
+        only fields that are numbers are refused. Raises: SourceInvalidError.
+        """
+        for row, batch, num_bytes in blocks:
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                is_number = name in self._numeric
+                if (delimiter == "," or name in self._as_text) and not is_number:
+                    continue
+                found = _find_decimal_comma(column, self._share)
+                if found is not None:
+                    raise SourceInvalidError(
+                        f"{file.name}: column {name!r}: found numbers with a decimal comma, such "
+                        f"as {found!r}, expected a decimal point. State `decimal` ',' to read them "
+                        "as numbers, or '.' to read them as texts.",
+                        parameter="decimal",
+                    )
+            yield row, batch, num_bytes
 
     def _chunk(
         self,
@@ -184,7 +239,7 @@ class CsvTables(TableSource):
                 columns[name], wrong = self._convert(column, name)
                 for i, cell in wrong.items():
                     misfits.setdefault(i, {})[name] = cell
-        records = self._lines.setdefault(file.sha256, _RecordLines(file))
+        records = self._lines.setdefault(file.sha256, _RecordLines(file, self._delimiter))
         lines = _ChunkLines(records, range(row, row + batch.num_rows))
         table = pa.table(columns)
         return Chunk(file, row, table, num_bytes=num_bytes, misfits=misfits, lines=lines)
@@ -194,7 +249,7 @@ class CsvTables(TableSource):
     ) -> Mapping[str, pa.DataType]:
         """Return the columns that Arrow converts: those that are floats or flags at first."""
         if file.sha256 not in self._converted:
-            blocks = _parse_blocks(file, names, delimiter, {}, _SAMPLE_BYTES)
+            blocks = self._parse(file, names, delimiter, {}, _SAMPLE_BYTES)
             sample = next((batch for _, batch, _ in blocks), None)
             kinds = {}
             for i, name in enumerate(names):
@@ -234,8 +289,8 @@ class _RecordLines:
     after an empty line.
     """
 
-    def __init__(self, file: SourceFile) -> None:
-        self._file = file
+    def __init__(self, file: SourceFile, delimiter: str | None) -> None:
+        self._file, self._delimiter = file, delimiter
         self._rows, self._lines = array("q"), array("q")
         self._is_known: bool | None = None
 
@@ -255,7 +310,7 @@ class _RecordLines:
         return self._lines[i] + row - self._rows[i]
 
     def _scan(self) -> None:
-        _, delimiter = _header(self._file)
+        _, delimiter = _header(self._file, self._delimiter)
         with self._file.open() as stream:
             # Each byte as a character: only those of ASCII matter, whatever is between them.
             text = io.TextIOWrapper(stream, "latin-1", newline="")
@@ -302,7 +357,7 @@ class CsvFormat:
         if files[0].head(2) in _UTF_16:
             return True  # reading it says what is wrong with it
         try:
-            names, delimiter = _header(files[0])
+            names, delimiter = _header(files[0], None)
         except SourceInvalidError:
             return False
         # Text with a comma in its first line, such as a program, is no table.
@@ -312,9 +367,23 @@ class CsvFormat:
         )
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
+        names, delimiter = _header(files[0], options.delimiter)
+        if len(names) == 1:
+            raise SourceInvalidError(
+                f"{files[0].name}: found one column, {names[0]!r}, expected several with "
+                f"{delimiter!r} between them. State the `delimiter`; without, it is a comma, a "
+                "semicolon, a tab or |.",
+                parameter="delimiter",
+            )
         # Ids are texts from the start: "7" and "007" are two episodes.
         as_text, numeric = text_columns(options.mapping), numeric_columns(options.mapping)
-        tables = CsvTables(files, [*as_text, *options.episode_by], numeric)
+        tables = CsvTables(
+            files,
+            [*as_text, *options.episode_by],
+            numeric,
+            delimiter=options.delimiter,
+            decimal=options.decimal,
+        )
         return TabularReader(tables, options, files[0].name)
 
     def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
@@ -329,9 +398,9 @@ class CsvFormat:
             )
 
 
-def csv_columns(file: SourceFile) -> list[str]:
+def csv_columns(file: SourceFile, delimiter: str | None = None) -> list[str]:
     """Return the names in a file's header. Raises: SourceInvalidError."""
-    return _header(file)[0]
+    return _header(file, delimiter)[0]
 
 
 def text_columns(mapping: Mapping[str, str]) -> set[str]:
@@ -361,6 +430,7 @@ def _parse_blocks(
     delimiter: str,
     converted: Mapping[str, pa.DataType],
     block_bytes: int,
+    decimal: str,
 ) -> Iterator[tuple[int, pa.RecordBatch, int]]:
     """Yield the number of the first row of each block, its rows, and how many bytes were read.
 
@@ -372,6 +442,7 @@ def _parse_blocks(
         strings_can_be_null=True,
         quoted_strings_can_be_null=False,
         null_values=[""],
+        decimal_point=decimal,
     )
 
     def parse(block: bytes, *, use_threads: bool) -> pa.Table:
@@ -406,10 +477,17 @@ def _parse_blocks(
             "be closed: correct the row, or leave the file out."
         ) from error
     except pa.ArrowInvalid as error:
+        if "invalid UTF8" in str(error):
+            column = _FAILED_COLUMN.search(str(error))
+            where = "" if column is None else f" column {names[int(column[1])]!r}:"
+            raise SourceInvalidError(
+                f"{file.name}:{where} found bytes that are no UTF-8 from row {row} on, expected "
+                "CSV in UTF-8. Convert the file, as with `iconv -f WINDOWS-1252 -t UTF-8`."
+            ) from error
         if (match := _FAILED_ROW.search(str(error))) is None:
             raise
         number, expected, found = map(int, match.groups())
-        lines = _RecordLines(file)
+        lines = _RecordLines(file, delimiter)
         where = f"{file.name} row {row + number - 1}"
         if lines.is_known():
             where = f"{file.name} line {lines.line(row + number - 1)}"
@@ -419,7 +497,11 @@ def _parse_blocks(
         ) from error
 
 
-def _header(file: SourceFile) -> tuple[list[str], str]:
+def _header(file: SourceFile, delimiter: str | None) -> tuple[list[str], str]:
+    """Return the names in a file's first line, and what is between them.
+
+    delimiter: None to find the one that the line has most of. Raises: SourceInvalidError.
+    """
     head = file.head(_HEAD_BYTES)
     if head[:2] in _UTF_16:
         raise SourceInvalidError(
@@ -428,7 +510,8 @@ def _header(file: SourceFile) -> tuple[list[str], str]:
         )
     try:
         first = head.partition(b"\n")[0]
-        delimiter = max(_DELIMITERS, key=lambda mark: first.count(mark.encode()))
+        if delimiter is None:
+            delimiter = max(_DELIMITERS, key=lambda mark: first.count(mark.encode()))
         if not (end := first_end(head, delimiter)) and len(head) == _HEAD_BYTES:
             head = file.head(_MAX_HEADER_BYTES)
             end = first_end(head, delimiter)
@@ -449,6 +532,30 @@ def _header(file: SourceFile) -> tuple[list[str], str]:
             "Add a header line."
         )
     return names, delimiter
+
+
+def _find_decimal_comma(column: pa.Array, share: float) -> str | None:
+    """Return a number with a decimal comma of a column that has nothing but numbers, else None.
+
+    share: what part of its cells have to be numbers.
+    """
+    if not pa.types.is_string(column.type) or column.null_count == len(column):
+        return None
+    ends, data = _cells(column)
+    if not (data[ends[0] : ends[-1]] == ord(",")).any():
+        return None  # nearly always, at no cost
+    cells = pc.utf8_trim_whitespace(column.drop_null())
+    if not _may_be_typed(cells, share):
+        return None
+    has_comma = pc.match_substring_regex(cells, _COMMA_CELL)
+    num_commas = int(pc.sum(has_comma).as_py() or 0)
+    if not num_commas:
+        return None
+    is_number = pc.or_(has_comma, pc.match_substring_regex(cells, _NUMBER))
+    if int(pc.sum(is_number).as_py()) < share * len(cells):
+        return None
+    found: str = cells.filter(has_comma)[0].as_py()
+    return found
 
 
 def _first_row_length(file: SourceFile, delimiter: str) -> int | None:

@@ -220,7 +220,12 @@ class TabularReader:
         if self._options.reward_scale is not None:
             notes.append(f"rewards are {self._options.reward_scale:g} times those logged")
         layout, limit = self._layout, self._options.time_limit
-        if layout.done and layout.one("truncated") is None:
+        if layout.done and layout.one("truncated") is None and limit is not None:
+            notes.append(
+                f"{layout.done} used as terminated, but for episodes that reached the time limit "
+                f"of {limit} steps: the log has no truncated flags"
+            )
+        elif layout.done and layout.one("truncated") is None:
             notes.append(
                 f"{layout.done} used as terminated: the log has no truncated flags, so a time "
                 "limit in it counts as a termination unless `time_limit` names it"

@@ -97,6 +97,9 @@ def test_time_limit_makes_the_episodes_of_that_length_truncated() -> None:
     assert [(c.name, c.outcome, c.num_episodes) for c in reading.checks] == [
         ("time_limit", "corrected", 20)
     ]
+    (note,) = [note for note in reading.notes if "dones used as terminated" in note]
+    assert "but for episodes that reached the time limit of 200 steps" in note
+    assert "unless" not in note
 
 
 def test_sample_batches_and_rows_give_the_same_steps() -> None:

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.lake.profile.column_statistics import (
-    ColumnStatistics,
-    EvenSample,
     Histogram,
+    NumberStatistics,
     histogram,
 )
 
@@ -16,42 +15,46 @@ def test_statistics_are_those_of_all_rows_however_they_are_cut() -> None:
     # Far from zero, where a difference of sums of squares would lose every digit.
     rows = np.stack([1e8 + rng.normal(size=5_000), rng.integers(0, 3, 5_000).astype(float)], axis=1)
     rows[::10, 0] = np.nan
+    low, high = np.array([-np.inf, 0.0]), np.array([np.inf, 1.0])
     for size in (5_000, 617, 1):
-        columns = ColumnStatistics(["a", "b"], np.array([-np.inf, 0.0]), np.array([np.inf, 1.0]))
-        for start in range(0, 5_000, size):
-            columns.add(rows[start : start + size])
-        a, b = columns.dimensions()
+        parts = [
+            NumberStatistics.from_rows(rows[start : start + size], low, high)
+            for start in range(0, 5_000, size)
+        ]
+        a, b = NumberStatistics.merge(parts).dimensions(["a", "b"], low, high, rows)
         known = rows[~np.isnan(rows[:, 0]), 0]
         assert (a.num, b.num) == (4_500, 5_000)
         assert a.mean == pytest.approx(known.mean(), rel=1e-14)
-        assert a.std == pytest.approx(known.std(), rel=1e-6)
+        assert a.std == pytest.approx(known.std(), rel=1e-9)
         assert (a.minimum, a.maximum) == (known.min(), known.max())
         assert (a.low, a.high, a.num_outside) == (None, None, 0)
         assert (b.low, b.high) == (0.0, 1.0)
         assert b.num_outside == (rows[:, 1] == 2).sum()
         assert b.share_zero == pytest.approx((rows[:, 1] == 0).mean())
+        assert b.histogram == histogram(rows[:, 1])
 
 
 def test_columns_without_a_value_say_so() -> None:
-    columns = ColumnStatistics(["a"], np.array([-np.inf]), np.array([np.inf]))
-    columns.add(np.full((3, 1), np.nan))
-    (a,) = columns.dimensions()
-    assert a.num == 0
+    low, high = np.array([1.0]), np.array([np.inf])
+    unknown = NumberStatistics.from_rows(np.full((3, 1), np.nan), low, high)
+    (a,) = unknown.dimensions(["a"], low, high, np.full((3, 1), np.nan))
+    assert a.num == a.num_outside == 0
     assert np.isnan(a.mean)
     assert a.histogram is None
+    # Beside what has values it adds nothing.
+    known = NumberStatistics.from_rows(np.array([[2.0], [4.0]]), low, high)
+    for parts in ([unknown, known], [known, unknown]):
+        (a,) = NumberStatistics.merge(parts).dimensions(["a"], low, high, np.zeros((0, 1)))
+        assert (a.num, a.mean, a.std, a.minimum, a.maximum) == (2, 3.0, 1.0, 2.0, 4.0)
 
 
-def test_the_sample_is_even_and_the_same_however_the_stream_is_cut() -> None:
-    rows = np.arange(200_000.0)[:, None]
-    samples = []
-    for size in (200_000, 7_919):
-        sample = EvenSample(1)
-        for start in range(0, len(rows), size):
-            sample.add(rows[start : start + size])
-        samples.append(sample.rows()[:, 0])
-    np.testing.assert_array_equal(samples[0], samples[1])
-    assert len(samples[0]) == 50_000
-    assert set(np.diff(samples[0])) == {4.0}
+def test_what_is_infinite_has_no_spread_and_raises_nothing() -> None:
+    low, high = np.array([-1.0]), np.array([1.0])
+    part = NumberStatistics.from_rows(np.array([[np.inf], [0.0]]), low, high)
+    (a,) = NumberStatistics.merge([part, part]).dimensions(["a"], low, high, np.zeros((0, 1)))
+    assert (a.num, a.maximum, a.num_outside, a.share_zero) == (4, np.inf, 2, 0.5)
+    assert np.isinf(a.mean)
+    assert np.isnan(a.std)
 
 
 @pytest.mark.parametrize(

@@ -397,21 +397,31 @@ def test_an_interrupt_waits_for_requests_under_way_and_sends_no_more(
 ) -> None:
     monkeypatch.setattr(judge_module, "_FINISH_S", 60.0 if num_slow == 0 else 0.5)
     main, is_over = threading.main_thread().ident, threading.Event()
-    both = threading.Barrier(2)
+    both, is_interrupted = threading.Barrier(2), threading.Event()
     assert main is not None
+
+    def interrupt(number: int, frame: Any) -> None:
+        is_interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    previous = signal.signal(signal.SIGINT, interrupt)
 
     def reply(prompt: str) -> tuple[int, dict[str, str], str]:
         if (number := number_in(prompt)) > 0 and not is_over.is_set():
             if both.wait() == 0:
                 signal.pthread_kill(main, signal.SIGINT)
-            is_over.wait(0.1 if number > num_slow else None)
+            is_interrupted.wait(60)
+            is_over.wait(0.3 if number > num_slow else None)
         return 200, {}, "1"
 
     endpoint.reply = reply
     judge = JudgeScorer(endpoint.url, "qwen", quick(concurrency=2))
-    with pytest.raises(ScoringInterrupted) as caught:
-        score(math_lake, "math", judge)
-    is_over.set()
+    try:
+        with pytest.raises(ScoringInterrupted) as caught:
+            score(math_lake, "math", judge)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        is_over.set()
     assert (caught.value.num_scored, caught.value.num_episodes) == (3 - num_slow, 5)
     assert len(endpoint.requests) == 3
     lost = ("1 of the judge's requests got no answer in time",)

@@ -158,14 +158,16 @@ def test_what_is_not_finite_names_the_rows_and_the_last_good_checkpoint(sampler)
 def test_progress_is_told_after_the_last_update(sampler):
     seen = []
     on_a_gpu(sampler, Counting(), updates=7, on_progress=seen.append).run()
-    assert (seen[-1].update, seen[-1].updates, seen[-1].metrics) == (7, 7, {"loss": 7.0})
+    assert (seen[-1].update, seen[-1].updates, seen[-1].metrics) == (7, 7, {"loss": 4.0})
     assert seen[-1].remaining_s == 0
 
 
 def test_points_are_means_since_the_one_before(sampler):
-    told = Told()
-    trainer(Counting(), sampler, told, updates=25, log_updates=10).run()
+    told, seen = Told(), []
+    trainer(Counting(), sampler, told, updates=25, log_updates=10, on_progress=seen.append).run()
     assert told.points == [(10, {"loss": 5.5}), (20, {"loss": 15.5}), (25, {"loss": 23.0})]
+    # What is told last is the last point, which `runs show` and the explorer have.
+    assert (seen[-1].update, seen[-1].metrics) == told.points[-1]
 
 
 def test_checkpoints_are_saved_when_they_are_due_and_at_the_end(sampler):

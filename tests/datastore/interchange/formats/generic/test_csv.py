@@ -12,7 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from replaylake.datastore.errors import ReplayLakeError, SourceInvalidError
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    ReplayLakeError,
+    SourceInvalidError,
+)
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generic import csv as csv_format
@@ -266,3 +270,76 @@ def test_text_with_a_comma_in_its_first_line_is_no_table(tmp_path: Path, text: s
     # A table whose first row is cut says so itself.
     path.write_text("observation,action,reward\n1,2\n")
     assert find_format("auto", find_source([path]).files).name == "csv"
+
+
+_DECIMALS = "id;x;n;flag\n1,5;0,5;1;true\n2;-1,25e2;,5;false\n3;;7;true\n"
+
+
+def test_decimal_commas_are_numbers_where_that_is_stated(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(_DECIMALS)
+    files = find_source([tmp_path / "log.csv"]).files
+    tables = CsvTables(files, ["id"], decimal=",")
+    tables.settle(["x"])
+    (chunk,) = tables.chunks()
+    assert chunk.table.to_pydict() == {
+        "id": ["1,5", "2", "3"],
+        "x": [0.5, -125.0, None],
+        "n": [1.0, 0.5, 7.0],
+        "flag": [True, False, True],
+    }
+    as_text = CsvTables(files, ["id"], decimal=".")
+    assert next(as_text.chunks()).table["x"].to_pylist() == ["0,5", "-1,25e2", None]
+
+
+@pytest.mark.parametrize("first", ["0,5", "1"])
+def test_decimal_commas_are_refused_where_they_would_be_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Also where they begin in a later block."""
+    monkeypatch.setattr(csv_format, "_BLOCK_BYTES", 64)
+    rows = "".join(f"a{i};{first}\n" for i in range(40)) + "".join(f"b{i};2,5\n" for i in range(90))
+    (tmp_path / "log.csv").write_text(f"name;x\n{rows}")
+    files = find_source([tmp_path / "log.csv"]).files
+    with pytest.raises(SourceInvalidError, match=r"column 'x': found .*'[02],5'.*`decimal` ','"):
+        list(CsvTables(files).chunks())
+
+
+def test_quoted_pairs_of_numbers_are_text_but_in_a_field_that_is_a_number(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text('place,reward\n"1,5","0,5"\n"2,7","1,5"\n')
+    files = find_source([tmp_path / "log.csv"]).files
+    table = next(CsvTables(files).chunks()).table
+    assert table["place"].to_pylist() == ["1,5", "2,7"]
+    with pytest.raises(SourceInvalidError, match="column 'reward': found numbers with a decimal"):
+        next(CsvTables(files, numeric=["reward"]).chunks())
+
+
+def test_another_delimiter_and_a_header_without_one(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text('a^b\n1^"x^y"\n')
+    files = find_source([tmp_path / "log.csv"]).files
+    (chunk,) = CsvTables(files, delimiter="^").chunks()
+    assert chunk.table.to_pydict() == {"a": [1], "b": ["x^y"]}
+    assert list(chunk.lines) == [2]
+    with pytest.raises(SourceInvalidError, match="the `delimiter`") as unknown:
+        find_format("auto", files)
+    assert "name the format" in str(unknown.value)
+    with pytest.raises(
+        SourceInvalidError, match=r"found one column, 'a\^b'.* State the `delimiter`"
+    ):
+        CsvFormat().read(files, ReadOptions())
+
+
+def test_bytes_that_are_no_utf_8_are_named_with_their_column(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes("a,note\n1,caf\xe9\n".encode("latin-1"))
+    files = find_source([tmp_path / "log.csv"]).files
+    with pytest.raises(SourceInvalidError, match=r"column 'note': found bytes .* no UTF-8.*iconv"):
+        list(CsvTables(files).chunks())
+
+
+@pytest.mark.parametrize(
+    "options", [{"decimal": ";"}, {"decimal": ",", "delimiter": ","}, {"delimiter": "ab"},
+                {"delimiter": "a"}, {"delimiter": '"'}, {"delimiter": ""}]
+)  # fmt: skip
+def test_marks_that_cannot_be_told_apart_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(ConfigInvalidError) as caught:
+        ReadOptions(**options)  # type: ignore[arg-type]
+    assert caught.value.parameter in options
