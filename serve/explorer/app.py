@@ -447,7 +447,7 @@ class Explorer:
         """Return what the reader signed in with, empty where no token is needed; else None."""
         if self._tokens.is_empty:
             return b""
-        cookie = request.cookies.get(_COOKIE, "").encode()
+        cookie = request.cookies.get(self._name_cookie(request), "").encode()
         for token, _ in self._tokens.pairs:
             if hmac.compare_digest(self._cookie_of(token), cookie):
                 return token
@@ -456,6 +456,12 @@ class Explorer:
             return None
         self._tokens.check(_ROLE, authorization.encode("latin-1"))
         return authorization.encode("latin-1")
+
+    def _name_cookie(self, request: Request) -> str:
+        """Return a name that no other explorer of this host has: cookies know no ports."""
+        _, port = request.scope.get("server") or ("", None)
+        place = f"{self._lake.url} {self._prefix} {port}".encode()
+        return f"{_COOKIE}_{hashlib.sha256(place).hexdigest()[:12]}"
 
     def _cookie_of(self, token: bytes) -> bytes:
         return hmac.new(self._cookie_key, token, hashlib.sha256).hexdigest().encode()
@@ -471,7 +477,7 @@ class Explorer:
             return self._ask_for_token(request, to, wrong=True)
         response = Response(status_code=303, headers={"location": self._find_target(to)})
         response.set_cookie(
-            _COOKIE,
+            self._name_cookie(request),
             self._cookie_of(known[0]).decode(),
             path=f"{self._prefix}/",
             httponly=True,

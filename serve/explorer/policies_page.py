@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
@@ -97,16 +97,17 @@ def show_policy(visit: Visit) -> Page:
         name, on_unreadable=lambda error: unreadable.append(str(error))
     )[::-1]
     shown = _select_evaluation(visit, evaluations)
+    known_runs = {run["run_id"] for run in registry.runs()}
     numbers = [row["version"] for row in versions]
     promotion = show_promotion(visit, numbers, aliases, last, running)
     panels = [
-        Panel("Versions", _version_table(visit, entries), queries=queries),
+        Panel("Versions", _version_table(visit, entries, known_runs), queries=queries),
         *([] if promotion is None else [promotion]),
         _moves_panel(visit, moves),
         _evaluations_panel(visit, evaluations, shown, unreadable),
         *([] if shown is None else _evaluation_panels(visit, shown)),
         *_gate_panels(moves),
-        draw_lineage(visit, entries),
+        draw_lineage(visit, entries, known_runs),
     ]
     # What is followed is requested by this page, no longer by the other site.
     is_held_back = visit.is_cross_site and bool(visit.values.get("observation"))
@@ -137,15 +138,14 @@ def show_policy(visit: Visit) -> Page:
     )
 
 
-def _version_table(visit: Visit, entries: list[dict[str, Any]]) -> Child:
+def _version_table(visit: Visit, entries: list[dict[str, Any]], known_runs: Set[str]) -> Child:
     """Return a row for each version, from its data over its run to itself."""
     rows: list[list[Child]] = []
     for entry in entries:
         lineage = entry["lineage"]
         run_id = entry["run_id"]
-        known = any(run["run_id"] == run_id for run in visit.lake.registry.runs())
         run: Child = run_id or ""
-        if run_id and known:
+        if run_id in known_runs:
             run = tag("a", run_id, href=visit.link("runs", run_id), class_="ulid")
         rows.append(
             [

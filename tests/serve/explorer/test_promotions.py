@@ -276,10 +276,10 @@ def test_a_page_that_is_made_while_the_gate_ends_is_read_again(gate_lake, reader
     assert reader.post(PROMOTE, fields).status_code == 303
     draw = policies_page.draw_lineage
 
-    def end_meanwhile(visit, entries):
+    def end_meanwhile(*arguments):
         may_go.set()
         threads[0].join(60)
-        return draw(visit, entries)
+        return draw(*arguments)
 
     monkeypatch.setattr(policies_page, "draw_lineage", end_meanwhile)
     page = reader.client.get(PAGE).text
