@@ -38,6 +38,7 @@ from replaylake.serve.explorer.forms import TOKEN_FIELD, FormTokens, check_sende
 from replaylake.serve.explorer.group_page import show_group, show_groups
 from replaylake.serve.explorer.lake_page import show_lake
 from replaylake.serve.explorer.live_pages import EVENT_STREAM, SEEN, LivePages, Rendering
+from replaylake.serve.explorer.outliers import TITLES
 from replaylake.serve.explorer.page import (
     Download,
     Page,
@@ -83,6 +84,8 @@ _MAX_FORM_BYTES: Final = 64 << 10
 _CHECK_S: Final = 0.2
 # A sandbox may take a gigabyte and two cores.
 _MAX_SANDBOXES: Final = 4
+# Our own queries of all steps hold up to a gigabyte, too, in this process.
+_MAX_SCANS: Final = 2
 # Each query takes 10 s at most: who comes last waits less than a minute.
 _MAX_WAITING: Final = 16
 # What a query may have as it is (RFC 3986), with the sign of what is quoted already.
@@ -127,7 +130,9 @@ READERS_SQL: Final = {
 }
 
 
-# Those of them that show what a link on another site asks for, without running it, themselves.
+# Pages that read all steps of a dataset, as lists by a measure do: so few at a time.
+_SCANS: Final = ("/datasets/{name}/breakdown", "/datasets/{name}/group", "/datasets/{name}/groups")
+# Those that show what a link on another site asks for, without running it, themselves.
 _HOLD_BACK: Final = ("/policies/{name}", "/sql")
 
 
@@ -180,6 +185,7 @@ class Explorer:
         self._profiles = ProfileMemory()
         self._token_texts = token_texts
         self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
+        self.scans = RequestQueue(_MAX_SCANS, _MAX_WAITING, "pages")
         # Labels of one shard that are written at once would be planned again after each other.
         self.writes = RequestQueue(1, _MAX_WAITING, "forms")
         self.live = LivePages()
@@ -321,8 +327,9 @@ class Explorer:
                 lambda: run_in_threadpool(self._make_parts, visit(), function),
                 seen,
             )
-        if runs_sql:
-            async with self.sandboxes.turn(request.is_disconnected):
+        queue = self._find_queue(route, values, runs_sql=bool(runs_sql))
+        if queue is not None:
+            async with queue.turn(request.is_disconnected):
                 page = await _run_while_connected(request, visit(), function)
         else:
             page = await _run_while_connected(request, visit(), function)
@@ -331,6 +338,15 @@ class Explorer:
         if isinstance(page, Redirect):
             return Response(status_code=303, headers={"location": page.address})
         return await run_in_threadpool(self._render, request, page, suffix, stem)
+
+    def _find_queue(
+        self, route: str, values: Mapping[str, str], *, runs_sql: bool
+    ) -> RequestQueue | None:
+        """Return the queue in which a page has its turn; None for a page that is made at once."""
+        if runs_sql:
+            return self.sandboxes
+        is_ranked = route in READERS_SQL and values.get("sort") in TITLES
+        return self.scans if is_ranked or route in _SCANS else None
 
     def _ask_before_running(
         self, request: Request, route: str, text: str, stem: str, suffix: str

@@ -235,6 +235,33 @@ def test_all_sql_of_readers_runs_in_a_turn(explored_lake, reader_type, monkeypat
     assert not explored.app.sandboxes._tickets
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/datasets/walks/episodes?sort=repetition",
+        "/datasets/walks/episode?id=w/09&sort=log_prob",
+        "/datasets/walks/next?label=x&sort=repetition",
+        "/datasets/walks/breakdown?by=day",
+        "/datasets/chats/groups",
+        "/datasets/chats/group?id=sum",
+    ],
+)
+def test_pages_that_read_all_steps_have_turns_of_their_own(explored_lake, reader_type, address):
+    explored = reader_type(explored_lake)
+    explored.app.scans = RequestQueue(0, 0, "pages")
+    answer = explored.client.get(address, follow_redirects=False)
+    assert answer.status_code == 503
+    assert "0 pages wait already" in answer.text
+    # Others, and a condition, which is in the sandbox, do not wait for these.
+    assert explored.client.get("/datasets/walks/episodes?sort=return").status_code == 200
+    condition = "/datasets/walks/episodes?sort=repetition&where=num_steps+%3E+3"
+    assert explored.client.get(condition).status_code == 200
+    explored.app.scans = RequestQueue(1, 0, "pages")
+    answer = explored.client.get(address, follow_redirects=False)
+    assert answer.status_code in (200, 303)
+    assert not explored.app.scans._tickets
+
+
 def test_a_link_on_another_site_shows_a_query_and_does_not_run_it(explored):
     headers = {
         "sec-fetch-site": "cross-site",
