@@ -128,12 +128,10 @@ READERS_SQL: Final = {
     "/policies/{name}": "observation",
     "/sql": "q",
 }
-
-
-# Pages that read all steps of a dataset, as lists by a measure do: so few at a time.
-_SCANS: Final = ("/datasets/{name}/breakdown", "/datasets/{name}/group", "/datasets/{name}/groups")
 # Those that show what a link on another site asks for, without running it, themselves.
 _HOLD_BACK: Final = ("/policies/{name}", "/sql")
+# Pages that read all steps of a dataset, as lists by a measure do: so few at a time.
+_SCANS: Final = ("/datasets/{name}/breakdown", "/datasets/{name}/group", "/datasets/{name}/groups")
 
 
 def create_explorer(
