@@ -1,4 +1,4 @@
-"""The form that promotes a version of a policy, and what became of the last promotion."""
+"""The form that promotes a version of a policy, and the state of the last promotion."""
 
 from __future__ import annotations
 

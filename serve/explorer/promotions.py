@@ -1,4 +1,4 @@
-"""Promotions: aliases that are moved through the gate, one at a time, and what became of each.
+"""Promotions: aliases that are moved through the gate, one at a time, and the result of each.
 
 A gate takes seconds to minutes, so it is evaluated in a thread that reports its stage and can be
 cancelled. How to evaluate it is passed in: serve imports no code that evaluates policies.
