@@ -15,6 +15,7 @@ LAKE_ROOT: Final = "_lake"
 _DATASET: Final = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _POLICY: Final = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 _TAG: Final = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+_VERSION: Final = re.compile(r"[0-9]{1,18}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _CATALOGS: Final = {
     "information_schema",
@@ -67,15 +68,21 @@ def parse_snapshot(text: str) -> tuple[str, int | str | None]:
     check_dataset_name(name)
     if not at:
         return name, None
-    if version.isascii() and version.isdecimal():
-        return name, int(version)
+    number = parse_version(version)
+    if number is not None:
+        return name, number
     try:
         return name, check_tag_name(version)
     except InvalidNameError as error:
         raise InvalidNameError(
-            f"dataset {text!r}: found {version!r} after @, expected a version such as {name}@12 "
-            f"or a tag. `replaylake history {name}` lists both."
+            f"dataset {text[:80]!r}: found {version[:40]!r} after @, expected a version such as "
+            f"{name}@12 or a tag. `replaylake history {name}` lists both."
         ) from error
+
+
+def parse_version(text: str) -> int | None:
+    """Return the number of a version, up to 18 ASCII digits; None for any other text."""
+    return int(text) if _VERSION.fullmatch(text) else None
 
 
 def check_tag_name(tag: str) -> str:

@@ -76,8 +76,8 @@ def explore(
             "--admin-token-file",
             rich_help_panel=ACCESS_OPTIONS,
             metavar="FILE",
-            help="File with bearer tokens, one per line, that allow reading the whole lake and "
-            "labeling its episodes.",
+            help="File with bearer tokens, one per line, that allow reading the whole lake, "
+            "labeling its episodes, and with --allow-promote moving aliases.",
         ),
     ] = None,
     insecure: InsecureOption = False,
@@ -159,13 +159,12 @@ def load_promote() -> Promote:
     from replaylake.offline.evaluation.ope.promotion import promote_through_gate
 
     def promote(
-        lake: Lake, asked: PromotionRequest, on_stage: Callable[[str], None]
+        lake: Lake, asked: PromotionRequest, on_stage: Callable[[str | None], None]
     ) -> Mapping[str, Any]:
         candidate = lake.registry.resolve(f"{asked.policy}:{asked.version}")
         request = EvaluationRequest(
             dataset=asked.dataset,
             policy=str(candidate),
-            where=asked.where,
             discount=asked.gamma,
             holdout=None if asked.holdout is None else Holdout(asked.holdout),
             exploration=parse_exploration(asked.explore),
@@ -182,7 +181,7 @@ def load_promote() -> Promote:
             margin=asked.margin,
             by=asked.by,
             note=asked.note,
-            callbacks=ProgressCallbacks(on_stage),
+            callbacks=ProgressCallbacks(on_stage, lambda done, total: on_stage(None)),
         )
         return {**done.to_json(), "unsaved": done.unsaved}
 

@@ -38,6 +38,7 @@ from replaylake.serve.explorer.forms import TOKEN_FIELD, FormTokens, check_sende
 from replaylake.serve.explorer.group_page import show_group, show_groups
 from replaylake.serve.explorer.lake_page import show_lake
 from replaylake.serve.explorer.live_pages import EVENT_STREAM, SEEN, LivePages, Rendering
+from replaylake.serve.explorer.outliers import TITLES
 from replaylake.serve.explorer.page import (
     Download,
     Page,
@@ -51,7 +52,7 @@ from replaylake.serve.explorer.page import (
 )
 from replaylake.serve.explorer.policies_page import list_policies, show_policy
 from replaylake.serve.explorer.profiles import ProfileMemory
-from replaylake.serve.explorer.promotion_form import start_promotion
+from replaylake.serve.explorer.promotion_form import cancel_promotion, start_promotion
 from replaylake.serve.explorer.promotions import Promote, Promotions
 from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.explorer.runs_page import list_runs, show_run
@@ -83,6 +84,8 @@ _MAX_FORM_BYTES: Final = 64 << 10
 _CHECK_S: Final = 0.2
 # A sandbox may take a gigabyte and two cores.
 _MAX_SANDBOXES: Final = 4
+# Our own queries of all steps hold up to a gigabyte, too, in this process.
+_MAX_SCANS: Final = 2
 # Each query takes 10 s at most: who comes last waits less than a minute.
 _MAX_WAITING: Final = 16
 # What a query may have as it is (RFC 3986), with the sign of what is quoted already.
@@ -112,6 +115,7 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
 # Addresses that forms are sent to, and all that changes the lake.
 WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (
     ("/datasets/{name}/label", write_label),
+    ("/policies/{name}/cancel", cancel_promotion),
     ("/policies/{name}/promote", start_promotion),
 )
 # Pages that run SQL of the reader's, or act with a policy, where their address has it, and in which
@@ -124,6 +128,10 @@ READERS_SQL: Final = {
     "/policies/{name}": "observation",
     "/sql": "q",
 }
+# Those that show what a link on another site asks for, without running it, themselves.
+_HOLD_BACK: Final = ("/policies/{name}", "/sql")
+# Pages that read all steps of a dataset, as lists by a measure do: so few at a time.
+_SCANS: Final = ("/datasets/{name}/breakdown", "/datasets/{name}/group", "/datasets/{name}/groups")
 
 
 def create_explorer(
@@ -175,6 +183,7 @@ class Explorer:
         self._profiles = ProfileMemory()
         self._token_texts = token_texts
         self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
+        self.scans = RequestQueue(_MAX_SCANS, _MAX_WAITING, "pages")
         # Labels of one shard that are written at once would be planned again after each other.
         self.writes = RequestQueue(1, _MAX_WAITING, "forms")
         self.live = LivePages()
@@ -299,6 +308,11 @@ class Explorer:
             )
 
         runs_sql = (suffix and route == "/sql") or values.get(READERS_SQL.get(route, ""))
+        if runs_sql and is_cross_site and route not in _HOLD_BACK:
+            held = self._ask_before_running(
+                request, route, values[READERS_SQL[route]], stem, suffix
+            )
+            return await run_in_threadpool(self._render, request, held, suffix, stem)
         if EVENT_STREAM in request.headers.get("accept", "") and request.method == "GET":
             if suffix or runs_sql:
                 # Nothing to follow, and no reason for a browser to ask again.
@@ -311,8 +325,9 @@ class Explorer:
                 lambda: run_in_threadpool(self._make_parts, visit(), function),
                 seen,
             )
-        if runs_sql:
-            async with self.sandboxes.turn(request.is_disconnected):
+        queue = self._find_queue(route, values, runs_sql=bool(runs_sql))
+        if queue is not None:
+            async with queue.turn(request.is_disconnected):
                 page = await _run_while_connected(request, visit(), function)
         else:
             page = await _run_while_connected(request, visit(), function)
@@ -321,6 +336,41 @@ class Explorer:
         if isinstance(page, Redirect):
             return Response(status_code=303, headers={"location": page.address})
         return await run_in_threadpool(self._render, request, page, suffix, stem)
+
+    def _find_queue(
+        self, route: str, values: Mapping[str, str], *, runs_sql: bool
+    ) -> RequestQueue | None:
+        """Return the queue in which a page has its turn; None for a page that is made at once."""
+        if runs_sql:
+            return self.sandboxes
+        is_ranked = route in READERS_SQL and values.get("sort") in TITLES
+        return self.scans if is_ranked or route in _SCANS else None
+
+    def _ask_before_running(
+        self, request: Request, route: str, text: str, stem: str, suffix: str
+    ) -> Page:
+        """Return a page in place of one to which a link on another site led, and which runs SQL.
+
+        Whoever wrote the link chose the SQL: the reader decides whether it runs.
+        """
+        if suffix:
+            message = (
+                "a link on another site led to this file; open its page, and run the SQL there"
+            )
+            raise RequestRefusedError(403, "sec-fetch-site", message)
+        address = self._prefix + _to_address(stem, request.url.query)
+        body = [
+            tag("p", "A link on another site led here. Read its SQL, which has not run yet:"),
+            tag("p", tag("code", text)),
+            tag("p", tag("a", "Run", href=address, class_="button")),
+        ]
+        parameter = READERS_SQL[route]
+        return Page(
+            "SQL of another site",
+            section="datasets",
+            panels=[Panel(parameter.capitalize(), body)],
+            data={parameter: text},
+        )
 
     async def _write(
         self, request: Request, path: str, session: bytes, route: str, names: Mapping[str, str]
@@ -411,7 +461,7 @@ class Explorer:
         """Return what the reader signed in with, empty where no token is needed; else None."""
         if self._tokens.is_empty:
             return b""
-        cookie = request.cookies.get(_COOKIE, "").encode()
+        cookie = request.cookies.get(self._name_cookie(request), "").encode()
         for token, _ in self._tokens.pairs:
             if hmac.compare_digest(self._cookie_of(token), cookie):
                 return token
@@ -420,6 +470,12 @@ class Explorer:
             return None
         self._tokens.check(_ROLE, authorization.encode("latin-1"))
         return authorization.encode("latin-1")
+
+    def _name_cookie(self, request: Request) -> str:
+        """Return a name that no other explorer of this host has: cookies know no ports."""
+        _, port = request.scope.get("server") or ("", None)
+        place = f"{self._lake.url} {self._prefix} {port}".encode()
+        return f"{_COOKIE}_{hashlib.sha256(place).hexdigest()[:12]}"
 
     def _cookie_of(self, token: bytes) -> bytes:
         return hmac.new(self._cookie_key, token, hashlib.sha256).hexdigest().encode()
@@ -435,7 +491,7 @@ class Explorer:
             return self._ask_for_token(request, to, wrong=True)
         response = Response(status_code=303, headers={"location": self._find_target(to)})
         response.set_cookie(
-            _COOKIE,
+            self._name_cookie(request),
             self._cookie_of(known[0]).decode(),
             path=f"{self._prefix}/",
             httponly=True,

@@ -96,9 +96,9 @@ def show_breakdown(visit: Visit) -> Page:
     links = link_keys(visit, listed, by)
     visit.take_queries()
     try:
-        rows = [
-            {key: row[key] for key in _COLUMNS} for row in listed.run(visit, _query(listed, by))
-        ]
+        found = listed.run(visit, _query(listed, by))
+        overall = found[0]["overall"] if found else None
+        rows = [{key: row[key] for key in _COLUMNS} for row in found]
     except (QueryError, QueryRefusedError, KeyError) as error:
         said, message = explain_refusal(listed, error)
         panel = Panel("Breakdown", [links, message], queries=visit.take_queries())
@@ -109,7 +109,7 @@ def show_breakdown(visit: Visit) -> Page:
         body.append(empty_state("No episode matches." if listed.where else "There are none."))
     else:
         body += [
-            _draw(rows, value, keys[by]),
+            _draw(rows, value, keys[by], overall),
             _tabulate(visit, listed, rows, by, value, keys[by]),
         ]
     note = count(len(rows), "row")
@@ -123,7 +123,13 @@ def show_breakdown(visit: Visit) -> Page:
     return replace(
         page,
         panels=[panel],
-        data={"dataset": name, "version": snapshot.version, "by": by, "rows": rows},
+        data={
+            "dataset": name,
+            "version": snapshot.version,
+            "by": by,
+            "overall_mean": overall,
+            "rows": rows,
+        },
         rows=rows,
     )
 
@@ -132,6 +138,7 @@ _COLUMNS: Final = (
     "key",
     "num_episodes",
     "num_terminated",
+    "num_known",
     "mean_return",
     "mean_num_steps",
     "mean",
@@ -141,15 +148,21 @@ _COLUMNS: Final = (
 
 
 def _query(listed: EpisodeList, by: str) -> Query:
-    """Return the query of the rows: by day the last ones in their order, else the largest ones."""
+    """Return the query of the rows: by day the last ones in their order, else the largest ones.
+
+    num_known: the episodes whose value is known. overall: the mean of the finite values of all
+    episodes, also of those in rows that are left out.
+    """
     value = f"CAST({_value_sql(listed)} AS DOUBLE)"
     order = "key DESC NULLS LAST" if by == "day" else "num_episodes DESC, key"
     text = f"""
         SELECT {_key_sql(by)} AS key, count(*) AS num_episodes,
-            count(*) FILTER (terminated) AS num_terminated,
+            count(*) FILTER (terminated) AS num_terminated, count({value}) AS num_known,
             avg("return") AS mean_return, avg(num_steps) AS mean_num_steps,
             avg({value}) AS mean, quantile_cont({value}, 0.25) AS low,
-            quantile_cont({value}, 0.75) AS high
+            quantile_cont({value}, 0.75) AS high,
+            sum(sum({value}) FILTER (isfinite({value}))) OVER ()
+                / nullif(sum(count({value}) FILTER (isfinite({value}))) OVER (), 0) AS overall
         FROM {_source(listed, by)} GROUP BY key ORDER BY {order} LIMIT {_MAX_ROWS}"""
     # Conditions may have comments to the ends of their lines: not one line.
     return Query(text.strip(), {}, {listed.snapshot.dataset: listed.snapshot.version})
@@ -209,8 +222,8 @@ def link_keys(visit: Visit, listed: EpisodeList, chosen: str | None = None) -> M
     return tag("p", "By: ", links)
 
 
-def _draw(rows: Sequence[Mapping[str, Any]], value: str, by: str) -> Child:
-    """Draw the mean of each row between its quartiles, and the mean of all as a line."""
+def _draw(rows: Sequence[Mapping[str, Any]], value: str, by: str, overall: float | None) -> Child:
+    """Draw the mean of each row between its quartiles, and that of all episodes as a line."""
     known = [row for row in rows if _is_finite(row["mean"])]
     if not known:
         return None
@@ -225,10 +238,10 @@ def _draw(rows: Sequence[Mapping[str, Any]], value: str, by: str) -> Child:
         )
         for row in shown
     ]
-    num = sum(row["num_episodes"] for row in known)
-    mean = math.fsum(row["mean"] * (row["num_episodes"] / num) for row in known)
     label = f"{value} by {by}: mean, and the quartiles of its episodes"
-    return interval_chart(intervals, label=label, reference=("mean", float(f"{mean:.4g}")))
+    is_known = overall is not None and math.isfinite(overall)
+    reference = ("mean", float(f"{overall:.4g}")) if is_known else None
+    return interval_chart(intervals, label=label, reference=reference)
 
 
 def _is_finite(value: float | None) -> bool:
@@ -262,7 +275,7 @@ def _tabulate(
             [
                 tag("a", tag("bdi", _name(row["key"])), href=address),
                 f"{row['num_episodes']:,}",
-                *([quiet_number(row["mean"])] if is_own else []),
+                *([f"{row['num_known']:,}", quiet_number(row["mean"])] if is_own else []),
                 quiet_number(row["mean_return"]),
                 quiet_number(row["mean_num_steps"]),
                 f"{row['num_terminated'] / row['num_episodes']:.1%}",
@@ -271,7 +284,11 @@ def _tabulate(
     columns: list[Column | str] = [
         title[0].upper() + title[1:] if by in _OWN_KEYS else title,
         Column("Episodes", is_number=True),
-        *([Column(f"Mean {value.lower()}", is_number=True)] if is_own else []),
+        *(
+            [Column("Known", is_number=True), Column(f"Mean {value.lower()}", is_number=True)]
+            if is_own
+            else []
+        ),
         Column("Mean return", is_number=True),
         Column("Mean steps", is_number=True),
         Column("Terminated", is_number=True),

@@ -84,7 +84,7 @@ class ExplorerConfig:
             )
         if not self.read_only:
             raise ConfigInvalidError(
-                f"explore: insecure: found {address}, from which anybody could write labels, "
+                f"explore: insecure: found {address}, from which anybody could write to the lake, "
                 f"expected `read_only` beside it. Or set {variable_of(_ROLE)} or "
                 "`admin_token_file`.",
                 parameter="insecure",

@@ -17,6 +17,7 @@ from replaylake.datastore.errors import (
     QueryRefusedError,
 )
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.names import parse_version
 from replaylake.datastore.query.results import write_result
 from replaylake.datastore.query.untrusted import UntrustedResult
 from replaylake.datastore.query.views import COLUMN_SOURCES, LAKE_VIEWS
@@ -99,7 +100,8 @@ def run_query(visit: Visit, text: str, at: Sequence[str]) -> UntrustedResult:
                 f"at: found {one[:80]!r}, expected DATASET=VERSION, such as cartpole=12.",
                 parameter="at",
             )
-        versions[name] = int(version) if version.isascii() and version.isdigit() else version
+        number = parse_version(version)
+        versions[name] = version if number is None else number
     return visit.sql_of_reader(Query(text, at=versions))
 
 

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
@@ -46,7 +47,8 @@ _DEFAULT_LABEL: Final = "verdict"
 _MAX_VALUES: Final = 50
 # Those with a key of their own: 1 to 9.
 _MAX_BUTTONS: Final = 9
-_NUMBER: Final = re.compile(r"[+-]?\d{1,15}(\.\d{1,15})?")
+# What `_value_text` writes, and people.
+_NUMBER: Final = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?")
 _FORM: Final = "labels"
 _SCORER: Final = "_scorer"
 _NUMERIC: Final = ("double", "float", "int64", "int32", "bool")
@@ -210,7 +212,10 @@ def _read_assignment(
     if kind == "bool" and text.lower() in ("true", "false"):
         return name, text.lower() == "true"
     if kind in (None, "double") and _NUMBER.fullmatch(text):
-        return name, float(text)
+        number = float(text)
+        # A label's first value is a text if a float does not hold it, as the digits of a long id.
+        if kind is not None or Decimal(_value_text(number)) == Decimal(text):
+            return name, number
     return name, text
 
 
@@ -519,7 +524,7 @@ def _quote(text: str) -> str:
 
 
 def _value_text(value: LabelValue) -> str:
-    """Return a value as a reader types it."""
+    """Return a value as a reader types it: `_read_assignment` returns the same value for it."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return value if isinstance(value, str) else f"{value:.15g}"
+    return value if isinstance(value, str) else repr(value).removesuffix(".0")

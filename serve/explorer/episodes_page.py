@@ -293,7 +293,9 @@ def show_episodes(visit: Visit) -> Page:
 
 def explain_refusal(listed: EpisodeList, error: Exception) -> tuple[str, Markup]:
     """Return why a reader's condition could not be used: in words, and as a part of a panel."""
-    said = "Its result has other columns." if isinstance(error, KeyError) else str(error)
+    said = str(error)
+    if isinstance(error, KeyError):
+        said = f"The condition ends the query early: its result has no column {error}."
     return said, tag(
         "div",
         tag("p", "The condition could not be used: ", tag("span", said, class_="wrong")),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 from collections.abc import Mapping
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
@@ -17,11 +16,11 @@ from urllib.parse import parse_qsl, urlsplit
 from starlette.requests import Request
 
 from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.names import parse_version
 from replaylake.serve.messages import RequestRefusedError
 
 TOKEN_FIELD: Final = "form_token"
 _CONTENT_TYPE: Final = "application/x-www-form-urlencoded"
-_VERSION: Final = re.compile("[0-9]{1,18}")
 _RELOAD: Final = "reload the page that has it, and send it again"
 
 
@@ -101,8 +100,9 @@ async def read_form(request: Request, max_bytes: int) -> dict[str, str]:
 def read_version(form: Mapping[str, str], field: str) -> int:
     """Return the version that a field names. Raises: ConfigInvalidError."""
     text = form.get(field, "")
-    if _VERSION.fullmatch(text) is None:
+    number = parse_version(text)
+    if number is None:
         raise ConfigInvalidError(
             f"{field}: found {text[:40]!r}, expected the number of a version.", parameter=field
         )
-    return int(text)
+    return number

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
 from replaylake.datastore.lake.holdout import describe_selection
@@ -16,15 +17,14 @@ _MAX_VERSIONS: Final = 8
 _STAGES: Final = ("Data", "Run", "Version", "Decisions")
 
 
-def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]]) -> Panel:
+def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs: Set[str]) -> Panel:
     """Draw data, runs, versions and decision logs of a policy, and what led to what.
 
-    entries: the versions of the policy, the newest first.
+    entries: the versions of the policy, the newest first. known_runs: the runs that have a page.
     """
     name = visit.path["name"]
     aliased = [entry for entry in entries[_MAX_VERSIONS:] if entry["aliases"]]
     shown = [*entries[:_MAX_VERSIONS], *aliased]
-    known_runs = {run["run_id"] for run in visit.lake.registry.runs()}
     logs = {
         dataset: {arm["policy_version"]: arm["num"] for arm in arms}
         for dataset in visit.lake.datasets()
@@ -39,11 +39,14 @@ def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]]) -> Panel:
         run_id = entry["run_id"] or ""
         address = visit.link("runs", run_id) if run_id in known_runs else None
         algorithm = str(entry["lineage"].get("algorithm") or "")
-        stages[1].setdefault(run_id, FlowNode(run_id or "not recorded", algorithm, address))
-        links.add((1, run_id, version))
-        for key, node in _find_data(visit, entry).items():
+        data = _find_data(visit, entry)
+        # Versions that learned from other data have a box of their own, also of the same run.
+        run = json.dumps([run_id, sorted(data)])
+        stages[1].setdefault(run, FlowNode(run_id or "not recorded", algorithm, address))
+        links.add((1, run, version))
+        for key, node in data.items():
             stages[0].setdefault(key, node)
-            links.add((0, key, run_id))
+            links.add((0, key, run))
         for dataset, nums in logs.items():
             num = nums.get(entry["version"])
             if num is None:

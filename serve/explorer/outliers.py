@@ -1,7 +1,9 @@
 """Measures by which episodes are ranked, so that the odd ones come first: each as SQL over steps.
 
 A measure is a SELECT of one value for each episode and agent. It is part of the query of a list, so
-that a reader's condition can name it, and rows are read page by page as in any other order.
+that a reader's condition can name it, and rows are read page by page as in any other order. Each
+page computes it again and begins after a value of the page before, so its last bit may not depend
+on how DuckDB divides the work: sums of floats name their order.
 """
 
 from __future__ import annotations
@@ -84,10 +86,12 @@ def _measure_stillness(visit: Visit, snapshot: Snapshot) -> Measure:
     if width:
         vector = _vector("observation", snapshot.spec.observation_space)
         moved = f"list_distance({vector}, lag({vector}) OVER steps)"
-        still = f"avg(CAST(moved < {_STILL} * (SELECT avg(moved) FROM moves) AS INTEGER))"
+        mean = "(SELECT sum(total ORDER BY episode_id, agent_id) / sum(num) FROM sums)"
+        # Where nothing moves at all, the mean is 0.
+        still = f"avg(CAST(moved <= {_STILL} * {mean} AS INTEGER))"
         definition = (
-            "the share of an episode's steps whose observation is nearer to the one before it than "
-            f"{_STILL:.0%} of the mean distance between such observations; distances are Euclidean"
+            "the share of an episode's steps whose distance from the observation before is at most "
+            f"{_STILL:.0%} of the mean of these distances; distances are Euclidean"
         )
     else:
         moved = "CAST(hash(observation) <> lag(hash(observation)) OVER steps AS INTEGER)"
@@ -97,8 +101,12 @@ def _measure_stillness(visit: Visit, snapshot: Snapshot) -> Measure:
         )
     sql = f"""
         WITH moves AS MATERIALIZED (
-            SELECT episode_id, agent_id, {moved} AS moved {source} {_STEPS}
-        ) SELECT episode_id, agent_id, {still} AS stillness FROM moves GROUP BY ALL"""
+            SELECT episode_id, agent_id, step, {moved} AS moved {source} {_STEPS}
+        ), sums AS (
+            SELECT episode_id, agent_id, sum(moved ORDER BY step) AS total, count(moved) AS num
+            FROM moves GROUP BY episode_id, agent_id
+        ) SELECT episode_id, agent_id, {still} AS stillness FROM moves
+        GROUP BY episode_id, agent_id"""
     return Measure("stillness", TITLES["stillness"], definition, _one_line(sql), one_in)
 
 
@@ -113,8 +121,8 @@ def _measure_jerk(visit: Visit, snapshot: Snapshot) -> Measure:
     vector = _vector("action", snapshot.spec.action_space)
     before = ", ".join(f"lag({vector}, {num}) OVER steps AS a{num}" for num in (1, 2, 3))
     sql = f"""
-        SELECT episode_id, agent_id, avg(sqrt({terms})) AS jerk FROM (
-            SELECT episode_id, agent_id, {vector} AS a0, {before}
+        SELECT episode_id, agent_id, avg(sqrt({terms}) ORDER BY step) AS jerk FROM (
+            SELECT episode_id, agent_id, step, {vector} AS a0, {before}
             {_source(snapshot, one_in)} {_STEPS}
         ) GROUP BY ALL"""
     definition = (
@@ -164,13 +172,14 @@ def _measure_repetition(visit: Visit, snapshot: Snapshot) -> Measure:
 def _measure_log_prob(visit: Visit, snapshot: Snapshot) -> Measure:
     if tokens.has_tokens(snapshot.table.schema.names):
         known = "action_tokens IS NOT NULL AND behavior_log_prob IS NOT NULL"
-        value = "sum(CAST(behavior_log_prob AS DOUBLE)) / nullif(sum(len(action_tokens)), 0)"
+        total = "sum(CAST(behavior_log_prob AS DOUBLE) ORDER BY step)"
+        value = f"{total} / nullif(sum(len(action_tokens)), 0)"
         definition = (
             "the mean log-prob of a token of an episode's actions, under the behavior policy"
         )
     else:
         known = "behavior_log_prob IS NOT NULL"
-        value = "avg(CAST(behavior_log_prob AS DOUBLE))"
+        value = "avg(CAST(behavior_log_prob AS DOUBLE) ORDER BY step)"
         definition = "the mean log-prob of an episode's actions, under the behavior policy"
     sql = f"""SELECT episode_id, agent_id, {value} AS log_prob
         {_source(snapshot, 1, known)} GROUP BY ALL"""
@@ -180,14 +189,15 @@ def _measure_log_prob(visit: Visit, snapshot: Snapshot) -> Measure:
 def _source(snapshot: Snapshot, one_in: int, condition: str = "") -> str:
     conditions = [condition] if condition else []
     if one_in > 1:
-        # Whole episodes, and the same ones for every measure of the same size.
+        # Whole episodes. A smaller sample is a part of every larger one.
         conditions.append(f"hash(episode_id) % {one_in} = 0")
     where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
     return f"FROM {snapshot.dataset}.steps{where}"
 
 
 def _choose_sample(num: int, most: int) -> int:
-    return max(1, math.ceil(num / most))
+    """Return the least power of 2 by which `num` has to be divided, so that samples are nested."""
+    return 1 << max(0, math.ceil(num / most) - 1).bit_length()
 
 
 def _has_frames(space: Space) -> bool:

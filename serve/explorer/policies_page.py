@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
@@ -77,6 +77,8 @@ def show_policy(visit: Visit) -> Page:
     """Return the page of `/policies/NAME`."""
     registry = visit.lake.registry
     name = visit.path["name"]
+    # Before anything that a promotion changes: what ends later is found by the next refresh.
+    last, running = (None, None) if visit.promotions is None else visit.promotions.find(name)
     versions = [row for row in reversed(registry.list()) if row["policy"] == name]
     if not versions:
         raise NotFoundError(
@@ -95,17 +97,20 @@ def show_policy(visit: Visit) -> Page:
         name, on_unreadable=lambda error: unreadable.append(str(error))
     )[::-1]
     shown = _select_evaluation(visit, evaluations)
-    promotion = show_promotion(visit, [row["version"] for row in versions], aliases)
-    last = None if visit.promotions is None else visit.promotions.find(name)
+    known_runs = {run["run_id"] for run in registry.runs()}
+    numbers = [row["version"] for row in versions]
+    promotion = show_promotion(visit, numbers, aliases, last, running)
     panels = [
-        Panel("Versions", _version_table(visit, entries), queries=queries),
+        Panel("Versions", _version_table(visit, entries, known_runs), queries=queries),
         *([] if promotion is None else [promotion]),
         _moves_panel(visit, moves),
         _evaluations_panel(visit, evaluations, shown, unreadable),
         *([] if shown is None else _evaluation_panels(visit, shown)),
         *_gate_panels(moves),
-        draw_lineage(visit, entries),
+        draw_lineage(visit, entries, known_runs),
     ]
+    # What is followed is requested by this page, no longer by the other site.
+    is_held_back = visit.is_cross_site and bool(visit.values.get("observation"))
     trial = build_trial(visit, entries)
     panels.append(trial.panel)
     return Page(
@@ -129,19 +134,18 @@ def show_policy(visit: Visit) -> Page:
         },
         rows=versions,
         status=trial.status,
-        refresh_s=_REFRESH_S if last is not None and last.is_running else None,
+        refresh_s=None if running is None or is_held_back else _REFRESH_S,
     )
 
 
-def _version_table(visit: Visit, entries: list[dict[str, Any]]) -> Child:
+def _version_table(visit: Visit, entries: list[dict[str, Any]], known_runs: Set[str]) -> Child:
     """Return a row for each version, from its data over its run to itself."""
     rows: list[list[Child]] = []
     for entry in entries:
         lineage = entry["lineage"]
         run_id = entry["run_id"]
-        known = any(run["run_id"] == run_id for run in visit.lake.registry.runs())
         run: Child = run_id or ""
-        if run_id and known:
+        if run_id in known_runs:
             run = tag("a", run_id, href=visit.link("runs", run_id), class_="ulid")
         rows.append(
             [

@@ -1,4 +1,4 @@
-"""The form that promotes a version of a policy, and what became of the last promotion."""
+"""The form that promotes a version of a policy, and the state of the last promotion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replaylake.datastore.lake.policies.exploration import parse_exploration
 from replaylake.datastore.names import check_alias
 from replaylake.serve.explorer.forms import TOKEN_FIELD, read_version
 from replaylake.serve.explorer.page import Panel, Redirect
-from replaylake.serve.explorer.promotions import Promotion, PromotionRequest
+from replaylake.serve.explorer.promotions import Promotion, PromotionRequest, Promotions
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.markup import Child, Markup, join, tag
@@ -23,8 +23,14 @@ _CHAMPION: Final = "champion"
 _MAX_TEXT: Final = 1000
 # A cookie holds the name, too.
 _MAX_PERSON: Final = 100
-# By its name in the form: the default of a number, as `promote` has it.
-_NUMBERS: Final = {"gamma": 1.0, "alpha": 0.025, "margin": 0.0}
+# By its name in the form: the default of a number, as `promote` has it, its least and its largest.
+# Whoever started the explorer relies on the gate: a reader may make it stricter than by default,
+# never weaker.
+_NUMBERS: Final = {
+    "gamma": (1.0, 0.0, 1.0),
+    "alpha": (0.025, 0.0, 0.025),
+    "margin": (0.0, 0.0, math.inf),
+}
 
 
 def start_promotion(visit: Visit) -> Redirect:
@@ -35,9 +41,7 @@ def start_promotion(visit: Visit) -> Redirect:
     """
     name = visit.path["name"]
     visit.back = visit.link("policies", name)
-    if visit.promotions is None:
-        message = "this explorer moves no aliases: who starts it has to allow that"
-        raise RequestRefusedError(403, "promote", message)
+    promotions = _require_promotions(visit)
     request = _read_request(name, visit.values)
     registry = visit.lake.registry
     registry.resolve(f"{name}:{request.version}")
@@ -52,24 +56,48 @@ def start_promotion(visit: Visit) -> Redirect:
             "another one.",
             parameter="version",
         )
-    visit.promotions.start(request)
+    promotions.start(request)
     return Redirect(f"{visit.back}#promotion", reader=request.by)
 
 
+def cancel_promotion(visit: Visit) -> Redirect:
+    """End the promotion of a policy, and return the page.
+
+    Raises: RequestRefusedError, 403, where nobody may promote; ConfigInvalidError for a wrong name;
+    NotFoundError if none of this policy is running.
+    """
+    name = visit.path["name"]
+    visit.back = visit.link("policies", name)
+    promotions = _require_promotions(visit)
+    promotions.cancel(name, _read_text(visit.values, "by") or "a reader")
+    return Redirect(f"{visit.back}#promotion")
+
+
+def _require_promotions(visit: Visit) -> Promotions:
+    if visit.promotions is None:
+        message = "this explorer moves no aliases: who starts it has to allow that"
+        raise RequestRefusedError(403, "promote", message)
+    return visit.promotions
+
+
 def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
-    texts = {key: _read_text(values, key) for key in ("by", "note", "where", "explore")}
-    if texts["by"] is None:
-        raise ConfigInvalidError("by: found nothing, expected your name.", parameter="by")
+    if values.get("where", "").strip():
+        raise ConfigInvalidError(
+            f"where: found {values['where'][:80]!r}, expected none: a gate that is asked for here "
+            "reads all episodes of the dataset. Use the command `promote` to select some by SQL.",
+            parameter="where",
+        )
+    texts = {key: _read_text(values, key) for key in ("note", "explore")}
+    by = _read_person(values)
     has_holdout = bool(values.get("holdout", "").strip())
-    numbers = {key: _read_number(values, key, default) for key, default in _NUMBERS.items()}
+    numbers = {key: _read_bounded_number(values, key, *bounds) for key, bounds in _NUMBERS.items()}
     return PromotionRequest(
         policy=name,
         version=read_version(values, "version"),
         alias=values.get("alias", "").strip(),
         dataset=values.get("dataset", "").strip(),
-        by=texts["by"],
+        by=by,
         note=texts["note"],
-        where=texts["where"],
         explore=texts["explore"],
         estimators=tuple(values.get("estimators", "").replace(",", " ").split()),
         holdout=_read_number(values, "holdout", 0.0) if has_holdout else None,
@@ -77,6 +105,13 @@ def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
         ignore_masks=values.get("ignore_masks") == "yes",
         unseen=values.get("unseen") == "yes",
     )
+
+
+def _read_person(values: Mapping[str, str]) -> str:
+    by = _read_text(values, "by")
+    if by is None:
+        raise ConfigInvalidError("by: found nothing, expected your name.", parameter="by")
+    return by
 
 
 def _read_text(values: Mapping[str, str], name: str) -> str | None:
@@ -110,21 +145,44 @@ def _read_number(values: Mapping[str, str], name: str, default: float) -> float:
     return number
 
 
-def show_promotion(
-    visit: Visit, versions: Sequence[int], aliases: Mapping[str, int]
-) -> Panel | None:
-    """Show the form that promotes a version, or how far the last promotion is; None without leave.
+def _read_bounded_number(
+    values: Mapping[str, str], name: str, default: float, least: float, largest: float
+) -> float:
+    """Return a number within bounds, or its default. Raises: ConfigInvalidError."""
+    number = _read_number(values, name, default)
+    if not least <= number <= largest:
+        expected = f"at least {least:g}"
+        if math.isfinite(largest):
+            expected += f" and at most {largest:g}"
+        raise ConfigInvalidError(
+            f"{name}: found {number:g}, expected {expected}: the gate is not weaker here than it "
+            "is by default.",
+            parameter=name,
+        )
+    return number
 
-    versions: those of the policy, the newest first.
+
+def show_promotion(
+    visit: Visit,
+    versions: Sequence[int],
+    aliases: Mapping[str, int],
+    last: Promotion | None,
+    running: Promotion | None,
+) -> Panel | None:
+    """Show the form that promotes a version, or the stage of the promotion that is running.
+
+    versions: those of the policy, the newest first. last, running: from `Promotions.find`.
+    Returns None where readers may not promote.
     """
     if visit.promotions is None or visit.form_token is None:
         return None
     name = visit.path["name"]
-    last, running = visit.promotions.find(name), visit.promotions.find_running()
     body: list[Child] = [] if last is None else [_describe(visit, last)]
     if running is None:
         body.append(_form(visit, name, versions, aliases))
-    elif running is not last:
+    elif running is last:
+        body.append(_cancel_form(visit, name))
+    else:
         other = f"{running.request.policy}:{running.request.version}"
         body.append(tag("p", f"The gate of {other} is being evaluated. One is at a time."))
     note = "The alias moves if off-policy evaluation finds the version better than the champion."
@@ -137,7 +195,8 @@ def _describe(visit: Visit, promotion: Promotion) -> Markup:
     asked = [f", asked for by {request.by} at ", join(time_tag(promotion.started_at))]
     if promotion.is_running:
         stage = f": {promotion.stage}" if promotion.stage else ""
-        return tag("p", tag("span", "running", class_="pill"), f"{what}{stage}", asked)
+        state = "running" if promotion.cancelled_by is None else "being cancelled"
+        return tag("p", tag("span", state, class_="pill"), f"{what}{stage}", asked)
     if promotion.result is None:
         return tag(
             "div",
@@ -181,13 +240,12 @@ def _form(visit: Visit, name: str, versions: Sequence[int], aliases: Mapping[str
         _input("Note", "note", ""),
     ]
     options = [
-        _input("Where (SQL over episodes)", "where", ""),
         _input("Exploration", "explore", "", placeholder="epsilon=0.05"),
         _input("Estimators", "estimators", "", placeholder="snips dr"),
         _input("Held-out share", "holdout", "", inputmode="decimal"),
         *(
             _input(key.capitalize(), key, f"{default:g}", inputmode="decimal")
-            for key, default in _NUMBERS.items()
+            for key, (default, *_) in _NUMBERS.items()
         ),
         _checkbox("Ignore action masks", "ignore_masks"),
         _checkbox("Neither policy was trained on these episodes", "unseen"),
@@ -207,6 +265,18 @@ def _form(visit: Visit, name: str, versions: Sequence[int], aliases: Mapping[str
         method="post",
         action=visit.link("policies", name, "promote"),
         class_="promote",
+    )
+
+
+def _cancel_form(visit: Visit, name: str) -> Markup:
+    return tag(
+        "form",
+        tag("input", type="hidden", name=TOKEN_FIELD, value=visit.form_token),
+        tag("input", type="hidden", name="by", value=visit.reader),
+        tag("button", "Cancel", type="submit"),
+        id="cancel-promotion",
+        method="post",
+        action=visit.link("policies", name, "cancel"),
     )
 
 

@@ -1,7 +1,7 @@
-"""Promotions: aliases that are moved through the gate, one at a time, and what became of each.
+"""Promotions: aliases that are moved through the gate, one at a time, and the result of each.
 
-A gate takes seconds to minutes, so it is evaluated in a thread, and says how far it is. How to
-evaluate it is passed in: serve imports no code that evaluates policies.
+A gate takes seconds to minutes, so it is evaluated in a thread that reports its stage and can be
+cancelled. How to evaluate it is passed in: serve imports no code that evaluates policies.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from replaylake.datastore.errors import CommitConflictError, ReplayLakeError
+from replaylake.datastore.errors import CommitConflictError, NotFoundError, ReplayLakeError
 from replaylake.datastore.lake.lake import Lake
 
 _logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 class PromotionRequest:
     """What a reader asks for: the arguments of the command `promote`, by its names.
 
+    It has no SQL: the gate would run it in this process, without the limits of the sandbox.
     estimators: empty for those that the gate takes by default. holdout: the share of the episodes
     to evaluate on; None for those that training held out.
     """
@@ -34,7 +35,6 @@ class PromotionRequest:
     dataset: str
     by: str
     note: str | None = None
-    where: str | None = None
     explore: str | None = None
     estimators: tuple[str, ...] = ()
     holdout: float | None = None
@@ -46,15 +46,21 @@ class PromotionRequest:
 
 
 # Evaluates the gate, saves its report, moves the alias if it passes, and returns what `promote
-# --json` prints. It calls the function with each stage of its work. Raises: ReplayLakeError.
-Promote = Callable[[Lake, PromotionRequest, Callable[[str], None]], Mapping[str, Any]]
+# --json` prints. It calls the function with each stage of its work, and with None in between; what
+# that raises ends it, and no alias moves then. Raises: ReplayLakeError.
+Promote = Callable[[Lake, PromotionRequest, Callable[[str | None], None]], Mapping[str, Any]]
 
 
-@dataclass
+class _CancelledError(Exception):
+    """Ends a promotion in its thread; no ReplayLakeError, some of which are results of a gate."""
+
+
+@dataclass(frozen=True)
 class Promotion:
-    """A promotion that was asked for. result: None while it runs and where it failed with `error`.
+    """The state of a promotion at one moment.
 
-    stage: what it does now.
+    stage: what it does now. result: None while it runs and where it failed with `error`.
+    cancelled_by: who asked for its end, which comes with the next stage.
     """
 
     request: PromotionRequest
@@ -62,6 +68,7 @@ class Promotion:
     stage: str = ""
     result: Mapping[str, Any] | None = None
     error: str | None = None
+    cancelled_by: str | None = None
 
     @property
     def is_running(self) -> bool:
@@ -79,6 +86,7 @@ class Promotion:
             "reasons": result["gate"]["reasons"] if result else [],
             "evaluation_id": result.get("evaluation_id"),
             "error": self.error,
+            "cancelled_by": self.cancelled_by,
         }
 
 
@@ -92,39 +100,71 @@ class Promotions:
         # The last of each policy.
         self._known: dict[str, Promotion] = {}
 
-    def find(self, policy: str) -> Promotion | None:
-        """Return the last promotion of a policy; None if this explorer had none."""
-        with self._lock:
-            return self._known.get(policy)
+    def find(self, policy: str) -> tuple[Promotion | None, Promotion | None]:
+        """Return the last promotion of a policy, and the one that is running, both of one moment.
 
-    def find_running(self) -> Promotion | None:
-        """Return the promotion that is running now."""
+        The former is None if this explorer had none.
+        """
         with self._lock:
-            return next((one for one in self._known.values() if one.is_running), None)
+            return self._known.get(policy), self._find_running()
 
     def start(self, request: PromotionRequest) -> None:
         """Start a promotion in a thread. Raises: CommitConflictError while another one runs."""
         with self._lock:
-            for one in self._known.values():
-                if one.is_running:
-                    raise CommitConflictError(
-                        f"promotion: found the gate of {one.request.policy}:{one.request.version} "
-                        f"running, asked for by {one.request.by}, expected none: one is evaluated "
-                        "at a time. Wait until it has ended."
-                    )
-            promotion = Promotion(request, datetime.now(UTC))
-            self._known[request.policy] = promotion
-        threading.Thread(target=self._run, args=(promotion,), daemon=True).start()
-
-    def _run(self, promotion: Promotion) -> None:
-        def note_stage(stage: str) -> None:
-            promotion.stage = stage
-
+            one = self._find_running()
+            if one is not None:
+                raise CommitConflictError(
+                    f"promotion: found the gate of {one.request.policy}:{one.request.version} "
+                    f"running, asked for by {one.request.by}, expected none: one is evaluated "
+                    "at a time. Wait until it has ended, or cancel it on its policy's page."
+                )
+            self._known[request.policy] = Promotion(request, datetime.now(UTC))
         try:
-            promotion.result = self._promote(self._lake, promotion.request, note_stage)
+            threading.Thread(target=self._run, args=(request,), daemon=True).start()
+        except RuntimeError as error:
+            self._update(request.policy, error=f"no thread could be started for it: {error}")
+
+    def cancel(self, policy: str, by: str) -> None:
+        """End the promotion of a policy at the next stage of its gate, so that no alias moves.
+
+        Where the gate has passed already, the alias moves nevertheless.
+        Raises: NotFoundError if none of this policy is running.
+        """
+        with self._lock:
+            promotion = self._known.get(policy)
+            if promotion is None or not promotion.is_running:
+                raise NotFoundError(
+                    f"promotion of {policy}: found none that is running. It has ended already: "
+                    "read the policy's page again."
+                )
+            self._known[policy] = replace(promotion, cancelled_by=by)
+
+    def _find_running(self) -> Promotion | None:
+        return next((one for one in self._known.values() if one.is_running), None)
+
+    def _update(self, policy: str, **changes: Any) -> None:
+        with self._lock:
+            self._known[policy] = replace(self._known[policy], **changes)
+
+    def _run(self, request: PromotionRequest) -> None:
+        def note_stage(stage: str | None) -> None:
+            with self._lock:
+                promotion = self._known[request.policy]
+                if promotion.cancelled_by is not None:
+                    raise _CancelledError(promotion.cancelled_by)
+                if stage is not None:
+                    self._known[request.policy] = replace(promotion, stage=stage)
+
+        changes: dict[str, Any] = {"error": "its thread was ended"}
+        try:
+            changes = {"result": self._promote(self._lake, request, note_stage)}
+        except _CancelledError as error:
+            changes = {"error": f"cancelled by {error}"}
         except ReplayLakeError as error:
-            promotion.error = str(error)
+            changes = {"error": str(error)}
         except Exception:
             number = secrets.token_hex(4)
             _logger.exception("error %s in a promotion", number)
-            promotion.error = f"a fault in ReplayLake, number {number} in the explorer's log"
+            changes = {"error": f"a fault in ReplayLake, number {number} in the explorer's log"}
+        finally:
+            self._update(request.policy, **changes)

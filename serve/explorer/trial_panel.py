@@ -25,6 +25,7 @@ from replaylake.datastore.errors import ReplayLakeError, SpaceUnsupportedError
 from replaylake.datastore.lake.policies.manifest import GRAPH, read_manifest
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.profile.column_statistics import Histogram
+from replaylake.datastore.names import parse_version
 from replaylake.serve.api.values import encode_observations, read_values
 from replaylake.serve.explorer.page import Panel, empty_state
 from replaylake.serve.explorer.visit import Visit
@@ -72,10 +73,8 @@ def build_trial(visit: Visit, entries: Sequence[Mapping[str, Any]]) -> Trial:
     """
     name = visit.path["name"]
     versions = [int(entry["version"]) for entry in entries]
-    chosen = visit.values.get("try", "")
-    version = int(chosen) if chosen.isascii() and chosen.isdigit() else versions[0]
-    if version not in versions:
-        version = versions[0]
+    chosen = parse_version(visit.values.get("try", ""))
+    version = chosen if chosen in versions else versions[0]
     entry = entries[versions.index(version)]
     text = visit.values.get("observation", "")
     answer: Child = None

@@ -23,7 +23,7 @@ from replaylake.serve.explorer.token_texts import TokenTexts
 _PARAMETER: Final = re.compile(r"\$(\w+)")
 # Of all that is remembered; one result may take an eighth of it.
 _MAX_REMEMBERED_BYTES: Final = 64 << 20
-# A purge breaks with what is remembered of the version before it at the latest after this time.
+# Results of a version that was purged are forgotten after this time at the latest.
 _REMEMBERED_S: Final = 120.0
 _MAX_REMEMBERED: Final = 256
 _MAX_REMEMBERED_ROWS: Final = 5000

@@ -341,20 +341,26 @@ def flow_chart(
     """Draw stages beside each other, each a title and boxes by key, and lines between them.
 
     links: (place of a stage, key of a box in it, key of a box in the next one). explorer.css gives
-    boxes the height of _NODE, so that the lines meet them.
+    boxes the height of _NODE, so that the lines meet them. Each box
+    also names in words what leads to it, for who does not see the lines.
     """
     rows = [{key: row for row, key in enumerate(nodes)} for _, nodes in stages]
     height = _NODE * max((len(nodes) for _, nodes in stages), default=0)
     parts: list[Markup] = []
     for place, (title, nodes) in enumerate(stages):
         boxes = []
-        for node in nodes.values():
+        for key, node in nodes.items():
+            sources = [
+                stages[at][1][start] for at, start, end in links if (at + 1, end) == (place, key)
+            ]
+            named = ", ".join(f"{one.name} {one.detail}".strip() for one in sources)
+            origin = tag("span", f"from {named}", class_="from") if sources else None
             name: Child = node.name or "(empty)"
             if node.link is not None:
                 name = tag("a", name, href=node.link)
             detail = tag("div", node.detail, class_="quiet") if node.detail else None
             whole = f"{node.name} {node.detail}".strip()
-            boxes.append(tag("li", tag("div", name), detail, title=whole))
+            boxes.append(tag("li", tag("div", name), detail, origin, title=whole))
         parts.append(
             tag("div", tag("h3", title), tag("ul", boxes, aria_label=title), class_="stage")
         )

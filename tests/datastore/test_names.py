@@ -15,6 +15,8 @@ from replaylake.datastore.names import (
     is_column_name,
     new_ulid,
     new_ulids,
+    parse_snapshot,
+    parse_version,
 )
 
 OUTSIDE = ["", "..", ".", "a/b", "a/../b", "/etc", "a%2e", "a\0b", "a'b", 'a"b', "ä", "a b", "a\n"]
@@ -60,6 +62,16 @@ def test_policies_may_have_a_dash_but_not_a_reserved_word() -> None:
 def test_aliases_outside_the_pattern_are_refused(alias: str) -> None:
     with pytest.raises(InvalidNameError):
         check_alias(alias)
+
+
+def test_versions_are_digits_that_fit_a_number() -> None:
+    assert parse_version("0") == 0
+    assert parse_version("9" * 18) == 10**18 - 1
+    for text in ("", "-1", "1.0", " 1", "1\n", "\u0661", "9" * 19, "9" * 5000, "newest"):
+        assert parse_version(text) is None
+    assert parse_snapshot("cartpole@12") == ("cartpole", 12)
+    with pytest.raises(InvalidNameError, match="expected a version such as cartpole@12"):
+        parse_snapshot("cartpole@" + "9" * 5000)
 
 
 def test_column_names() -> None:

@@ -78,11 +78,12 @@ def promote_through_gate(
         force: move the alias although the gate refuses, and record that.
         by: who promotes.
         note: why, for the record of the move.
-        callbacks: told how far the gate is.
+        callbacks: told how far the gate is. What they raise ends it, and the alias stays.
 
     Raises: as evaluate_gate; CommitConflictError if somebody moved the alias or the champion while
     the gate was evaluated; StorageError if the move cannot be recorded. Cost: that of the gate.
     """
+    callbacks = callbacks or ProgressCallbacks()
     registry = lake.registry
     before = registry.alias_version(candidate.name, alias)
     champion = registry.alias_version(candidate.name, _CHAMPION)
@@ -90,6 +91,8 @@ def promote_through_gate(
     gate = evaluate_gate(
         lake, candidate, against, request, alpha=alpha, margin=margin, callbacks=callbacks
     )
+    # The last moment at which a caller can prevent the move.
+    callbacks.stage("saving the report")
     evaluation_id, unsaved = None, None
     report = {**gate.to_json(), "alias": alias}
     try:

@@ -387,17 +387,23 @@ function startFollowing() {
     try {
       const answer = await fetch(link.href);
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      // The link stays, so that the reader sees that there are more, and can try again.
+      if (!answer.ok) throw new Error($("main", page)?.textContent.trim());
       const rows = $$("#episodes tbody tr", page);
       body.append(...rows.map((row) => document.adoptNode(row)));
       showLocalTimes(body);
       const next = $("a[data-next]", page);
-      if (answer.ok && next && rows.length) {
+      if (next && rows.length) {
         link.href = next.getAttribute("href");
         // What is seen already says nothing again.
         observer.unobserve(link);
         observer.observe(link);
       } else { observer.disconnect(); link.remove(); }
-    } catch { observer.disconnect(); }
+    } catch (error) {
+      observer.disconnect();
+      const words = error instanceof TypeError ? "The explorer does not answer." : error.message;
+      link.after(make("span", { class: "wrong", role: "alert" }, `More rows could not be read. ${words}`));
+    }
     isLoading = false;
   }, { rootMargin: "400px" });
   observer.observe(link);
@@ -694,6 +700,8 @@ function startConsole() {
       const answer = await fetch(address, { signal: running.signal });
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const panel = $("#result", page)?.closest("section");
+      // An error of a query has its panel. Others are of the request: what is shown stays.
+      if (!panel && !answer.ok) throw new Error($("main", page)?.textContent.trim());
       const panels = $(".panels");
       for (const old of $$("section", panels).slice(1)) old.remove();
       for (const fresh of $$(".panels > section", page).slice(1)) panels.append(document.adoptNode(fresh));
@@ -702,7 +710,8 @@ function startConsole() {
       showLocalTimes();
       startChart();
     } catch (error) {
-      text = error.name === "AbortError" ? "cancelled" : "the explorer does not answer: is it still running?";
+      if (error.name === "AbortError") text = "cancelled";
+      else text = error instanceof TypeError ? "the explorer does not answer: is it still running?" : error.message;
     }
     clearInterval(clock);
     running = null;

@@ -4,6 +4,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from starlette.testclient import TestClient
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalidError
@@ -269,6 +270,26 @@ def test_after_signing_in_the_page_that_asked_is_shown(guarded, reader_type):
         "/lake/sign-in", data={"token": TOKEN, "to": "/runs"}, follow_redirects=False
     )
     assert answer.headers["location"] == "/lake/runs"
+
+
+def test_two_explorers_of_one_host_keep_their_readers(explored_lake, empty, reader_type):
+    # A browser sends the cookies of a host to all of its ports.
+    jar = {}
+    clients = [
+        TestClient(reader.app, base_url=f"http://localhost:{port}")
+        for port, lake in enumerate((explored_lake, explored_lake, empty.lake), start=8080)
+        for reader in [reader_type(lake, tokens=TOKENS)]
+    ]
+    for client in clients:
+        sent = {"token": TOKEN, "to": "/"}
+        answer = client.post("/sign-in", data=sent, follow_redirects=False)
+        jar |= dict(answer.cookies)
+        client.cookies.clear()
+    assert len(jar) == len(clients)
+    header = "; ".join(f"{name}={value}" for name, value in jar.items())
+    for client in clients:
+        assert client.get("/", headers={"cookie": header}).status_code == 200
+        assert client.get("/").status_code == 401
 
 
 def test_behind_https_the_cookie_is_sent_over_https_alone(guarded):

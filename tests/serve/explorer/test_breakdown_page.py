@@ -9,6 +9,7 @@ import pytest
 
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.serve.explorer import breakdown_page
 
 
 def _episode(name, reward, day, num=2, **extras):
@@ -54,6 +55,7 @@ def test_days_have_their_means_and_quartiles(days):
         "key": "2026-11-01",
         "num_episodes": 2,
         "num_terminated": 0,
+        "num_known": 2,
         "mean_return": 2.0,
         "mean_num_steps": 2.0,
         "mean": 2.0,
@@ -63,6 +65,27 @@ def test_days_have_their_means_and_quartiles(days):
     page = days.page("/datasets/days/breakdown")
     assert "line: mean, 1.8" in page.texts
     assert "Return by day (UTC)" in page.texts
+
+
+def test_the_line_is_the_mean_of_the_episodes_whose_value_is_known(empty, monkeypatch):
+    # Nine episodes of `a` are too short for a jerk; that of the others is 1 and 9.
+    cubes = np.array([[0.0], [0.0], [0.0], [1.0]])
+    short = [_episode(f"a/{n}", 0.0, 1) for n in range(9)]
+    short = [replace(one, actions=np.zeros((2, 1))) for one in short]
+    long = [
+        replace(_episode(name, 0.0, 1, num=4), actions=cubes * scale)
+        for name, scale in (("a/9", 1.0), ("b/0", 9.0))
+    ]
+    empty.lake.dataset("arms").append([*short, *long])
+    address = "/datasets/arms/breakdown?by=source&sort=jerk"
+    body = empty.json(address.replace("?", ".json?"))
+    assert body["overall_mean"] == 5.0
+    assert [(row["num_episodes"], row["num_known"]) for row in body["rows"]] == [(10, 1), (1, 1)]
+    assert "line: mean, 5" in empty.page(address).texts
+    # Rows that are left out count, too.
+    monkeypatch.setattr(breakdown_page, "_MAX_ROWS", 1)
+    body = empty.json(address.replace("?", ".json?"))
+    assert (len(body["rows"]), body["overall_mean"]) == (1, 5.0)
 
 
 @pytest.mark.parametrize("by", ["day", "source", "policy", "version", "operator", "agent_id"])

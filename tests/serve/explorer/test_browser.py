@@ -24,6 +24,7 @@ from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.serve.app import create_app
 from replaylake.serve.explorer import profiles
 from replaylake.serve.explorer.app import create_explorer
+from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.safety.tokens import Tokens
 
 pytestmark = pytest.mark.browser
@@ -475,6 +476,50 @@ def test_rows_follow_on_scrolling(browser, address, monkeypatch):
     browser.wait_until("document.querySelectorAll('#episodes tbody tr').length === 12")
     ids = browser.run("[...document.querySelectorAll('#episodes .id')].map(e => e.textContent)")
     assert ids == [f"w/{n:02}" for n in range(12)]
+
+
+def test_rows_that_cannot_be_read_are_said_and_can_be_read_again(
+    browser, explored_lake, monkeypatch
+):
+    monkeypatch.setattr("replaylake.serve.explorer.episodes_page._PAGE_ROWS", 5)
+    app = create_explorer(explored_lake)
+    browser.show(1280, 300)
+    with _run(app) as address:
+        _open(browser, address + "/datasets/walks/episodes?where=num_steps+%3E+0")
+        app.sandboxes = RequestQueue(0, 0)
+        browser.run("scrollTo(0, 1e6)")
+        browser.wait_until("document.querySelector('.more [role=alert]')")
+        said = browser.run("document.querySelector('.more [role=alert]').textContent")
+        assert "0 queries wait already; try again in some seconds" in said
+        rows = "document.querySelectorAll('#episodes tbody tr').length"
+        num = browser.run(rows)
+        assert num < 12
+        app.sandboxes = RequestQueue(4, 16)
+        browser.run("window.isBefore = true; document.querySelector('a[data-next]').click()")
+        browser.wait_until(f"!window.isBefore && document.readyState === 'complete' && {rows}")
+        assert browser.run("document.querySelector('#episodes .id').textContent") == f"w/{num:02}"
+    browser.take_messages()
+
+
+def test_a_console_says_why_a_query_was_not_taken(browser, explored_lake):
+    app = create_explorer(explored_lake)
+    with _run(app) as address:
+        browser.show(1280, 900)
+        _open(browser, address + "/sql?q=SELECT+41+%2B+1+AS+x")
+        app.sandboxes = RequestQueue(0, 0)
+        browser.click("#q")
+        browser.run("document.querySelector('#q').value = 'SELECT 7 AS x'; 0")
+        browser.press("Enter", modifiers=2)
+        status = "document.querySelector('#status').textContent"
+        browser.wait_until(f"{status}.includes('queries wait already')")
+        # The result before is still there, and the address is its own.
+        assert browser.run("document.querySelector('#result td').textContent") == "42"
+        assert "SELECT+41" in browser.run("location.search")
+        app.sandboxes = RequestQueue(4, 16)
+        browser.press("Enter", modifiers=2)
+        browser.wait_until("document.querySelector('#result td')?.textContent === '7'", 30)
+        assert "SELECT+7" in browser.run("location.search")
+    browser.take_messages()
 
 
 def test_the_console_completes_runs_cancels_and_remembers(browser, address):

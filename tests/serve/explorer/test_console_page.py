@@ -82,6 +82,17 @@ def test_a_file_of_a_refused_query_is_an_error(explored):
 def test_a_version_that_is_no_version(explored):
     page = explored.page(f"/sql?{_query('SELECT 1', at=['walks'])}", 400)
     assert "expected DATASET=VERSION" in page.text
+    # `int` refuses so many digits.
+    digits = "9" * 5000
+    for status, address in (
+        (400, f"/sql?{_query('SELECT 1', at=[f'walks={digits}'])}"),
+        (404, f"/datasets/walks?at={digits}"),
+        (404, f"/datasets/walks/episodes?at={digits}"),
+        (404, f"/datasets/walks/diff?a={digits}"),
+        (404, f"/datasets/walks?at={digits[:18]}"),
+        (400, f"/datasets/images/frame?id=i/0&leaf=&step={digits}"),
+    ):
+        assert explored.client.get(address).status_code == status, address[:50]
 
 
 def test_a_query_ends_when_it_is_cancelled(explored_lake):
@@ -224,6 +235,33 @@ def test_all_sql_of_readers_runs_in_a_turn(explored_lake, reader_type, monkeypat
     assert not explored.app.sandboxes._tickets
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/datasets/walks/episodes?sort=repetition",
+        "/datasets/walks/episode?id=w/09&sort=log_prob",
+        "/datasets/walks/next?label=x&sort=repetition",
+        "/datasets/walks/breakdown?by=day",
+        "/datasets/chats/groups",
+        "/datasets/chats/group?id=sum",
+    ],
+)
+def test_pages_that_read_all_steps_have_turns_of_their_own(explored_lake, reader_type, address):
+    explored = reader_type(explored_lake)
+    explored.app.scans = RequestQueue(0, 0, "pages")
+    answer = explored.client.get(address, follow_redirects=False)
+    assert answer.status_code == 503
+    assert "0 pages wait already" in answer.text
+    # Others, and a condition, which is in the sandbox, do not wait for these.
+    assert explored.client.get("/datasets/walks/episodes?sort=return").status_code == 200
+    condition = "/datasets/walks/episodes?sort=repetition&where=num_steps+%3E+3"
+    assert explored.client.get(condition).status_code == 200
+    explored.app.scans = RequestQueue(1, 0, "pages")
+    answer = explored.client.get(address, follow_redirects=False)
+    assert answer.status_code in (200, 303)
+    assert not explored.app.scans._tickets
+
+
 def test_a_link_on_another_site_shows_a_query_and_does_not_run_it(explored):
     headers = {
         "sec-fetch-site": "cross-site",
@@ -241,6 +279,42 @@ def test_a_link_on_another_site_shows_a_query_and_does_not_run_it(explored):
     headers["sec-fetch-site"] = "same-origin"
     answer = explored.client.get(f"/sql?{_query('SELECT 41 + 1 AS x')}", headers=headers)
     assert ">42<" in answer.text
+
+
+@pytest.mark.parametrize("page", ["episodes", "episode", "breakdown", "next"])
+def test_a_link_on_another_site_shows_a_condition_and_does_not_run_it(
+    explored, page_type, monkeypatch, page
+):
+    where = "num_steps > 3 -- '<b>"
+    address = f"/datasets/walks/{page}?{urlencode({'where': where, 'id': 'w/05', 'label': 'x'})}"
+    headers = {
+        "sec-fetch-site": "cross-site",
+        "sec-fetch-mode": "navigate",
+        "sec-fetch-dest": "document",
+    }
+
+    def refuse(*_, **__):
+        raise AssertionError("the condition ran")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Visit, "sql_of_reader", refuse)
+        answer = explored.client.get(address, headers=headers)
+        assert answer.status_code == 200
+        shown = page_type(answer.text)
+        assert where in shown.texts
+        assert "has not run yet" in shown.text
+        file = address.replace("?", ".json?")
+        assert explored.client.get(file, headers=headers).status_code == 403
+    # "Run" is a link of this page.
+    (link,) = (link for link in shown.links if link.startswith(f"/datasets/walks/{page}?"))
+    headers["sec-fetch-site"] = "same-origin"
+    answer = explored.client.get(link, headers=headers, follow_redirects=False)
+    assert answer.status_code == (303 if page == "next" else 200)
+    assert "has not run yet" not in answer.text
+    # Without a condition of the other site's, a link leads to its page.
+    headers["sec-fetch-site"] = "cross-site"
+    answer = explored.client.get("/datasets/walks/episodes?sort=steps", headers=headers)
+    assert "w/05" in answer.text
 
 
 def test_no_query_begins_for_a_page_that_nobody_waits_for(explored_lake):

@@ -26,6 +26,8 @@ from replaylake.serve.safety.tokens import Tokens
 
 TOKEN = "a-token-of-24-characters"
 LABEL = "/datasets/walks/label"
+# Numbers that need all their digits, an exponent, or both.
+NUMBERS = [1 / 3, 1e-7, -1.7e308, 9007199254740991.0, 4.0]
 
 
 @pytest.fixture
@@ -148,6 +150,45 @@ def test_numbers_are_numbers_and_texts_stay_texts(reader):
     assert quick == ["4", "2.5"]
     _set(reader, 3, quick="2.5", label="rating")
     assert _labels(reader, 3) == {"rating": 2.5}
+
+
+def test_a_number_survives_its_text_and_its_condition(tmp_path, reader_type, episode_maker):
+    num = len(NUMBERS)
+    lake = open_lake(tmp_path / "numbers", create=True)
+    lake.dataset("walks").append([episode_maker(f"w/{n}", 2, seed=n) for n in range(2 * num)])
+    for n, number in enumerate(NUMBERS):
+        label_episode(lake, "walks", "rating", number, episode_id=f"w/{n}", by="Ada")
+    reader = reader_type(lake)
+    page = reader.page(_page(num, label="rating"))
+    quick = [a["value"] for _, a in page.tags if a.get("name") == "quick"]
+    assert [float(text) for text in quick] == NUMBERS
+    for n, text in enumerate(quick):
+        _set(reader, num + n, quick=text, label="rating")
+        assert _labels(reader, num + n) == {"rating": NUMBERS[n]}
+    page = reader.page(_page(0))
+    conditions = [text for text in page.texts if text.startswith("any(rating = ")]
+    assert len(conditions) == num
+    snapshot = lake.snapshot("walks")
+    for condition in conditions:
+        assert snapshot.replay(where=condition).num_steps == 4, condition
+    for link in [link for link in page.links if "IN+%28SELECT" in link]:
+        assert reader.json(link.replace("?", ".json?"))["num_matching"] == 2
+
+
+def test_what_is_no_number_of_a_float_stays_a_text(reader):
+    for label, text in (
+        ("long", "12345678901234567890"),
+        ("other", "\u0661\u0662"),
+        ("big", "1e999"),
+    ):
+        _set(reader, 0, text, label=label)
+    assert _labels(reader, 0) == {
+        "long": "12345678901234567890",
+        "other": "\u0661\u0662",
+        "big": "1e999",
+    }
+    _set(reader, 0, "1e-7", label="rating")
+    assert "found inf" in _set(reader, 1, "1e999", label="rating", status=400).text
 
 
 def test_a_label_is_undone_by_the_button_beside_it(reader):

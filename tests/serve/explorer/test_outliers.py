@@ -179,6 +179,52 @@ def test_pages_by_a_measure_hold_every_episode_once(empty, monkeypatch, measure,
     assert len(known) >= 5
 
 
+def test_a_measure_is_the_same_to_the_last_bit_on_each_page(empty):
+    # Of several shards and row groups, which threads read as they come.
+    rng = np.random.default_rng(0)
+    for shard in range(4):
+        num = 4_000
+        empty.lake.dataset("long").append(
+            _episode(
+                f"e{shard}/{n}",
+                rng.normal(size=(num, 2)),
+                rng.normal(size=(num, 2)),
+                behavior_log_probs=-rng.random(num).astype(np.float32),
+            )
+            for n in range(20)
+        )
+    snapshot = empty.lake.snapshot("long")
+    for name in ("jerk", "log_prob", "stillness"):
+        measure = outliers.find_measure(None, snapshot, name)
+        listed = episodes_page.EpisodeList(snapshot, sort=name, measure=measure)
+        text = f"SELECT {name} FROM {listed.rows} ORDER BY episode_id"
+        first, *further = (empty.lake.sql(text, {}, at={"long": 4}) for _ in range(4))
+        assert all(one.equals(first) for one in further), name
+
+
+def test_what_never_moves_is_still(empty):
+    resting = [_episode(f"e{n}", [[1.0, 2.0]] * 4, [[0.0]] * 4) for n in range(3)]
+    empty.lake.dataset("resting").append(resting)
+    found = _ranked(empty, "resting", "stillness", order="descending")
+    assert found == [(f"e{n}", 1.0) for n in range(3)]
+
+
+def test_the_sample_of_a_dataset_that_grew_is_a_part_of_the_one_before(empty, monkeypatch):
+    monkeypatch.setattr(outliers, "_MAX_NUMBERS", 80)
+    dataset = empty.lake.dataset("grown")
+    samples = []
+    for start in (0, 60, 90):
+        stop = {0: 60, 60: 90, 90: 200}[start]
+        dataset.append([_episode(f"e{n:03}", [[0.0]] * 4, [[1.0]] * 4) for n in range(start, stop)])
+        found = _ranked(empty, "grown", "repetition", at=dataset.snapshot().version)
+        known = {name for name, value in found if value is not None}
+        assert known
+        samples.append(known)
+    # One in 4 of 240 steps, in 8 of 360 and in 16 of 800: of the first 60, ever fewer.
+    old = {f"e{n:03}" for n in range(60)}
+    assert samples[2] & old <= samples[1] & old <= samples[0]
+
+
 def test_a_condition_may_name_the_measure_and_neighbors_follow_its_order(robots):
     query = {"sort": "jerk", "order": "descending", "where": "jerk < 3 -- or more"}
     assert _ranked(robots, "robots", "jerk", **query) == [("b", 0.0)]

@@ -8,6 +8,8 @@ pytest.importorskip("torch")
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
+from replaylake.serve.explorer import lineage_panel
+from replaylake.serve.pages.charts import flow_chart
 
 
 @pytest.fixture
@@ -119,6 +121,31 @@ def test_lineage_leads_from_data_to_decisions(served_lake, reader_type):
     assert len(paths) == 5
 
 
+def test_lineage_of_versions_of_one_run_leads_to_each_from_its_own_data(
+    tmp_path, kit, reader_type, monkeypatch
+):
+    lake = open_lake(tmp_path / "lake", create=True)
+    package = kit.save_policy(tmp_path / "p")
+    for data in ("x", "y", "y"):
+        lineage = {"datasets": [{"dataset": data, "version": 1}]}
+        lake.registry.register("p", package, run_id="r", lineage=lineage)
+    drawn = []
+
+    def draw(stages, links, *, label):
+        drawn.append((dict(stages), links))
+        return flow_chart(stages, links, label=label)
+
+    monkeypatch.setattr(lineage_panel, "flow_chart", draw)
+    reader_type(lake).page("/policies/p")
+    ((stages, links),) = drawn
+    runs = {key: node.name for key, node in list(stages.values())[1].items()}
+    assert list(runs.values()) == ["r", "r"]
+    into = {(start.strip(), run) for place, start, run in links if place == 0}
+    out = {(run, version) for place, run, version in links if place == 1}
+    found = {(data, version) for data, run in into for at, version in out if at == run}
+    assert found == {("x@1", "1"), ("y@1", "2"), ("y@1", "3")}
+
+
 def test_lineage_of_what_was_not_recorded_and_of_many_versions(tmp_path, kit, reader_type, hostile):
     lake = open_lake(tmp_path / "lake", create=True)
     package = kit.save_policy(tmp_path / "p")
@@ -132,6 +159,7 @@ def test_lineage_of_what_was_not_recorded_and_of_many_versions(tmp_path, kit, re
         *(f"p:{number}" for number in range(12, 4, -1)),
         "p:1",
     ]
-    assert texts.count("not recorded") == 2
+    # The data of the first version, its run, and the run of the others.
+    assert texts.count("not recorded") == 3
     assert f"where {hostile}" in texts
     assert any(text.startswith("The newest 8 versions, and those") for text in texts)

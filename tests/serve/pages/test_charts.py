@@ -107,6 +107,9 @@ def test_a_flow_has_boxes_and_lines_between_their_middles():
     assert '<a href="/a">a</a>' in picture
     assert "&lt;b&gt;" in picture
     assert "(empty)" in picture
+    # The lines, in words.
+    assert picture.count('class="from"') == 1
+    assert '<span class="from">from &lt;b&gt;</span>' in picture
 
 
 def test_bars_of_several_lists_have_one_scale():
