@@ -178,7 +178,7 @@ def _write(
         found = None
         if name in table.schema.names:
             if name not in list_label_names(table.schema):
-                raise _taken_error(name, name)
+                raise _name_conflict_error(name, name)
             found = _read_labels(table, [name], episode_id, agent_id).get(name)
         if found != seen:
             raise CommitConflictError(
@@ -234,7 +234,7 @@ def _check_label(schema: pa.Schema, name: str, value: LabelValue | None) -> pa.D
         taken = {one.lower(): one for one in (*schema.names, *EPISODE_COLUMNS)}
         for column in (name, f"{name}{_BY}", f"{name}{_AT}"):
             if column.lower() in taken:
-                raise _taken_error(name, taken[column.lower()])
+                raise _name_conflict_error(name, taken[column.lower()])
     if value is None:
         if known:
             return schema.field(name).type
@@ -263,7 +263,7 @@ def _check_value(value: LabelValue | None) -> LabelValue | None:
     return number
 
 
-def _taken_error(name: str, column: str) -> ConfigInvalidError:
+def _name_conflict_error(name: str, column: str) -> ConfigInvalidError:
     return ConfigInvalidError(
         f"name: found {name}, but the dataset has a column {column} that is no label, expected "
         "another name: columns of the log are not overwritten.",

@@ -228,9 +228,8 @@ class TokenSequences:
         """Return a sampler of batches [N] of whole sequences one after another, N <= `max_tokens`.
 
         Of 1,024 sequences, or groups, of the epoch at a time, batches are filled by first-fit
-        decreasing. The
-        other arguments are those of `padded`. Raises: as `padded`; ConfigInvalidError also if a
-        sequence, or a group, has more than `max_tokens`.
+        decreasing. The other arguments are those of `padded`. Raises: as `padded`;
+        ConfigInvalidError also if a sequence, or a group, has more than `max_tokens`.
         """
         max_tokens = check_budget("max_tokens", max_tokens)
         return self._sampler(
