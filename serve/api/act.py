@@ -100,7 +100,8 @@ class ActEndpoint:
         values = read_values(spec.observation_space, raw, body.field, False)
         if type(values) is not np.ndarray:
             return None
-        self._note_unknown(spec.encoding, body)
+        if spec.encoding is not None:
+            self._note_unknown(spec.encoding, body)
         if request.is_measured:
             self._metrics.links.add(PARSE, perf_counter() - start, len(request.body))
         return PendingRequest(

@@ -52,16 +52,17 @@ class MicroBatcher:
         """Whether nobody waits."""
         return not self._singles
 
-    async def answer(
+    def answer(
         self,
         serving: ServingState,
         single: PendingRequest,
         num_behind: int,
         is_measured: bool = False,
-    ) -> Response:
-        """Answer a request with those that wait, once all `num_behind` it have come.
+    ) -> asyncio.Future[Response]:
+        """Return the response to a request, answered with those that wait.
 
-        Raises: RequestRefusedError, StorageError.
+        That is once all `num_behind` it have come. The future may raise RequestRefusedError or
+        StorageError.
         """
         if serving is not self._serving or len(self._singles) >= MAX_BATCH:
             self._flush()
@@ -71,16 +72,14 @@ class MicroBatcher:
             # Should those behind turn out to be none of ours. By then all of them have begun.
             loop.call_soon(self._flush)
         future: asyncio.Future[Response] = loop.create_future()
+        if is_measured:
+            start = perf_counter()
+            future.add_done_callback(lambda _: self._on_wait(perf_counter() - start))
         self._singles.append(single)
         self._futures.append(future)
         if not num_behind:
             self._flush()
-        if not is_measured:
-            return await future
-        start = perf_counter()
-        response = await future
-        self._on_wait(perf_counter() - start)
-        return response
+        return future
 
     def _flush(self) -> None:
         serving, singles, futures = self._serving, self._singles, self._futures

@@ -108,6 +108,8 @@ def read_values(space: Space, raw: Any, field: str, is_batch: bool) -> Values:
 
 def _read(space: Space, raw: Any) -> Values | None:
     """Read values without a word on what is wrong with them: None, and the slow way says it."""
+    if type(raw) is list and type(space) is Box and type(raw[0]) is list:
+        return _read_lists(space, raw)  # the usual one
     if isinstance(space, Dict):
         if set(map(type, raw)) != {dict} or any(one.keys() != space.spaces.keys() for one in raw):
             return None

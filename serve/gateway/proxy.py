@@ -61,7 +61,7 @@ from replaylake.serve.gateway.retained_answers import RetainedAnswer
 from replaylake.serve.gateway.sse import EventSplitter, EventTooLongError
 from replaylake.serve.gateway.upstream import Headers, Upstream, UpstreamAnswer, UpstreamError
 from replaylake.serve.http.connections import CONNECTION, LimitedProtocol
-from replaylake.serve.http.deadlines import Deadlines
+from replaylake.serve.http.deadlines import Deadlines, RequestDeadline
 from replaylake.serve.http.request_handler import write_response, write_stream_start
 from replaylake.serve.messages import JSON, RETRY_LATER, RequestRefusedError
 from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
@@ -258,7 +258,8 @@ class Proxy:
     async def _read_body(self, receive: Any) -> bytes:
         limit, parts, size = self._config.safety.body_bytes, [], 0
         timeout_s = self._config.safety.body_timeout_s
-        wait = self._deadlines.enter(time.perf_counter() + timeout_s)
+        wait = RequestDeadline(time.perf_counter() + timeout_s)
+        self._deadlines.enter(wait)
         try:
             while True:
                 message = await receive()

@@ -24,36 +24,40 @@ class ArrivalCounter:
     """
 
     def __init__(self) -> None:
-        self._num, self._is_armed = 0, False
+        """num_waiting: how many have come and not begun; the event loop does not idle before."""
+        self.num_waiting, self._is_armed = 0, False
 
     def record_arrival(self, loop: asyncio.AbstractEventLoop) -> None:
         """Count a request that has come."""
-        self._num += 1
+        self.num_waiting += 1
         if not self._is_armed:
             self._is_armed = True
             loop.call_soon(loop.call_soon, self._reset)
 
-    @property
-    def num_waiting(self) -> int:
-        """How many have come and not begun: the event loop does not idle before they do."""
-        return self._num
-
     def start_next(self) -> int:
         """Count one that begins; return how many are behind it."""
-        self._num = max(0, self._num - 1)
-        return self._num
+        if self.num_waiting:
+            self.num_waiting -= 1
+        return self.num_waiting
 
     def _reset(self) -> None:
-        self._num, self._is_armed = 0, False
+        self.num_waiting, self._is_armed = 0, False
 
 
 class RequestDeadline:
-    """One request: the task that answers it, and when (time.perf_counter) that is cut short."""
+    """One request: the task that answers it, and when (time.perf_counter) that is cut short.
+
+    Whoever keeps more of a request makes it a subclass: one object a request, not two.
+    """
 
     __slots__ = ("due", "is_overdue", "task")
 
-    def __init__(self, task: asyncio.Task[object], due: float) -> None:
-        self.task, self.due, self.is_overdue = task, due, False
+    def __init__(self, due: float) -> None:
+        """Make the deadline of a request that the current task answers."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.task: asyncio.Task[object] = task
+        self.due, self.is_overdue = due, False
 
 
 class Deadlines:
@@ -63,15 +67,11 @@ class Deadlines:
         self._all: set[RequestDeadline] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, due: float) -> RequestDeadline:
-        """Begin: at `due` the task is cancelled, and `is_overdue` says by whom."""
-        task = asyncio.current_task()
-        assert task is not None
-        wait = RequestDeadline(task, due)
+    def enter(self, wait: RequestDeadline) -> None:
+        """Begin: at its `due` the task is cancelled, and `is_overdue` says by whom."""
         self._all.add(wait)
         if self._timer is None:
             self._arm()
-        return wait
 
     def leave(self, wait: RequestDeadline) -> None:
         """End; the task is then as if it had not been cancelled by us."""
