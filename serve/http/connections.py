@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -66,9 +67,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
     _arrivals: ClassVar[ArrivalCounter] = ArrivalCounter()
-    _server_states: ClassVar[WeakSet[Any]] = (
-        WeakSet()
-    )  # of uvicorn's ServerState, by which it is called
+    # Idle connections of each of uvicorn's ServerState, those that idle longest first: the next to
+    # be closed is found without a search.
+    _idle_of: ClassVar[WeakKeyDictionary[Any, OrderedDict[LimitedProtocol, None]]] = (
+        WeakKeyDictionary()
+    )
 
     def __init__(self, config: Any, server_state: Any, *args: Any, **kwargs: Any) -> None:
         """Name the product and its version in every answer, with BentoML's uvicorn too."""
@@ -87,6 +90,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._unread_since: float | None = None
         self.on_disconnect: Callable[[], None] | None = None
+        idle = self._idle_of.get(self.server_state)
+        if idle is None:
+            idle = self._idle_of[self.server_state] = OrderedDict()
+            self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
+        self._idle = idle
         if len(self.connections) > self.limits.num and not self._close_idle_connection():
             self._refuse(
                 503,
@@ -94,13 +102,13 @@ class LimitedProtocol(HttpToolsProtocol):
                 f"{len(self.connections) - 1} open connections, the server's limit; "
                 f"retry in {RETRY_AFTER_S} s",
             )
-        if self.server_state not in self._server_states:
-            self._server_states.add(self.server_state)
-            self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
+        else:
+            idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End a connection; tell whoever answers a request of it."""
         super().connection_lost(exc)
+        self._idle.pop(self, None)
         if self.on_disconnect is not None:
             self.on_disconnect()
 
@@ -129,6 +137,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start a request."""
         self._idle_since = self._head_since = None
+        self._idle.pop(self, None)
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
         scope[ARRIVED] = time.perf_counter()
@@ -145,6 +154,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.server_state.total_requests += 1
             self.flow.resume_reading()
             self._idle_since = self.loop.time()
+            self._idle[self] = None
 
     def pause_writing(self) -> None:
         """Note that the client does not take its answer."""
@@ -184,18 +194,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _close_idle_connection(self) -> bool:
-        idle = [
-            (other._idle_since, id(other), other)
-            for other in self.connections
-            if isinstance(other, LimitedProtocol)
-            and other is not self
-            and other._idle_since is not None
-            and not other.transport.is_closing()
-        ]
-        if not idle:
-            return False
-        min(idle)[2].transport.close()
-        return True
+        while self._idle:
+            oldest, _ = self._idle.popitem(last=False)
+            if not oldest.transport.is_closing():
+                oldest.transport.close()
+                return True
+        return False
 
     def _check_all(self) -> None:
         now = self.loop.time()
@@ -205,7 +209,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.connections:
             self.loop.call_later(_CHECK_INTERVAL_S, self._check_all)
         else:
-            self._server_states.discard(self.server_state)
+            self._idle_of.pop(self.server_state, None)
 
     def _check_timeouts(self, now: float) -> None:
         limits = self.limits

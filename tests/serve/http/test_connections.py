@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import uvicorn
@@ -178,6 +178,45 @@ def test_a_connection_that_idles_is_closed(monkeypatch):
         began = time.monotonic()
         assert connection.recv(1) == b""
         assert time.monotonic() - began < 2
+
+
+def test_above_the_limit_the_connection_that_idled_longest_is_closed(monkeypatch):
+    monkeypatch.setattr(LimitedProtocol, "limits", ConnectionLimits(num=2))
+    with served(door()) as address, ExitStack() as stack:
+
+        def connect():
+            return stack.enter_context(socket.create_connection(address, timeout=5))
+
+        first = connect()
+        assert _answers(first)
+        second = connect()
+        assert _answers(second)
+        assert _answers(first)  # so the second idles longest
+        third = connect()
+        assert _answers(third)
+        assert second.recv(1) == b""
+        assert _answers(first)
+        assert _answers(third)
+
+
+def _answers(connection):
+    connection.sendall(post(b"hello!"))
+    return connection.recv(65536).endswith(b"hello!")
+
+
+def test_above_the_limit_a_connection_is_refused_where_none_idles(monkeypatch):
+    monkeypatch.setattr(LimitedProtocol, "limits", ConnectionLimits(num=1))
+    before = NUM_REFUSED[503]
+    with served(door()) as address, socket.create_connection(address, timeout=5) as busy:
+        # A body that never ends: nobody closes a request that is being read.
+        busy.sendall(post(b"hello!", more=b"expect: 100-continue\r\n")[: -len(b"hello!")])
+        assert busy.recv(65536).startswith(b"HTTP/1.1 100")
+        # It is answered before it sends anything: unread bytes would reset the connection.
+        answer = talk(address, b"", until_closed=True)
+        assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert NUM_REFUSED[503] == before + 1
+        busy.sendall(b"hello!")
+        assert busy.recv(65536).endswith(b"hello!")
 
 
 def test_a_server_that_stops_waits_for_no_connection_that_idles():
