@@ -23,19 +23,24 @@ def policy_gradient(log_probs_tm1: torch.Tensor, advantages_tm1: torch.Tensor) -
 
 
 def clipped_surrogate(
-    log_rho_tm1: torch.Tensor, advantages_tm1: torch.Tensor, epsilon: float
+    log_rho_tm1: torch.Tensor,
+    advantages_tm1: torch.Tensor,
+    epsilon: float,
+    epsilon_high: float | None = None,
 ) -> torch.Tensor:
-    """Return -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon) A), [B].
+    """Return -min(rho A, clip(rho, 1 - epsilon, 1 + epsilon_high) A), [B].
 
     Args:
         log_rho_tm1: float [B], ln pi(a|s) - ln mu(a|s), mu being who acted.
         advantages_tm1: float [B].
-        epsilon: how far the ratio may go where that pays.
+        epsilon: how far below 1 the ratio may go where that pays.
+        epsilon_high: how far above 1; None: as far as below.
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7.
     """
     rho_tm1 = torch.exp(log_rho_tm1)
-    clipped = rho_tm1.clamp(1 - epsilon, 1 + epsilon)
+    high = epsilon if epsilon_high is None else epsilon_high
+    clipped = rho_tm1.clamp(1 - epsilon, 1 + high)
     return -torch.minimum(rho_tm1 * advantages_tm1, clipped * advantages_tm1)
 
 

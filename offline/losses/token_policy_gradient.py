@@ -1,0 +1,212 @@
+"""Losses over the tokens that a language policy sampled, corrected for data of another policy.
+
+Arrays are [B, T]: B sequences of T tokens, padded. Position t belongs to token t: its log-prob is
+that of the token given those before it. `mask` bool [B, T]: the sampled tokens that the loss is
+over; what stands elsewhere has no influence. pi: the policy that is trained; mu: the policies that
+sampled the tokens, whose log-probs were recorded; the proximal policy: pi before the update.
+Weights and advantages are constants.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+import torch
+
+from replaylake.offline.losses.policy_gradient import clipped_surrogate
+
+Baseline = Literal["group_norm", "group_mean", "leave_one_out", "batch_norm"]
+Level = Literal["token", "sequence", "geometric"]
+Correction = Literal["none", "truncate", "mask"]
+Estimator = Literal["k1", "k2", "k3"]
+Reduction = Literal["sequence_mean", "token_mean", "constant"]
+# What a standard deviation has at least: a group whose returns are equal has no advantages.
+_EPSILON: Final = 1e-4
+# exp of more is infinite in float32, and infinity times an advantage of zero is not a number.
+_MAX_LOG_RATIO: Final = 20.0
+
+
+def group_advantages(
+    returns: torch.Tensor, groups: torch.Tensor, baseline: Baseline
+) -> torch.Tensor:
+    """Return the advantage of each sequence over those of its group, float [B].
+
+    Args:
+        returns: float [B].
+        groups: int64 [B], equal for samples of one prompt; -1: a group of its own.
+        baseline: `group_norm`: minus the mean of the group, over its standard deviation (n - 1)
+            plus 1e-4; `group_mean`: minus the mean alone; `leave_one_out`: minus the mean of the
+            others; `batch_norm`: minus the mean of all B, over their standard deviation plus 1e-4.
+
+    A sequence that is alone in its group has an advantage of 0, but for `batch_norm`.
+
+    Source: `group_norm` Shao et al. 2024, "DeepSeekMath", section 4.1.2; `group_mean` Liu et al.
+    2025, "Understanding R1-Zero-Like Training" (Dr. GRPO); `leave_one_out` Ahmadian et
+    al. 2024, "Back to Basics" (RLOO); `batch_norm` Hu 2025, "REINFORCE++".
+    """
+    if baseline == "batch_norm":
+        spread = returns.std() if len(returns) > 1 else torch.zeros_like(returns[0])
+        return (returns - returns.mean()) / (spread + _EPSILON)
+    alone = groups < 0
+    names = torch.where(alone, -1 - torch.arange(len(groups), device=groups.device), groups)
+    _, members = torch.unique(names, return_inverse=True)
+    num = torch.bincount(members)
+    counts = num[members]
+    mean = torch.zeros(len(num), dtype=returns.dtype, device=returns.device)
+    mean = mean.index_add(0, members, returns) / num
+    centered = returns - mean[members]
+    if baseline == "group_mean":
+        return centered
+    if baseline == "leave_one_out":
+        return centered * counts / (counts - 1).clamp(min=1)
+    squares = torch.zeros_like(mean).index_add(0, members, centered.square())
+    spread = (squares / (num - 1).clamp(min=1)).sqrt()
+    return centered / (spread[members] + _EPSILON)
+
+
+def importance_weights(
+    log_ratios: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    correction: Correction = "truncate",
+    level: Level = "token",
+    low: float = 0.0,
+    high: float = 2.0,
+) -> torch.Tensor:
+    """Return the weight of each token for data of another policy, float [B, T] without a gradient.
+
+    Args:
+        log_ratios: float [B, T], ln pi - ln mu, pi being the policy whose data is wanted.
+        mask: bool [B, T].
+        correction: `truncate`: the ratio, at most `high`; `mask`: the ratio where it is from `low`
+            to `high`, else 0; `none`: 1.
+        level: of what the ratio is: a `token`; the whole `sequence`, whose ratio is the product of
+            its tokens'; or `geometric`, the geometric mean of them.
+        low: the smallest ratio that `mask` keeps.
+        high: the greatest ratio.
+
+    Outside of the mask the weight is 0.
+
+    Source: Ionides 2008, "Truncated Importance Sampling", eq. 2; by token and by sequence,
+    truncated and masked, Liu et al. 2025, "When Speed Kills Stability" (TIS, MIS). `token` is
+    biased with small variance, `sequence` the other way round.
+    """
+    inside = mask.to(log_ratios.dtype)
+    if correction == "none":
+        return inside
+    ratios = _ratios(log_ratios.detach(), mask, level)
+    if correction == "truncate":
+        return ratios.clamp(max=high) * inside
+    return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0) * inside
+
+
+def token_surrogate(
+    log_probs: torch.Tensor,
+    proximal_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    level: Level = "token",
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+) -> torch.Tensor:
+    """Return -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), float [B, T]; else 0.
+
+    Args:
+        log_probs: float [B, T], ln pi, with a gradient.
+        proximal_log_probs: float [B, T], of the policy that rho is against.
+        advantages: float [B], or [B, T] of each token.
+        mask: bool [B, T].
+        level: of what rho is a ratio, as in `importance_weights`.
+        clip_low: how far rho may go below 1 where that pays.
+        clip_high: how far above 1; None: as far as below.
+
+    Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; unequal clips Yu
+    et al. 2025, "DAPO"; `geometric` Zheng et al. 2025, "Group Sequence Policy Optimization",
+    eq. 5 and 7. Weighted by `importance_weights` of the proximal policy against mu it is the
+    decoupled objective of Hilton et al. 2022, "Batch size-invariance for policy optimization".
+    """
+    if advantages.dim() == 1:
+        advantages = advantages[:, None].expand_as(log_probs)
+    log_rho = _log_ratios(log_probs - proximal_log_probs.detach(), mask, level)
+    return clipped_surrogate(log_rho, advantages, clip_low, clip_high) * mask
+
+
+def kl_penalty(
+    log_probs: torch.Tensor,
+    reference_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    estimator: Estimator = "k3",
+) -> torch.Tensor:
+    """Return an estimate of KL(pi || reference) at each token, float [B, T], 0 outside the mask.
+
+    Args:
+        log_probs: float [B, T], ln pi.
+        reference_log_probs: float [B, T].
+        mask: bool [B, T].
+        estimator: of Schulman 2020, "Approximating KL Divergence", with x = ln reference - ln pi:
+            `k1` -x, `k2` x^2 / 2, `k3` exp(x) - x - 1. It is unbiased for tokens that pi sampled.
+    """
+    x = torch.where(mask, reference_log_probs.detach() - log_probs, 0.0)
+    if estimator == "k1":
+        return -x
+    if estimator == "k2":
+        return 0.5 * x.square()
+    return torch.exp(x.clamp(max=_MAX_LOG_RATIO)) - x - 1
+
+
+def reduce_tokens(
+    values: torch.Tensor, mask: torch.Tensor, reduction: Reduction, max_tokens: int | None = None
+) -> torch.Tensor:
+    """Return one number for the values of tokens, float [B, T].
+
+    Args:
+        values: float [B, T], 0 outside the mask.
+        mask: bool [B, T].
+        reduction: `sequence_mean`: the mean over sequences of the mean over a sequence's tokens, so
+            that tokens of long sequences count for less (GRPO, RLOO, GSPO); `token_mean`: the mean
+            over all tokens (DAPO); `constant`: the sum over `max_tokens`, averaged over the
+            sequences, so that no token's weight depends on how long its sequence came out (Dr.
+            GRPO).
+        max_tokens: of `constant`, the length that a sequence may have.
+
+    Sequences without a token in the mask count for nothing.
+    """
+    num = mask.sum(dim=1)
+    num_sequences = (num > 0).sum().clamp(min=1)
+    if reduction == "token_mean":
+        return values.sum() / num.sum().clamp(min=1)
+    if reduction == "constant":
+        if max_tokens is None:
+            raise ValueError("reduce_tokens: constant needs max_tokens")
+        return values.sum() / (max_tokens * num_sequences)
+    return (values.sum(dim=1) / num.clamp(min=1)).sum() / num_sequences
+
+
+def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return (sum w)^2 / sum w^2 over the share of tokens in the mask: 0 to 1, a number.
+
+    Source: Kong 1992, "A note on importance sampling using standardized weights".
+    """
+    inside = weights[mask]
+    squares = inside.square().sum()
+    if not len(inside) or not squares:
+        return torch.zeros((), dtype=weights.dtype, device=weights.device)
+    return inside.sum().square() / squares / len(inside)
+
+
+def _log_ratios(log_ratios: torch.Tensor, mask: torch.Tensor, level: Level) -> torch.Tensor:
+    """Return the log-ratio that each token is weighed by, 0 outside of the mask."""
+    if level not in get_args(Level):
+        raise ValueError(f"level: found {level!r}, expected one of {', '.join(get_args(Level))}")
+    inside = torch.where(mask, log_ratios, 0.0)
+    if level != "token":
+        total = inside.sum(dim=1, keepdim=True)
+        if level == "geometric":
+            total = total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        inside = total.expand_as(log_ratios)
+    return torch.where(mask, inside, 0.0).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def _ratios(log_ratios: torch.Tensor, mask: torch.Tensor, level: Level) -> torch.Tensor:
+    return torch.exp(_log_ratios(log_ratios, mask, level))
