@@ -6,23 +6,15 @@ code of the folder runs. Its version is the sha256 of its files.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.errors import (
-    ConfigInvalidError,
-    ExtraMissingError,
-    NotFoundError,
-    SourceInvalidError,
-)
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.interchange.formats.generations.messages import format_message
 from replaylake.datastore.maintenance.scoring.scorer import (
     NotScorableError,
@@ -35,11 +27,7 @@ from replaylake.datastore.maintenance.scoring.scorer import (
     format_prompt,
     open_dialogue,
 )
-
-_CONFIG: Final = "config.json"
-_TOKENIZER: Final = "tokenizer.json"
-# What decides the scores; a folder may hold more, such as a README.
-_PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+from replaylake.offline.language.pretrained import check_model_folder, load_pretrained
 
 
 class RewardModel:
@@ -70,38 +58,25 @@ class RewardModel:
         another number of outputs; ConfigInvalidError; ExtraMissingError without transformers.
         """
         self.name = name
-        folder = Path(path)
-        for needed in (_CONFIG, _TOKENIZER):
-            if not (folder / needed).is_file():
-                raise NotFoundError(
-                    f"model: {folder} has no {needed}, expected a folder that transformers wrote, "
-                    "with config.json, *.safetensors and tokenizer.json.",
-                    parameter="model",
-                )
-        if not list(folder.glob("*.safetensors")):
-            raise NotFoundError(
-                f"model: {folder} has no *.safetensors, expected weights in this form: others "
-                "may hold code. Save the model again with safe serialization.",
-                parameter="model",
-            )
+        folder = check_model_folder(path)
         if batch_size < 1:
             raise ConfigInvalidError(
                 f"batch_size: found {batch_size}, expected 1 or more.", parameter="batch_size"
             )
-        _refuse_code(folder)
-        self._sha256, self._files = _hash_files(folder)
-        self._folder, self._device = folder.resolve(), device
-        self._model, self._tokenizer = _load(self._folder, device)
+        self._folder, self._device = folder, device
+        self._model, self._tokenizer = load_pretrained(
+            folder, "sequence classifier", num_outputs=1, device=device
+        )
         self._batch_size = batch_size if self._can_pad() else 1
         self._max_tokens = getattr(self._model.config, "max_position_embeddings", None)
 
     def describe(self) -> dict[str, Any]:
         return {
             "kind": "model",
-            "model": self._folder.name,
+            "model": self._folder.path.name,
             "architecture": type(self._model).__name__,
-            "sha256": self._sha256,
-            "files": self._files,
+            "sha256": self._folder.sha256,
+            "files": self._folder.files,
         }
 
     def make_content(self, dataset: str, episodes: Sequence[Episode]) -> Any:
@@ -164,75 +139,3 @@ class RewardModel:
     def _can_pad(self) -> bool:
         has_token = self._tokenizer.pad_token_id is not None
         return has_token and self._model.config.pad_token_id is not None
-
-
-def _refuse_code(folder: Path) -> None:
-    """Refuse a folder whose files name classes of its own. Raises: SourceInvalidError."""
-    for path in sorted(folder.glob("*.json")):
-        if not path.name.endswith("config.json"):
-            continue
-        try:
-            body = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise SourceInvalidError(
-                f"model: {path}: {error}, expected a JSON file. Copy the model again.",
-                parameter="model",
-            ) from error
-        if isinstance(body, dict) and "auto_map" in body:
-            raise SourceInvalidError(
-                f"model: {path} names code of its own (auto_map), expected an architecture of "
-                "transformers: code of a model's folder is not run.",
-                parameter="model",
-            )
-
-
-def _hash_files(folder: Path) -> tuple[str, dict[str, str]]:
-    files = {}
-    for path in sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)}):
-        with path.open("rb") as file:
-            files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest(), files
-
-
-def _load(folder: Path, device: str) -> tuple[Any, Any]:
-    try:
-        from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-        from transformers.utils import logging
-    except ImportError:
-        raise ExtraMissingError(
-            "a reward model needs transformers, which is not installed. Install it with: "
-            "pip install 'replaylake[language]'"
-        ) from None
-    options = {"local_files_only": True, "trust_remote_code": False}
-    # What is wrong is raised below.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        num_outputs = AutoConfig.from_pretrained(folder, **options).num_labels
-        if num_outputs != 1:
-            raise SourceInvalidError(
-                f"model: {folder} has {num_outputs} outputs, expected one, the reward.",
-                parameter="model",
-            )
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            folder, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise SourceInvalidError(
-            f"model: {folder}: {text}, expected a sequence classifier of transformers.",
-            parameter="model",
-        ) from error
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
-    if absent := sorted(map(str, (*loading["missing_keys"], *loading["mismatched_keys"]))):
-        # transformers would fill them with random numbers.
-        raise SourceInvalidError(
-            f"model: {folder} has no weights {', '.join(absent[:3])}, expected those of a "
-            f"{type(model).__name__}: it was saved as another architecture.",
-            parameter="model",
-        )
-    return model.to(device).eval(), tokenizer

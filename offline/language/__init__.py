@@ -1,0 +1,1 @@
+"""Language policies: pretrained models, and what learns from the tokens that they sampled."""

@@ -1,0 +1,137 @@
+"""Pretrained models: folders that transformers wrote, checked and loaded.
+
+A folder has config.json, weights in safetensors and tokenizer.json. Nothing is downloaded, and no
+code of the folder runs. Its version is the sha256 of its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from safetensors import SafetensorError
+
+from replaylake.datastore.errors import ExtraMissingError, NotFoundError, SourceInvalidError
+
+Task = Literal["sequence classifier", "causal language model"]
+TOKENIZER: Final = "tokenizer.json"
+_CONFIG: Final = "config.json"
+_AUTO_CLASSES: Final = {
+    "sequence classifier": "AutoModelForSequenceClassification",
+    "causal language model": "AutoModelForCausalLM",
+}
+# What decides the outputs; a folder may hold more, such as a README.
+_PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A folder with a model; sha256: of its files, files: that of each by its name."""
+
+    path: Path
+    sha256: str
+    files: dict[str, str]
+
+
+def check_model_folder(path: str | Path) -> ModelFolder:
+    """Return a folder whose model may be loaded.
+
+    Raises: NotFoundError for a missing file; SourceInvalidError for code in the folder.
+    """
+    folder = Path(path)
+    for needed in (_CONFIG, TOKENIZER):
+        if not (folder / needed).is_file():
+            raise NotFoundError(
+                f"model: {folder} has no {needed}, expected a folder that transformers wrote, "
+                "with config.json, *.safetensors and tokenizer.json.",
+                parameter="model",
+            )
+    if not list(folder.glob("*.safetensors")):
+        raise NotFoundError(
+            f"model: {folder} has no *.safetensors, expected weights in this form: others "
+            "may hold code. Save the model again with safe serialization.",
+            parameter="model",
+        )
+    _refuse_code(folder)
+    files = {}
+    for file_path in sorted({found for pattern in _PATTERNS for found in folder.glob(pattern)}):
+        with file_path.open("rb") as file:
+            files[file_path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    sha256 = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return ModelFolder(folder.resolve(), sha256, files)
+
+
+def load_pretrained(
+    folder: ModelFolder, task: Task, *, num_outputs: int | None = None, device: str = "cpu"
+) -> tuple[Any, Any]:
+    """Return the model, in float32 and in evaluation mode, and its tokenizer.
+
+    num_outputs: how many a classifier has to have. Raises: SourceInvalidError for a folder of
+    another architecture or without all weights; ExtraMissingError without transformers.
+    """
+    try:
+        import transformers
+        from transformers.utils import logging
+    except ImportError:
+        raise ExtraMissingError(
+            f"a {task} needs transformers, which is not installed. Install it with: "
+            "pip install 'replaylake[language]'"
+        ) from None
+    path = folder.path
+    options = {"local_files_only": True, "trust_remote_code": False}
+    # What is wrong is raised below.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        if num_outputs is not None:
+            found = transformers.AutoConfig.from_pretrained(path, **options).num_labels
+            if found != num_outputs:
+                raise SourceInvalidError(
+                    f"model: {path} has {found} outputs, expected one, the reward.",
+                    parameter="model",
+                )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+        model, loading = getattr(transformers, _AUTO_CLASSES[task]).from_pretrained(
+            path, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise SourceInvalidError(
+            f"model: {path}: {text}, expected a {task} of transformers.", parameter="model"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()
+    if absent := sorted(map(str, (*loading["missing_keys"], *loading["mismatched_keys"]))):
+        # transformers would fill them with random numbers.
+        raise SourceInvalidError(
+            f"model: {path} has no weights {', '.join(absent[:3])}, expected those of a "
+            f"{type(model).__name__}: it was saved as another architecture.",
+            parameter="model",
+        )
+    return model.to(device).eval(), tokenizer
+
+
+def _refuse_code(folder: Path) -> None:
+    """Refuse a folder whose files name classes of its own. Raises: SourceInvalidError."""
+    for path in sorted(folder.glob("*.json")):
+        if not path.name.endswith("config.json"):
+            continue
+        try:
+            body = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise SourceInvalidError(
+                f"model: {path}: {error}, expected a JSON file. Copy the model again.",
+                parameter="model",
+            ) from error
+        if isinstance(body, dict) and "auto_map" in body:
+            raise SourceInvalidError(
+                f"model: {path} names code of its own (auto_map), expected an architecture of "
+                "transformers: code of a model's folder is not run.",
+                parameter="model",
+            )
