@@ -58,6 +58,7 @@ from replaylake.cli.commands import (
     sql,
     tag,
     train,
+    train_language,
     train_online,
     trim,
     tune,
@@ -173,7 +174,7 @@ _feedback = typer.Typer(help="Join served decisions with rewards, or count them.
 _datasets = typer.Typer(
     help="Work with datasets: list, show, tag, merge, split, delete.", **_SETTINGS
 )
-_train = typer.Typer(help="Train a policy, offline or online.", **_SETTINGS)
+_train = typer.Typer(help="Train a policy, offline or online, or a language model.", **_SETTINGS)
 _runs = typer.Typer(help="Work with training runs: list, show, diff, profile.", **_SETTINGS)
 _policies = typer.Typer(
     help="Work with policies: list, show, promote, package, delete.", **_SETTINGS
@@ -233,6 +234,7 @@ _register(app, "formats", formats.formats)
 app.add_typer(_train, name="train")
 _register(_train, "offline", train.offline)
 _register(_train, "online", train_online.online)
+_register(_train, "language", train_language.language)
 _register(app, "tune", tune.tune)
 _register(app, "algorithms", algorithms.list_algorithms)
 app.add_typer(_runs, name="runs")

@@ -117,6 +117,18 @@ def load_pretrained(
     return model.to(device).eval(), tokenizer
 
 
+def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model and its tokenizer as a folder that load_pretrained reads. Raises: OSError."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        logging.enable_progress_bar()
+
+
 def _refuse_code(folder: Path) -> None:
     """Refuse a folder whose files name classes of its own. Raises: SourceInvalidError."""
     for path in sorted(folder.glob("*.json")):

@@ -25,6 +25,7 @@ __all__ = [
     "JudgeConfig",
     "JudgeScorer",
     "Lake",
+    "LanguageConfig",
     "LanguageRecorder",
     "MultiBinary",
     "MultiDiscrete",
@@ -70,6 +71,7 @@ __all__ = [
     "record",
     "record_language",
     "resume",
+    "resume_language",
     "resume_online",
     "resume_sweep",
     "rollout",
@@ -78,6 +80,7 @@ __all__ = [
     "to_ray",
     "to_torch",
     "train",
+    "train_language",
     "train_online",
     "trim",
     "tune",
@@ -139,6 +142,11 @@ if TYPE_CHECKING:
     from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
     from replaylake.offline.evaluation.reward_model import RewardModel
     from replaylake.offline.running.train import resume, train
+    from replaylake.offline.running.train_language import (
+        LanguageConfig,
+        resume_language,
+        train_language,
+    )
     from replaylake.offline.running.training.config import TrainConfig
     from replaylake.offline.running.tune import resume_sweep, tune
     from replaylake.offline.running.tuning.config import TuneConfig
@@ -166,6 +174,7 @@ _LOCATIONS = {
     "JudgeConfig": ("datastore.maintenance.scoring.judge", "JudgeConfig"),
     "JudgeScorer": ("datastore.maintenance.scoring.judge", "JudgeScorer"),
     "Lake": ("datastore.lake.lake", "Lake"),
+    "LanguageConfig": ("offline.running.train_language", "LanguageConfig"),
     "LanguageRecorder": ("online.recorders.language_recorder", "LanguageRecorder"),
     "MultiBinary": ("datastore.episodes.spaces", "MultiBinary"),
     "MultiDiscrete": ("datastore.episodes.spaces", "MultiDiscrete"),
@@ -210,6 +219,7 @@ _LOCATIONS = {
     "record": ("offline.environments.recording_wrapper", "record"),
     "record_language": ("online.recorders.language_recorder", "record_language"),
     "resume": ("offline.running.train", "resume"),
+    "resume_language": ("offline.running.train_language", "resume_language"),
     "resume_online": ("online.train", "resume_online"),
     "resume_sweep": ("offline.running.tune", "resume_sweep"),
     "rollout": ("online.rollout", "rollout"),
@@ -218,6 +228,7 @@ _LOCATIONS = {
     "to_ray": ("online.ray_data", "to_ray"),
     "to_torch": ("datastore.replay.to_torch", "to_torch"),
     "train": ("offline.running.train", "train"),
+    "train_language": ("offline.running.train_language", "train_language"),
     "train_online": ("online.train", "train_online"),
     "trim": ("datastore.maintenance.trim", "trim"),
     "tune": ("offline.running.tune", "tune"),

@@ -32,6 +32,7 @@ _PAGES = (
     "docs/HTTP.md",
     "docs/LABELS.md",
     "docs/LANGUAGE.md",
+    "docs/LANGUAGE_TRAINING.md",
     "docs/MAINTENANCE.md",
     "docs/NIGHTLY.md",
     "docs/ONLINE.md",

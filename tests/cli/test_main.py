@@ -52,6 +52,7 @@ COMMANDS = [
     "explore",
     "export",
     "formats",
+    "train language",
     "train offline",
     "train online",
     "tune",

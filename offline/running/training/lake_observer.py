@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import TrainingError
 from replaylake.datastore.lake.runs.checkpoints import Checkpoint, Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
@@ -15,7 +16,14 @@ from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.datastore.storage.storage import Storage
 from replaylake.offline.callbacks import OnMetrics
-from replaylake.offline.learning.learner import Learner
+
+
+class StatefulLearner(Protocol):
+    """What checkpoints are made of."""
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return everything that a later update depends on, as named arrays."""
+        ...
 
 
 class LakeObserver:
@@ -26,7 +34,7 @@ class LakeObserver:
         storage: Storage,
         lease: RunLease,
         run_id: str,
-        learner: Learner,
+        learner: StatefulLearner,
         *,
         keep: int,
         on_metrics: OnMetrics | None = None,

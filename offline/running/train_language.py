@@ -1,0 +1,510 @@
+"""Train language: token sequences of a dataset to a model, in runs that survive.
+
+`train_language` begins a run and `resume_language` goes on with one. The model is written as a
+folder of transformers, with the record of its origin in `replaylake.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from replaylake.datastore.errors import (
+    AlreadyExistsError,
+    ConfigInvalidError,
+    SchemaMismatchError,
+    StorageError,
+    TrainingError,
+)
+from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
+from replaylake.datastore.lake.runs.lease import RunLease
+from replaylake.datastore.names import new_ulid
+from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
+from replaylake.datastore.replay.tokens.token_view import TokenSequences
+from replaylake.datastore.storage.storage import fsync_folder
+from replaylake.offline.callbacks import Callbacks, RunStart
+from replaylake.offline.language.pretrained import ModelFolder, check_model_folder
+from replaylake.offline.language.token_learner import METHODS, TokenLearner, TokenOptions
+from replaylake.offline.learning.learner import torch_threads
+from replaylake.offline.learning.options import (
+    check_keys,
+    expect,
+    from_options,
+    near_matches,
+    to_options,
+)
+from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
+from replaylake.offline.running.training.lake_observer import LakeObserver
+from replaylake.offline.running.training.run_record import RunRecord, find_run
+from replaylake.offline.running.training.trainer import MetricSums, TrainProgress
+
+KIND: Final = "train language"
+ORIGIN: Final = "replaylake.json"
+_PROGRESS_INTERVAL_S: Final = 0.25
+_KNOWN_RETURN: Final = "isfinite(episode_return)"
+_FROM_ONE: Final = (
+    "updates",
+    "batch_size",
+    "max_tokens",
+    "bucket_batches",
+    "threads",
+    "log_updates",
+    "checkpoint_updates",
+    "keep_checkpoints",
+)
+
+
+@dataclass(frozen=True)
+class LanguageConfig:
+    """Options of a language training run; the lake and its dataset are arguments.
+
+    model: folder of the causal language model to begin with. output: folder to write the trained
+    model to, which does not exist. method: a key of METHODS. where: SQL condition over `episodes`;
+    where_sequences: over the rows of `sequences`. batch_size: sequences in a batch, or groups where
+    the method compares samples of one prompt; max_tokens: a batch has fewer where its padded tokens
+    would be more. max_staleness, policy_version: how many versions the tokens may be behind, and
+    the version that is trained. options: of the method, see TokenOptions.
+    """
+
+    model: str = ""
+    output: str = ""
+    method: str = "grpo"
+    where: str | None = None
+    where_sequences: str | None = None
+    updates: int = 100
+    batch_size: int = 8
+    max_tokens: int | None = None
+    bucket_batches: int = 1
+    max_staleness: int | None = None
+    policy_version: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+    threads: int = 1
+    log_updates: int = 10
+    # None: ten times in all.
+    checkpoint_updates: int | None = None
+    keep_checkpoints: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in _FROM_ONE:
+            value = getattr(self, name)
+            expect(value is None or value >= 1, f"language training: {name}", value, "1 or more")
+        for name in ("model", "output"):
+            value = getattr(self, name)
+            is_given = isinstance(value, str) and bool(value)
+            expect(is_given, f"language training: {name}", value, "a folder")
+        expect(0 <= self.seed < 2**63, "language training: seed", self.seed, "0 to 2^63 - 1")
+        if self.method not in METHODS:
+            raise ConfigInvalidError(
+                f"language training: method: found {self.method!r}, expected "
+                f"{near_matches(self.method, METHODS)}.",
+                parameter="method",
+            )
+        if (self.max_staleness is None) != (self.policy_version is None):
+            raise ConfigInvalidError(
+                "language training: found one of max_staleness and policy_version, expected both "
+                "or none: staleness is policy_version minus the version of a token.",
+                parameter="max_staleness",
+            )
+        self.method_options()
+
+    def method_options(self) -> TokenOptions:
+        """Return the options of the method. Raises: ConfigInvalidError."""
+        return from_options(TokenOptions, self.options, f"method {self.method}")
+
+    @property
+    def save_interval_updates(self) -> int:
+        """Updates from one checkpoint to the next."""
+        return self.checkpoint_updates or max(1, self.updates // 10)
+
+
+def language_config(options: Mapping[str, Any]) -> LanguageConfig:
+    """Sort flat options into the training's own and the method's. Raises: ConfigInvalidError."""
+    nested = options.get("options", {})
+    if not isinstance(nested, dict):
+        raise ConfigInvalidError(
+            f"language training: options: found {nested!r}, expected a table of options."
+        )
+    own = {one.name for one in fields(LanguageConfig)} - {"options"}
+    ours = {key: value for key, value in options.items() if key in own}
+    theirs = {key: value for key, value in options.items() if key not in own | {"options"}}
+    check_keys(theirs, [one.name for one in fields(TokenOptions)], "language training", own)
+    return replace(
+        from_options(LanguageConfig, ours, "language training"), options={**nested, **theirs}
+    )
+
+
+@dataclass(frozen=True)
+class LanguageResult:
+    """What a run made.
+
+    output: the folder of the model; sha256: of its files. dataset: name, version and counts of what
+    was learned from. metrics: their means since the last point of the log.
+    """
+
+    run_id: str
+    config: LanguageConfig
+    output: Path
+    sha256: str
+    dataset: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    updates_per_s: float
+    already_finished: bool = False
+
+
+def train_language(
+    lake: Lake, dataset: str, config: LanguageConfig, *, callbacks: Callbacks | None = None
+) -> LanguageResult:
+    """Train a causal language model on the token sequences of a dataset.
+
+    Args:
+        lake: the lake of the dataset and of the run's record.
+        dataset: `NAME`, `NAME@VERSION` or `NAME@TAG`.
+        config: model, output, method and its options.
+        callbacks: on_reading, on_start, on_progress (TrainProgress), on_metrics, should_end.
+
+    Training is deterministic on the CPU: the same data, model, config and seed give the same
+    weights, also if the run was killed and resumed. Ctrl-C and SIGTERM save a checkpoint first.
+
+    Raises: NotFoundError, SourceInvalidError, SchemaMismatchError, EmptyReplayError,
+    ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything is recorded;
+    TrainingError that names the update if a metric is not finite; StorageError; RunInterrupted. In
+    each case no model is written.
+    """
+    snapshot, run_id = lake.snapshot(dataset), new_ulid()
+    # Whoever resumes the run may be in another folder.
+    config = replace(
+        config,
+        model=str(Path(config.model).absolute()),
+        output=str(Path(config.output).absolute()),
+    )
+    job = _prepare(lake, f"{snapshot.dataset}@{snapshot.version}", config, run_id, callbacks)
+    with RunLease(lake.storage, run_id) as lease:
+        first = {**job.describe(), "named": dataset, "request": asdict(config)}
+        record = RunRecord(lake.registry, run_id, first, kind=KIND)
+        record.record_start()
+        with record.record_errors():
+            return _run(lake, job, record, lease, callbacks or Callbacks())
+
+
+def resume_language(
+    lake: Lake, run_id: str, *, callbacks: Callbacks | None = None
+) -> LanguageResult:
+    """Resume a run that was killed, interrupted or failed, from its newest complete checkpoint.
+
+    Raises: NotFoundError if there is no such run; CommitConflictError while another process
+    executes it; SchemaMismatchError if the model is not the one with which it began; otherwise as
+    `train_language`.
+    """
+    record = find_run(lake.registry, run_id, kind=KIND)
+    with RunLease(lake.storage, run_id) as lease:
+        record = find_run(lake.registry, run_id, kind=KIND)
+        config = LanguageConfig(**record["request"])
+        if record["status"] == "done":
+            Checkpoints(lake.storage, run_id).remove()
+            return _make_result(record, config, was_done=True)
+        (one,) = record["datasets"]
+        job = _prepare(lake, f"{one['dataset']}@{one['version']}", config, run_id, callbacks)
+        if job.folder.sha256 != record["model"]["sha256"]:
+            raise SchemaMismatchError(
+                f"run {run_id}: model: found sha256 {job.folder.sha256[:12]} of {config.model}, "
+                f"expected {record['model']['sha256'][:12]}, with which it began. Restore the "
+                "folder, or train anew.",
+                parameter="model",
+            )
+        running = RunRecord(lake.registry, run_id, record, kind=KIND)
+        with running.record_errors():
+            return _run(lake, job, running, lease, callbacks or Callbacks(), resumed=True)
+
+
+@dataclass(frozen=True)
+class _Job:
+    config: LanguageConfig
+    folder: ModelFolder
+    sequences: TokenSequences
+    sampler: TokenSampler
+    learner: TokenLearner
+    remarks: tuple[str, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a run's record and the model's origin say of it."""
+        return {
+            "algorithm": self.config.method,
+            "seed": self.config.seed,
+            "model": {"path": str(self.folder.path), "sha256": self.folder.sha256},
+            "config": {
+                **asdict(self.config),
+                "options": to_options(self.config.method_options()),
+            },
+            "datasets": [
+                {
+                    "dataset": self.sequences.dataset,
+                    "version": self.sequences.version,
+                    "num_sequences": len(self.sequences),
+                    "num_tokens": self.sequences.num_tokens,
+                }
+            ],
+            "sampling": self.sampler.describe(),
+        }
+
+
+def _prepare(
+    lake: Lake, dataset: str, config: LanguageConfig, run_id: str, callbacks: Callbacks | None
+) -> _Job:
+    """Open data and model. Raises: as train_language."""
+    method, options = METHODS[config.method], config.method_options()
+    _check_output(Path(config.output), run_id)
+    folder = check_model_folder(config.model)
+    on_reading = None if callbacks is None else callbacks.on_reading
+    sequences = lake.snapshot(dataset).token_sequences(config.where, on_progress=on_reading)
+    needs_log_probs = config.method != "sft" and options.correction != "none"
+    if needs_log_probs and not sequences.has_log_probs:
+        raise SchemaMismatchError(
+            f"{dataset}: found no log-probs of the policy that sampled the tokens, which method "
+            f"{config.method} corrects by. Record action_log_probs, or set correction=none to take "
+            "the tokens for the trained policy's own.",
+            parameter="correction",
+        )
+    where, remarks = config.where_sequences, []
+    if config.method != "sft":
+        known = f"({where}) AND {_KNOWN_RETURN}" if where else _KNOWN_RETURN
+        num_unknown = sum(
+            not (value is not None and math.isfinite(value))
+            for value in sequences.table["episode_return"].to_pylist()
+        )
+        where = known if num_unknown else where
+        if num_unknown:
+            remarks.append(
+                f"{num_unknown:,} of {len(sequences):,} sequences have no known return and are "
+                "left out"
+            )
+    sampler = sequences.padded(
+        config.batch_size,
+        seed=config.seed,
+        max_tokens=config.max_tokens,
+        bucket_batches=config.bucket_batches,
+        groups=method.needs_groups,
+        where_sequences=where,
+        max_staleness=config.max_staleness,
+        policy_version=config.policy_version,
+    )
+    longest = max(sequences.table["num_tokens"].to_pylist())
+    if method.needs_groups and not _has_groups(sequences):
+        remarks.append(
+            f"no group has two sequences: all advantages of method {config.method} are 0"
+        )
+    learner = TokenLearner(folder, config.method, options, max_tokens=longest, device=config.device)
+    return _Job(config, folder, sequences, sampler, learner, tuple(remarks))
+
+
+def _has_groups(sequences: TokenSequences) -> bool:
+    groups = [name for name in sequences.table["group_id"].to_pylist() if name is not None]
+    return len(set(groups)) < len(groups)
+
+
+def _run(
+    lake: Lake,
+    job: _Job,
+    record: RunRecord,
+    lease: RunLease,
+    callbacks: Callbacks,
+    *,
+    resumed: bool = False,
+) -> LanguageResult:
+    """Make the updates that are left, and write the model."""
+    config, interruption = job.config, Interruption()
+    with ExitStack() as stack:
+        observer = LakeObserver(
+            lake.storage,
+            lease,
+            record.run_id,
+            job.learner,
+            keep=config.keep_checkpoints,
+            on_metrics=callbacks.on_metrics,
+        )
+        stack.enter_context(closing(observer))
+        stack.enter_context(torch_threads(config.threads))
+        loop = _Loop(job, observer, callbacks, interruption)
+        if resumed:
+            if (checkpoint := observer.load_latest()) is not None:
+                job.learner.load_state_dict(checkpoint.arrays)
+                loop.load_state_dict(checkpoint.update, checkpoint.state)
+            record.record_resume(loop.update)
+        if callbacks.on_start is not None:
+            callbacks.on_start(RunStart(record.run_id, loop.update, resumed, job.remarks))
+        try:
+            with interruption.handle_signals():
+                is_complete = loop.run()
+        except KeyboardInterrupt as error:
+            raise RunInterrupted(record.run_id, observer.last_saved) from error
+        if not is_complete:
+            raise RunInterrupted(record.run_id, loop.update)
+        observer.close()
+        lease.confirm()
+        sha256 = _write_model(job, record)
+        finished = record.to_finished(
+            {
+                "update": loop.update,
+                "metrics": dict(loop.means),
+                "updates_per_s": loop.updates_per_s,
+                "output": {"path": config.output, "sha256": sha256},
+            }
+        )
+        lake.registry.record_run(record.run_id, finished, replaces=record.body)
+        observer.checkpoints.remove()
+    return _make_result({**finished, "run_id": record.run_id}, config)
+
+
+class _Loop:
+    """From batches to updates, and what is due between two of them."""
+
+    def __init__(
+        self,
+        job: _Job,
+        observer: LakeObserver,
+        callbacks: Callbacks,
+        interruption: Interruption,
+    ) -> None:
+        self._job, self._observer = job, observer
+        self._callbacks, self._interruption = callbacks, interruption
+        self.update = 0
+        self.means: dict[str, float] = {}
+        self._sums, self._update_s = MetricSums(), 0.0
+
+    @property
+    def updates_per_s(self) -> float:
+        """Updates a second, with their batches, without what was saved in between."""
+        return self.update / self._update_s if self._update_s else 0.0
+
+    def load_state_dict(self, update: int, state: Mapping[str, Any]) -> None:
+        self.update = update
+        self._job.sampler.load_state_dict(state["sampler"])
+        self._sums.load_state_dict(state["sums"])
+        self.means, self._update_s = dict(state["means"]), state["update_s"]
+
+    def run(self) -> bool:
+        """Make the updates that are left; return false if it was asked to end before."""
+        config, job = self._job.config, self._job
+        reported = 0.0
+        while self.update < config.updates:
+            start = time.perf_counter()
+            metrics = job.learner.update(job.sampler.sample())
+            self.update += 1
+            self._check(metrics)
+            self._sums.add(metrics)
+            now = time.perf_counter()
+            self._update_s += now - start
+            is_last = self.update == config.updates
+            is_ending = self._interruption.is_requested or self._callbacks.is_end_requested
+            if self._callbacks.on_progress is not None and (
+                is_last or now - reported > _PROGRESS_INTERVAL_S
+            ):
+                reported = now
+                left_s = (config.updates - self.update) / self.updates_per_s
+                means = self._sums.means()
+                self._callbacks.on_progress(
+                    TrainProgress(self.update, config.updates, means, self.updates_per_s, left_s)
+                )
+            if is_last or self.update % config.log_updates == 0:
+                self.means, self._sums = self._sums.means(), MetricSums()
+                self._observer.record_metrics(self.update, self.means)
+            if is_last or is_ending or self.update % config.save_interval_updates == 0:
+                self._save()
+            if is_ending:
+                return is_last
+        return True
+
+    def _save(self) -> None:
+        state = {
+            "sampler": self._job.sampler.state_dict(),
+            "sums": self._sums.state_dict(),
+            "means": self.means,
+            "update_s": self._update_s,
+        }
+        self._observer.save(self.update, state, best=None)
+
+    def _check(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                saved = self._observer.last_saved
+                good = "none was saved" if saved is None else f"the last is that of update {saved}"
+                raise TrainingError(
+                    f"training: {name} is {value} at update {self.update}, expected a finite "
+                    f"number (checkpoints: {good}). No model was written. Lower learning_rate or "
+                    "high."
+                )
+
+
+def _is_written(folder: Path, run_id: str) -> bool:
+    """Whether a run was killed between writing its model and its end."""
+    try:
+        origin = json.loads((folder / ORIGIN).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(origin, dict) and origin.get("run_id") == run_id
+
+
+def _check_output(folder: Path, run_id: str) -> None:
+    if _is_written(folder, run_id):
+        return
+    if folder.exists() or not folder.parent.is_dir():
+        found = "a file or folder of that name" if folder.exists() else "no folder above it"
+        error = AlreadyExistsError if folder.exists() else ConfigInvalidError
+        raise error(
+            f"output: {folder}: found {found}, expected a free name in an existing folder for the "
+            "trained model.",
+            parameter="output",
+        )
+
+
+def _write_model(job: _Job, record: RunRecord) -> str:
+    """Write the folder, whole or not at all; return the sha256 of its files."""
+    output = Path(job.config.output)
+    if _is_written(output, record.run_id):
+        return check_model_folder(output).sha256
+    temporary = output.parent / f".{output.name}.{new_ulid()}"
+    origin = {"run_id": record.run_id, **job.describe()}
+    try:
+        job.learner.save(temporary)
+        (temporary / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
+        for path in temporary.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        fsync_folder(temporary)
+        sha256 = check_model_folder(temporary).sha256
+        temporary.rename(output)
+        fsync_folder(output.parent)
+    except OSError as error:
+        raise StorageError(
+            f"{output}: {error.strerror or error} while the model was written. Free space or "
+            f"correct the permission, then resume run {record.run_id}."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sha256
+
+
+def _make_result(
+    record: Mapping[str, Any], config: LanguageConfig, *, was_done: bool = False
+) -> LanguageResult:
+    output = record["output"]
+    return LanguageResult(
+        run_id=record["run_id"],
+        config=config,
+        output=Path(output["path"]),
+        sha256=output["sha256"],
+        dataset=record["datasets"][0],
+        metrics=record["metrics"],
+        updates_per_s=record["updates_per_s"],
+        already_finished=was_done,
+    )

@@ -1,0 +1,165 @@
+"""TokenLearner: its losses by hand, token by token, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
+from replaylake.datastore.lake.lake import Lake
+from replaylake.offline.language.pretrained import check_model_folder
+from replaylake.offline.language.token_learner import METHODS, TokenLearner, TokenOptions
+
+# transformers alone takes 5 s to import.
+pytestmark = pytest.mark.slow
+
+
+def make_learner(folder: Path, method: str, **options) -> TokenLearner:
+    return TokenLearner(check_model_folder(folder), method, TokenOptions(**options), max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def batch(recorded: Lake):
+    sequences = recorded.snapshot("agents").token_sequences()
+    return sequences.padded(4, seed=0, groups=True).sample()
+
+
+@pytest.fixture(scope="module")
+def current(model_folder: Path, batch):
+    """The log-prob of each token under the model, from one pass a sequence."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    found = np.zeros(batch.token_ids.shape)
+    with torch.no_grad():
+        for row, ids in enumerate(batch.token_ids):
+            scores = model(torch.tensor(ids[None]).long()).logits[0].log_softmax(-1)
+            for t in range(1, len(ids)):
+                found[row, t] = scores[t - 1, ids[t]]
+    return found
+
+
+def by_hand(batch, current, behavior, method, high=2.0):
+    """The loss of one step without a proximal policy of its own, where each ratio is 1."""
+    advantages = {}
+    for group in set(batch.groups.tolist()):
+        rows = [row for row in range(len(batch)) if batch.groups[row] == group]
+        values = [float(batch.episode_returns[row]) for row in rows]
+        mean = sum(values) / len(values)
+        spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        for row, value in zip(rows, values, strict=True):
+            advantages[row] = {
+                "grpo": (value - mean) / (spread + 1e-4),
+                "dr-grpo": value - mean,
+                "rloo": value - (sum(values) - value) / (len(values) - 1),
+            }[method]
+    total = 0.0
+    for row in range(len(batch)):
+        tokens = np.flatnonzero(batch.loss_mask[row])
+        losses = [
+            -min(math.exp(current[row, t] - behavior[row, t]), high) * advantages[row]
+            for t in tokens
+        ]
+        total += sum(losses) / (8 if method == "dr-grpo" else len(tokens))
+    return total / len(batch)
+
+
+@pytest.mark.parametrize("method", ["grpo", "dr-grpo", "rloo"])
+def test_the_loss_is_that_of_the_tokens_one_by_one(model_folder, batch, current, method):
+    rng = np.random.default_rng(1)
+    # As if another policy had sampled them: ratios from 1/3 to 3, truncated at 2.
+    behavior = (current + rng.uniform(-1.1, 1.1, current.shape)).astype(np.float32)
+    stale = replace(batch, log_probs=np.where(batch.loss_mask, behavior, 0))
+    metrics = make_learner(model_folder, method).update(stale)
+    assert metrics["loss"] == pytest.approx(by_hand(batch, current, behavior, method), rel=1e-4)
+    ratios = np.exp(current - behavior)[batch.loss_mask]
+    assert ratios.max() > 2.0
+    assert metrics["weight"] == pytest.approx(np.minimum(ratios, 2.0).mean(), rel=1e-4)
+    assert metrics["kl_behavior"] == pytest.approx(-np.log(ratios).mean(), rel=1e-3)
+
+
+def test_tokens_of_the_policy_itself_have_a_weight_of_one(model_folder, batch):
+    metrics = make_learner(model_folder, "grpo").update(batch)
+    assert metrics["weight"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["effective_share"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_supervised_learning_takes_the_mean_over_the_tokens(model_folder, batch, current):
+    metrics = make_learner(model_folder, "sft").update(batch)
+    assert metrics["loss"] == pytest.approx(-current[batch.loss_mask].mean(), rel=1e-5)
+    assert metrics["tokens"] == batch.loss_mask.sum()
+
+
+def test_later_steps_of_a_batch_are_held_to_the_policy_before_it(model_folder, batch):
+    learner = make_learner(
+        model_folder, "grpo", epochs=4, minibatches=2, learning_rate=0.01, clip_low=0.01,
+        clip_high=0.01,
+    )  # fmt: skip
+    assert learner.update(batch)["ratio_max"] > 1.02
+    # Within one step there is no other policy to be held to.
+    assert make_learner(model_folder, "grpo").update(batch)["ratio_max"] == 1.0
+
+
+def test_a_value_head_gets_the_discounted_return_at_each_sampled_token(model_folder, batch):
+    mask = batch.loss_mask.copy()
+    mask[:, 5] = False  # read in between: it takes no step
+    rewarded = replace(batch, loss_mask=mask, episode_returns=np.ones(len(batch), np.float32))
+    learner = make_learner(model_folder, "ppo", discount=0.5, learning_rate=1e-9)
+    # Values are 0 at first, so the error is half the mean square of the returns: 1, 1/2, 1/4, 1/8.
+    metrics = learner.update(rewarded)
+    expected = 0.5 * sum(0.25**k for k in range(4)) / 4
+    assert metrics["value_loss"] == pytest.approx(expected, rel=1e-5)
+    for _ in range(200):
+        metrics = learner.update(rewarded)
+    assert metrics["value_loss"] < 0.7 * expected
+
+
+def test_divergence_from_the_first_model_is_penalized(model_folder, batch):
+    options = {"learning_rate": 0.01, "epochs": 8}
+    free = make_learner(model_folder, "grpo", **options)
+    held = make_learner(model_folder, "grpo", kl_coef=10.0, **options)
+    assert held.update(batch)["kl_reference"] >= 0
+    free.update(batch)
+
+    def distance(learner):
+        state, start = learner.state_dict(), held.state_dict()
+        names = [name for name in state if name.startswith("state.parameters")]
+        first = {name: start[name.replace("parameters", "reference")] for name in names}
+        return sum(float(np.square(state[name] - first[name]).sum()) for name in names)
+
+    assert distance(held) < distance(free)
+
+
+def test_tokens_without_a_known_log_prob_are_left_out(model_folder, batch):
+    log_probs = batch.log_probs.copy()
+    log_probs[0] = np.nan
+    metrics = make_learner(model_folder, "grpo").update(replace(batch, log_probs=log_probs))
+    assert metrics["tokens"] == batch.loss_mask[1:].sum()
+    assert math.isfinite(metrics["loss"])
+
+
+def test_what_does_not_fit_is_refused(model_folder, batch):
+    learner = make_learner(model_folder, "grpo")
+    with pytest.raises(SchemaMismatchError, match="token id 24, expected ids below 24"):
+        learner.update(replace(batch, token_ids=np.full_like(batch.token_ids, 24)))
+    with pytest.raises(SchemaMismatchError, match="without log-probs"):
+        learner.update(replace(batch, log_probs=None))
+    with pytest.raises(SchemaMismatchError, match="up to 32 tokens, found one of 33"):
+        TokenLearner(check_model_folder(model_folder), "sft", TokenOptions(), max_tokens=33)
+
+
+@pytest.mark.parametrize(
+    "options", [{"learning_rate": 0.0}, {"low": 3.0}, {"epochs": 0}, {"lambda_": 1.5}]
+)
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ConfigInvalidError, match=rf"method: {next(iter(options))}: found"):
+        TokenOptions(**options)
+
+
+def test_every_method_says_what_it_is():
+    assert all(method.summary for method in METHODS.values())
