@@ -20,16 +20,8 @@ class Config:
     port: int = 0
 
 
-@pytest.fixture(autouse=True)
-def root_logger():
-    """The root logger without handlers, as a process begins."""
-    root = logging.getLogger()
-    handlers, root.handlers = root.handlers, []
-    yield root
-    root.handlers = handlers
-
-
-def test_a_server_announces_the_port_that_it_listens_on(capsys, root_logger):
+def test_a_server_announces_the_port_that_it_listens_on(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as a process begins
     ready = []
     with open_server("toy", Config(), ready.append, check_exposure=lambda address: None) as server:
         assert server.config.port == server.listener.getsockname()[1] > 0
