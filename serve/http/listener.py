@@ -28,8 +28,8 @@ _PORT_WAIT_S: Final = 2.0
 _SWITCH_S: Final = 0.0005
 
 
-class ServerConfig(Protocol):
-    """The config of a server of one process: a dataclass with its address."""
+class ServerAddress(Protocol):
+    """The part of a server's config that says where it listens; the config is a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -42,7 +42,7 @@ class ServerConfig(Protocol):
         """Port to listen on; 0 is any free one."""
 
 
-_Config = TypeVar("_Config", bound=ServerConfig)
+_Config = TypeVar("_Config", bound=ServerAddress)
 
 
 @dataclass(frozen=True)
