@@ -11,6 +11,7 @@
     ├── ShardCorruptError           bytes on disk differ from the recorded sha256, or do not parse
     ├── LogCorruptError             the commit log does not parse or has a hole
     ├── CommitConflictError         a commit lost its race for good: what it builds on has changed
+    │   └── ProducerEndedError       another process took over the name that it is committed under
     ├── QueryRefusedError           SQL that is not one SELECT, or not reproducible where it must be
     ├── QueryError                  SQL that DuckDB could not run
     ├── EmptyReplayError            a selection that holds no step to sample
@@ -80,6 +81,10 @@ class LogCorruptError(ReplayLakeError):
 
 class CommitConflictError(ReplayLakeError):
     """A commit that cannot be replayed onto the newest version."""
+
+
+class ProducerEndedError(CommitConflictError):
+    """A commit of a producer that another process has ended."""
 
 
 class QueryRefusedError(ReplayLakeError):

@@ -23,6 +23,7 @@ from typing import Final
 from replaylake.datastore.errors import ReplayLakeError, StorageError
 from replaylake.datastore.feedback.row_encoder import Encode
 from replaylake.datastore.feedback.segments import (
+    DAMAGED,
     SUFFIX,
     Segment,
     commit_failed_error,
@@ -77,7 +78,7 @@ class Journal:
         self._write_failure: str | None = None
         self._commit_failure: str | None = None
         self._num_commit_failures = self._num_set_aside = 0
-        self._closed = False
+        self._closed = self._is_ended = False
         self._current = self._open_segment(0)
         self._written, self._full = threading.Event(), threading.Event()
         # Of two threads that sync, one would be told of an error and the other acknowledge.
@@ -101,6 +102,11 @@ class Journal:
     def failure(self) -> str | None:
         """Why nothing more can be written, or None."""
         return self._failure
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether another process ended it, so that its last records were not committed."""
+        return self._is_ended
 
     @property
     def write_failure(self) -> str | None:
@@ -300,6 +306,14 @@ class Journal:
                 raise
             self._num_set_aside += done.num_damaged
             self._pending.popleft()
+            if done.num_ended:
+                self._is_ended = True
+                self._failure = (
+                    f"another process ended the journal {self.worker} and goes on in its place. "
+                    f"{done.num_ended} records are not committed, and kept in "
+                    f"{self.worker}-*{DAMAGED}"
+                )
+                _logger.error("journal stopped: %s", self._failure)
 
     def _open_segment(self, sequence: int) -> Segment:
         path = self.folder / f"{self.worker}-{sequence}{SUFFIX}"

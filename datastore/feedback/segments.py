@@ -4,6 +4,9 @@
 <table>/_journal/<worker>-<k>.jsonl    segment k: lines of `crc32 JSON`, the newest still growing
 <table>/_journal/<worker>-<k>.damaged  a segment of which some records could not be committed, kept
                                        for a person to look at; nothing reads it
+
+A worker that another process ended (`end_worker`), on whichever machine, commits nothing more: its
+segments are kept under that name too.
 """
 
 from __future__ import annotations
@@ -23,7 +26,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replaylake.datastore.episodes.schema import EPISODE_ID, SOURCE_EPISODE_ID, STEP
-from replaylake.datastore.errors import EpisodeInvalidError, SchemaMismatchError, StorageError
+from replaylake.datastore.errors import (
+    EpisodeInvalidError,
+    ProducerEndedError,
+    SchemaMismatchError,
+    StorageError,
+)
 from replaylake.datastore.feedback.row_encoder import Encode, RowEncoder
 from replaylake.datastore.lake.commit import DropCounts, commit_counts
 from replaylake.datastore.lake.tombstones import open_tombstones
@@ -53,13 +61,15 @@ class Recovered:
     """What became of segments: how many there were, and of their lines how many ...
 
     num_rows: are rows of the table. num_torn: are the last and have no end, so that nobody was
-    answered for them. num_damaged: cannot be read or encoded; their segment is kept.
+    answered for them. num_damaged: cannot be read or encoded; their segment is kept. num_ended: are
+    of a worker that was ended, and not committed; their segment is kept.
     """
 
     num_segments: int
     num_rows: int
     num_torn: int
     num_damaged: int
+    num_ended: int = 0
 
     def __add__(self, other: Recovered) -> Recovered:
         return Recovered(
@@ -67,6 +77,7 @@ class Recovered:
             self.num_rows + other.num_rows,
             self.num_torn + other.num_torn,
             self.num_damaged + other.num_damaged,
+            self.num_ended + other.num_ended,
         )
 
 
@@ -107,6 +118,14 @@ def producer_name(worker: str) -> str:
     return f"journal:{worker}"
 
 
+def end_worker(table: Table, worker: str) -> None:
+    """Let nothing more of a worker's journal be committed, on whichever machine it is.
+
+    What was committed stays. Raises: StorageError.
+    """
+    table.end_producer(producer_name(worker))
+
+
 def recover(table: Table, encode: Encode) -> Recovered:
     """Commit the segments of dead workers, in order; those of live ones are left alone.
 
@@ -136,7 +155,8 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
     """Append a segment's records to the table and remove its file.
 
     A record that cannot be read back or encoded does not hold up the others: the file is then kept
-    under another name, and logged. Raises: ReplayLakeError if the commit fails; nothing is removed.
+    under another name, and logged. So is that of a worker that was ended, none of whose records is
+    committed. Raises: ReplayLakeError if the commit fails; nothing is removed.
     """
     # Its own writer need not read it back: each checksum would hold up the event loop beside it.
     num_records = segment.records
@@ -157,18 +177,30 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
             info = _count_steps(rows) if is_of_steps else None
             if isinstance(encode, RowEncoder):
                 rows = encode.prepare_commit(rows)
-            table.append(rows, producer=producer, sequence=segment.sequence, info=info)
+            try:
+                table.append(rows, producer=producer, sequence=segment.sequence, info=info)
+            except ProducerEndedError as error:
+                _set_aside(segment.path, len(lines), str(error))
+                return Recovered(1, 0, num_torn, 0, len(lines))
             if isinstance(encode, RowEncoder):
                 encode.note_commit(rows)
-    try:
-        if faults:
-            path = segment.path.rename(segment.path.with_suffix(DAMAGED))
-            _logger.error("%s: %d records not committed, kept: %s", path, len(faults), faults[0])
-        else:
+    if faults:
+        _set_aside(segment.path, len(faults), faults[0])
+    else:
+        try:
             segment.path.unlink()
-    except OSError as error:
-        raise commit_failed_error(segment.path, error) from error
+        except OSError as error:
+            raise commit_failed_error(segment.path, error) from error
     return Recovered(1, sum(part.num_rows for part in tables), num_torn, len(faults))
+
+
+def _set_aside(path: Path, num_records: int, reason: str) -> None:
+    """Keep a segment for a person to look at. Raises: StorageError."""
+    try:
+        kept = path.rename(path.with_suffix(DAMAGED))
+    except OSError as error:
+        raise commit_failed_error(path, error) from error
+    _logger.error("%s: %d records not committed, kept: %s", kept, num_records, reason)
 
 
 def _count_steps(rows: pa.Table) -> dict[str, int]:

@@ -6,8 +6,6 @@ journal, as the gateway's calls are, and a second or two later rows of `steps`.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import re
@@ -16,7 +14,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -59,8 +57,6 @@ from replaylake.datastore.feedback.recorded_calls import (
     make_fits,
     recover_calls,
 )
-from replaylake.datastore.feedback.row_encoder import RowEncoder
-from replaylake.datastore.feedback.segments import has_segments, journal_folder
 from replaylake.datastore.interchange.formats.generations.messages import shorten
 from replaylake.datastore.interchange.rollout_rows import (
     ATTEMPT,
@@ -88,16 +84,13 @@ from replaylake.datastore.query.table_files import (
     query_rows,
     scan_connection,
 )
-from replaylake.datastore.storage.storage import make_folder
+from replaylake.online.recorders.producer import NUMBER_DIGITS, Producer
 
 REFUSE: Final = "refuse"
 AS_ATTEMPT: Final = "attempt"
 OnConflict = Literal["refuse", "attempt"]
 _PRODUCER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _MAX_SEQUENCE_CHARS: Final = 1000
-_MAX_NUMBER_DIGITS: Final = 18
-_RECOVERY_TIMEOUT_S: Final = 60.0
-_WORKER_CHARS: Final = len(new_ulid())
 # Arguments of `record` for the rows of a rollout, and all that are no facts.
 _SAMPLED: Final = (
     "prompt",
@@ -226,15 +219,13 @@ class LanguageRecorder:
         self._tokenizer = dataset.spec.tokenizer
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._lock_fd = None if producer is None else _lock_producer(dataset, producer)
         self._worker, self._config = new_ulid(), config
+        self._name_holder = None if producer is None else Producer(dataset, producer, self._worker)
         self._last_time = 0
         try:
             encoder = calls_encoder(dataset, RECORDER_COLUMNS)
             recover_calls(dataset, encoder)
-            number = 0
-            if self._lock_fd is not None:
-                number = _replace_worker(dataset, encoder, self._lock_fd, self._worker)
+            number = 0 if self._name_holder is None else self._name_holder.recover(encoder)
             apply_outcomes(dataset)  # what a killed process had been told and not applied
             self._recorded: dict[str, _RecordedRollout] = {}
             if producer is not None:
@@ -244,13 +235,16 @@ class LanguageRecorder:
             self._fits, self._schema = make_fits(encoder), encoder.schema
             self._journal = Journal(dataset.table, encoder, worker=self._worker, config=config)
         except BaseException:
-            self._unlock()
+            if self._name_holder is not None:
+                self._name_holder.release(is_committed=False)
             raise
         self._reports: Journal | None = None
         self._num_reports = self._num_applied = 0
         # At the interpreter's end too: a loop that knows no recorder closes none.
         journals = (self._journal,)
-        self._finalizer = weakref.finalize(self, _close_all, journals, self._lock_fd, self._process)
+        self._finalizer = weakref.finalize(
+            self, _close_all, journals, self._name_holder, self._process
+        )
         _recorders.add(self)
 
     def __enter__(self) -> LanguageRecorder:
@@ -468,7 +462,7 @@ class LanguageRecorder:
                 self._finalizer.detach()
                 journals = (self._journal, self._reports)
                 self._finalizer = weakref.finalize(
-                    self, _close_all, journals, self._lock_fd, self._process
+                    self, _close_all, journals, self._name_holder, self._process
                 )
             report = {
                 EPISODE_ID: rollout,
@@ -514,14 +508,17 @@ class LanguageRecorder:
             return
         with self._lock:
             self._finalizer.detach()
+            is_committed = False
             try:
                 self._journal.close()
                 if self._reports is not None:
                     self._reports.close()
                     apply_outcomes(self.dataset)
                 self._check_committed()
+                is_committed = True
             finally:
-                self._unlock()
+                if self._name_holder is not None:
+                    self._name_holder.release(is_committed=is_committed)
 
     def episode_id(self, sequence: int | str) -> str:
         """Return the episode id of the rollout under a sequence. Raises: EpisodeInvalidError."""
@@ -548,7 +545,8 @@ class LanguageRecorder:
 
     def abandon(self) -> None:
         """Let go of the parent's lock in a forked child process."""
-        self._unlock()
+        if self._name_holder is not None:
+            self._name_holder.abandon()
 
     def _use(self) -> threading.RLock:
         # The child has no threads of the journal, and its parent writes to the same file.
@@ -558,12 +556,9 @@ class LanguageRecorder:
                 f"{self._process} that created it. Open a recorder in each process, with a "
                 "producer of its own."
             )
+        if self._name_holder is not None:
+            self._name_holder.check()
         return self._lock
-
-    def _unlock(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
 
     def _name(self, sequence: int | str | None) -> str:
         if sequence is None:
@@ -590,12 +585,14 @@ class LanguageRecorder:
         """Let the numbers of rollouts without a sequence go on after a rollout's, if it has one."""
         if (number := _to_number(name)) >= self._next_number:
             self._next_number = number + 1
-            if self._lock_fd is not None:
-                _note_number(self._lock_fd, self._next_number)
+            if self._name_holder is not None:
+                self._name_holder.note_number(self._next_number)
 
     def _check_committed(self) -> None:
         """Raises: StorageError where a commit set records of this recorder aside."""
         for journal in (self._journal, self._reports):
+            if journal is not None and journal.is_ended:
+                raise StorageError(f"{journal.folder}: {journal.failure}.")
             if journal is not None and journal.num_set_aside:
                 raise StorageError(
                     f"{journal.folder}: found {journal.num_set_aside} records of "
@@ -878,55 +875,6 @@ class OpenRollout:
             )
 
 
-def _lock_producer(dataset: Dataset, producer: str) -> int:
-    """Take a producer's name for this process. Raises: ConfigInvalidError if another has it."""
-    folder = journal_folder(dataset.table)
-    make_folder(folder)
-    digest = hashlib.sha256(producer.encode()).hexdigest()[:32]
-    lock_fd = os.open(folder / f"recorder-{digest}.lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock_fd)
-        raise ConfigInvalidError(
-            f"producer: found {producer!r}, which another recorder of dataset {dataset.name} "
-            "uses, expected one recorder at a time. Close it, or give each a name of its own.",
-            parameter="producer",
-        ) from error
-    return lock_fd
-
-
-def _replace_worker(dataset: Dataset, encoder: RowEncoder, lock_fd: int, worker: str) -> int:
-    """Note which journal a producer writes to, after what it wrote to the last one is committed.
-
-    Returns the number of its next rollout, which is noted in the same file. Another process may be
-    committing what is left at this moment, as live journals do for dead ones; before it has ended,
-    the dataset lacks rollouts that were acknowledged. Raises: StorageError after a minute.
-    """
-    last, _, number = os.pread(lock_fd, 100, 0).decode().partition(" ")
-    until_s = time.monotonic() + _RECOVERY_TIMEOUT_S
-    while last and has_segments(dataset.table, last):
-        if time.monotonic() > until_s:
-            raise StorageError(
-                f"{journal_folder(dataset.table)}: found the journal {last} of an earlier recorder "
-                f"of this producer held by another process for {_RECOVERY_TIMEOUT_S:g} s, expected "
-                "it to be committed. End that process, then try again."
-            )
-        time.sleep(0.02)
-        recover_calls(dataset, encoder)
-    os.pwrite(lock_fd, worker.encode(), 0)  # each name has the same length
-    os.fsync(lock_fd)
-    return int(number or 0)
-
-
-def _note_number(lock_fd: int, number: int) -> None:
-    """Note the number of a producer's next rollout beside its journal's name.
-
-    Not synced: after a power cut the dataset has the numbers, except of what was deleted then.
-    """
-    os.pwrite(lock_fd, f" {number:0{_MAX_NUMBER_DIGITS + 1}d}".encode(), _WORKER_CHARS)
-
-
 def _read_recorded(dataset: Dataset, prefix: str) -> tuple[dict[str, _RecordedRollout], int]:
     """Return what the dataset has of the rollouts `<prefix><sequence>`, and their newest time."""
     recorded: dict[str, _RecordedRollout] = {}
@@ -987,7 +935,7 @@ def _to_attempt(name: str) -> int:
 def _to_number(name: str) -> int:
     """Return the number in a rollout's id; -1 for a name, and for numbers that are not counted."""
     text = name.rpartition("/")[2].partition("#")[0]
-    is_number = text.isascii() and text.isdecimal() and len(text) <= _MAX_NUMBER_DIGITS
+    is_number = text.isascii() and text.isdecimal() and len(text) <= NUMBER_DIGITS
     return int(text) if is_number else -1
 
 
@@ -1000,17 +948,21 @@ def _naming(rollout: str) -> Iterator[None]:
         raise type(error)(f"rollout {rollout}: {error}") from error
 
 
-def _close_all(journals: Sequence[Journal], lock_fd: int | None, process: int) -> None:
+def _close_all(journals: Sequence[Journal], name_holder: Producer | None, process: int) -> None:
     """Commit what is left for a recorder that nobody closed, and release its producer's name.
 
     What cannot be committed is left to the next recorder.
     """
-    if os.getpid() == process:
-        for journal in journals:
-            with suppress(ReplayLakeError):
-                journal.close()
-        if lock_fd is not None:
-            os.close(lock_fd)
+    if os.getpid() != process:
+        return
+    is_committed = True
+    for journal in journals:
+        try:
+            journal.close()
+        except ReplayLakeError:
+            is_committed = False
+    if name_holder is not None:
+        name_holder.release(is_committed=is_committed)
 
 
 _recorders: Final[weakref.WeakSet[LanguageRecorder]] = weakref.WeakSet()

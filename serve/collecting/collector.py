@@ -15,11 +15,10 @@ import asyncio
 import gc
 import logging
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -51,7 +50,7 @@ from replaylake.serve.api.bodies import read_fields
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.collecting.spans import RESULTS, SPANS_FORM, SpanLog, SpansEndpoint
 from replaylake.serve.http.connections import NUM_REFUSED, RECEIVED, limit_connections
-from replaylake.serve.http.listener import open_listener, resolve_host, run_app
+from replaylake.serve.http.listener import open_server, run_app, shorten_thread_turns
 from replaylake.serve.http.request_handler import HandlerState
 from replaylake.serve.http.routed_app import RoutedApp
 from replaylake.serve.messages import (
@@ -78,9 +77,6 @@ _ROUND_S: Final = 1.0
 # A round scans the ids of all that was received: at most a quarter of the time.
 _PAUSE_FACTOR: Final = 3.0
 _MAX_PAUSE_S: Final = 10.0
-# As in serve/processes/worker.py: how long the thread that commits may hold up the event loop.
-_SWITCH_S: Final = 0.0005
-_LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [collector] %(message)s"
 _logger = logging.getLogger(__name__)
 
 
@@ -435,28 +431,21 @@ def run_collector(
     and the port that it listens on. Raises: ServeError if the port is in use; ConfigInvalidError if
     other machines could reach it without a token; whatever `Collector` raises.
     """
-    start = time.monotonic()
-    address = resolve_host(config.host)
-    check_exposure(address, config.safety)
     check_shareable(config.lake, "serve")
-    with open_listener(address, config.port) as listener:
-        config = replace(config, port=listener.getsockname()[1])
+    check = partial(check_exposure, safety=config.safety)
+    with open_server("collector", config, on_ready, check_exposure=check) as server:
+        config = server.config
         # Before uvicorn starts: it would say what is wrong in a traceback.
         collector = Collector(config)
-        logging.basicConfig(format=_LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S%z")
-        sys.setswitchinterval(_SWITCH_S)
+        shorten_thread_turns()
         limit_connections(config.safety.connection_limits)
 
         def announce() -> None:
-            sys.stderr.write(
+            server.announce(
                 f"collecting into {config.dataset} on {config.url}, "
-                f"ready after {time.monotonic() - start:.1f} s; stop with Ctrl-C\n"
+                f"ready after {server.elapsed_s:.1f} s"
             )
-            sys.stderr.flush()
-            if on_ready is not None:
-                on_ready(config)
 
-        run_app(
-            create_collector(collector, announce), listener, lifespan="on", drain_s=STOP_TIMEOUT_S
-        )
+        app = create_collector(collector, announce)
+        run_app(app, server.listener, lifespan="on", drain_s=STOP_TIMEOUT_S)
     return 0

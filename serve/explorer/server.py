@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from replaylake.datastore.lake.lake import open_lake
@@ -17,9 +15,8 @@ from replaylake.serve.explorer.app import create_explorer
 from replaylake.serve.explorer.config import ExplorerConfig
 from replaylake.serve.explorer.promotions import Promote
 from replaylake.serve.explorer.token_texts import TokenTexts
-from replaylake.serve.http.listener import open_listener, resolve_host, run_app
+from replaylake.serve.http.listener import open_server, run_app
 
-_LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [explorer] %(message)s"
 # A page takes seconds at most; what is open longer is cut.
 _DRAIN_S: Final = 3
 _NICE: Final = 10
@@ -43,12 +40,9 @@ def run_explorer(
     """
     token_texts = TokenTexts(config.tokenizers)
     lake = open_lake(config.lake)
-    address = resolve_host(config.host)
     tokens = config.read_tokens(os.environ)
-    config.check_exposure(address, tokens)
-    with open_listener(address, config.port) as listener:
-        config = replace(config, port=listener.getsockname()[1])
-        logging.basicConfig(format=_LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S%z")
+    check = partial(config.check_exposure, tokens=tokens)
+    with open_server("explorer", config, on_ready, check_exposure=check) as server:
         app = create_explorer(
             lake,
             tokens=tokens,
@@ -58,20 +52,17 @@ def run_explorer(
             token_texts=token_texts,
             promote=promote,
         )
-        sys.stderr.write(f"{lake.url} is at {config.url}; stop with Ctrl-C\n")
-        sys.stderr.flush()
         # Whoever looks may wait; trainers and policy servers of this machine must not.
         os.nice(_NICE)
         limit_threads(1)
         # It takes 48 MiB, and half a second of the first page.
         keep_pandas_unloaded()
         return_freed_memory()
-        if on_ready is not None:
-            on_ready(config)
+        server.announce(f"{lake.url} is at {server.config.url}")
         with keep_spare_sandbox():
             run_app(
                 app,
-                listener,
+                server.listener,
                 lifespan="off",
                 drain_s=_DRAIN_S,
                 stopping=app.live.stopping,

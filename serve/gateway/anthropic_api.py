@@ -15,7 +15,7 @@ from replaylake.serve.gateway.calls import (
     split_fields,
     take_messages,
 )
-from replaylake.serve.gateway.sse import data_of, parse_data
+from replaylake.serve.gateway.sse import parse_event
 
 
 class MessagesApi:
@@ -60,7 +60,7 @@ class _MessagesReader:
         return False
 
     def read_event(self, event: bytes) -> tuple[bytes, bool]:
-        body = parse_data(data_of(event))
+        body = parse_event(event)
         kind = None if body is None else body.get("type")
         if body is None or kind is None:
             return event, False

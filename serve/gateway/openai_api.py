@@ -16,7 +16,7 @@ Nothing is requested with `echo` either, which vLLM answers in another way if id
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from replaylake.serve.gateway.calls import (
@@ -28,7 +28,7 @@ from replaylake.serve.gateway.calls import (
     split_fields,
     take_messages,
 )
-from replaylake.serve.gateway.sse import DONE, data_of, parse_data, with_data
+from replaylake.serve.gateway.sse import DONE, data_of, parse_event, with_data
 
 VLLM, SGLANG, LLAMA_CPP, OPENAI, AUTO = "vllm", "sglang", "llama.cpp", "openai", "auto"
 ENGINES: Final = (AUTO, VLLM, SGLANG, LLAMA_CPP, OPENAI)
@@ -37,6 +37,8 @@ _SGLEXT_OUT: Final = "return_output_ids_in_sglext"
 _PROMPT_IDS: Final = "return_prompt_token_ids"
 _IDS: Final = "return_token_ids"
 _LOG_PROBS: Final = "logprobs"
+# Fields of a chunk that are in all of its stream, with the same values, and the choices.
+_HEAD: Final = frozenset(("choices", "created", "id", "model", "object"))
 # Reasons of engines for an answer that is not what the model would have generated.
 _UNFINISHED: Final = ("abort", "error")
 
@@ -185,13 +187,16 @@ class _Choice:
             return
         entries = log_probs.get("content")
         if isinstance(entries, list):
-            self._add_values([entry.get("logprob") for entry in entries])
+            if len(entries) == 1:
+                self._add_values((entries[0].get("logprob"),))
+            else:
+                self._add_values([entry.get("logprob") for entry in entries])
             if engine == LLAMA_CPP:
                 self.add_ids([entry.get("id") for entry in entries])
         elif isinstance(values := log_probs.get("token_logprobs"), list):
             self._add_values(values)
 
-    def _add_values(self, values: list[Any]) -> None:
+    def _add_values(self, values: Sequence[Any]) -> None:
         if self.log_probs is None:
             self.log_probs = []
         self.log_probs += values
@@ -240,6 +245,8 @@ class _OpenAIReader:
         self._added, self._engine = added, engine
         self._is_chat, self._per_prompt, self._is_echo = is_chat, per_prompt, is_echo
         self._added_ids = _added_id_fields(added, engine, is_chat)
+        self._adds_log_probs = _LOG_PROBS in added
+        self._has_chunks_of_ids = engine == VLLM and is_chat
         self._choices: dict[int, _Choice] = {}
         self._completion_id: str | None = None
         self._model: str | None = None
@@ -264,14 +271,15 @@ class _OpenAIReader:
         return bool(self._added)
 
     def read_event(self, event: bytes) -> tuple[bytes, bool]:
-        data = data_of(event)
-        if data == DONE:
-            self._is_done = True
-            return event, True
-        body = parse_data(data)
+        body = parse_event(event)
         if body is None:
-            return event, False
-        self._read_head(body)
+            is_last = data_of(event) == DONE
+            self._is_done |= is_last
+            return event, is_last
+        # By far most of the chunks have no more than a choice, and the head of the one before.
+        is_plain = body.keys() <= _HEAD and self._completion_id is not None
+        if not is_plain:
+            self._read_head(body)
         choices = _choices_of(body)
         for choice in choices:
             one = self._choice(choice)
@@ -281,15 +289,16 @@ class _OpenAIReader:
                 one.texts.append(text)
                 one.is_empty = False
             self._read_choice(one, choice, is_event=True)
-        sglext = body.get("sglext")
+        sglext = None if is_plain else body.get("sglext")
         if isinstance(sglext, dict):
             self._read_sglext(sglext)
         if not self._added:
             return event, False
         if _IDS in self._added:
-            body.pop("prompt_token_ids", None)
-            is_chunk_of_ids = self._engine == VLLM and self._is_chat and choices
-            if is_chunk_of_ids and not body.get("usage") and all(map(_is_without_text, choices)):
+            if not is_plain:
+                body.pop("prompt_token_ids", None)
+            is_chunk_of_ids = self._has_chunks_of_ids and choices and not body.get("usage")
+            if is_chunk_of_ids and _are_without_text(choices):
                 return b"", False
         if isinstance(sglext, dict):
             for field, name in ((_SGLEXT_IN, "input_ids"), (_SGLEXT_OUT, "output_ids")):
@@ -323,7 +332,8 @@ class _OpenAIReader:
 
     def _choice(self, choice: Mapping[str, Any]) -> _Choice:
         number = choice.get("index")
-        number = number if type(number) is int else 0
+        if type(number) is not int:
+            number = 0
         if (known := self._choices.get(number)) is None:
             known = self._choices[number] = _Choice()
         return known
@@ -349,23 +359,23 @@ class _OpenAIReader:
             one.finish_reason = reason
         if isinstance(ids := get("prompt_token_ids"), list):
             one.prompt_token_ids = ids
+        log_probs = get("logprobs")
         if not self._is_echo:
             if (ids := get("token_ids")) is not None:
                 one.add_ids(ids)
             if (ids := get("response_token_ids")) is not None:
                 one.add_ids(ids)
-            if (log_probs := get("logprobs")) is not None:
+            if log_probs is not None:
                 one.add_log_probs(log_probs, self._engine)
-        if _LOG_PROBS in self._added and "logprobs" in choice:
+        if self._adds_log_probs and (log_probs is not None or "logprobs" in choice):
             if self._engine == LLAMA_CPP and self._is_chat:
                 del choice["logprobs"]
             else:
                 choice["logprobs"] = None
-        # Without the request for them, vLLM sends null, but for the chunks of a stream.
-        is_null = self._engine == VLLM and not is_event
         for name in self._added_ids:
             if name in choice:
-                if is_null:
+                # Without the request for them, vLLM sends null, but for the chunks of a stream.
+                if self._engine == VLLM and not is_event:
                     choice[name] = None
                 else:
                     del choice[name]
@@ -386,18 +396,25 @@ def _added_id_fields(added: frozenset[str], engine: str, is_chat: bool) -> tuple
     return ("prompt_token_ids", "token_ids") if _IDS in added else ()
 
 
-def _is_without_text(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta")
-    if not isinstance(delta, dict) or choice.get("finish_reason") is not None:
-        return False
-    return not delta.get("content") and all(value is None for value in delta.values())
+def _are_without_text(choices: Sequence[Mapping[str, Any]]) -> bool:
+    for choice in choices:
+        delta = choice.get("delta")
+        if not isinstance(delta, dict) or delta.get("content"):
+            return False
+        if choice.get("finish_reason") is not None or any(
+            one is not None for one in delta.values()
+        ):
+            return False
+    return True
 
 
 def _choices_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     choices = body.get("choices")
-    if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
+    if not isinstance(choices, list):
+        return []
+    if len(choices) == 1 and isinstance(choices[0], dict):
         return choices
-    return [one for one in choices if isinstance(one, dict)] if isinstance(choices, list) else []
+    return [one for one in choices if isinstance(one, dict)]
 
 
 def _to_version(value: Any) -> int | None:

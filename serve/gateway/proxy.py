@@ -471,7 +471,11 @@ class Proxy:
             if is_waiting:
                 is_waiting = False
                 await self._begin(exchange, answer.status, answer.headers)
-            if data := b"".join(passed):
+            if held and answer.is_complete:
+                # All that came with the end goes with it: each system call takes as long as
+                # reading several events.
+                held[:0] = passed
+            elif data := b"".join(passed):
                 await self._continue(exchange, data)
         held.append(splitter.rest)
         last = b"".join(held)

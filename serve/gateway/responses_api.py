@@ -17,7 +17,7 @@ from replaylake.serve.gateway.calls import (
     Sample,
     split_fields,
 )
-from replaylake.serve.gateway.sse import DONE, data_of, parse_data
+from replaylake.serve.gateway.sse import DONE, data_of, parse_event
 
 # What ends an answer early as `length` and `content_filter` end one of chat completions.
 _LIMITS: Final = ("content_filter", "max_output_tokens")
@@ -68,10 +68,9 @@ class _ResponsesReader:
         return False
 
     def read_event(self, event: bytes) -> tuple[bytes, bool]:
-        data = data_of(event)
-        body = parse_data(data)
+        body = parse_event(event)
         if body is None:
-            return event, data == DONE
+            return event, data_of(event) == DONE
         kind = body.get("type")
         if isinstance(response := body.get("response"), dict):
             self._response = response

@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import secrets
-import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -27,20 +24,17 @@ from replaylake.serve.gateway.metrics import GatewayMetrics
 from replaylake.serve.gateway.proxy import Proxy
 from replaylake.serve.gateway.upstream import Upstream
 from replaylake.serve.http.connections import limit_connections
-from replaylake.serve.http.listener import open_listener, resolve_host, run_app
+from replaylake.serve.http.listener import open_server, run_app, shorten_thread_turns
 from replaylake.serve.recording.outcome_log import OutcomeLog
 from replaylake.serve.safety.limits import check_exposure
 
 # How long calls in progress may take to end once the gateway is told to stop; they are cut then,
 # and recorded as aborted.
 DRAIN_S: Final = 30
-# As in serve/processes/worker.py: how long the thread that commits may hold up the event loop.
-_SWITCH_S: Final = 0.0005
 # Of garbage collections. One of everything takes 0.1 s with 100,000 steps in the index (2 cores,
 # 2026-11-28): by default there is one whenever a quarter has been added, with these one in millions
 # of calls. Those of young objects take about 2 ms at most. The index has no garbage with cycles.
 _GC_THRESHOLDS: Final = (2_000, 2, 3_000)
-_LOG_FORMAT: Final = "%(asctime)s [%(levelname)s] [gateway] %(message)s"
 _logger = logging.getLogger(__name__)
 
 
@@ -122,29 +116,24 @@ def run_gateway(
     and the port that it listens on. Raises: ServeError if the port is in use; ConfigInvalidError if
     other machines could reach it without a token; whatever `open_call_log` raises.
     """
-    start = time.monotonic()
-    address = resolve_host(config.host)
-    check_exposure(address, config.safety)
     check_shareable(config.lake, "gateway")
     Upstream(config.upstream)
     config.read_upstream_key()
     config.load_redact()
-    with open_listener(address, config.port) as listener:
-        config = replace(config, port=listener.getsockname()[1])
+    check = partial(check_exposure, safety=config.safety)
+    with open_server("gateway", config, on_ready, check_exposure=check) as server:
+        config = server.config
         # Before uvicorn starts: it would say what is wrong in a traceback.
         log = open_call_log(config)
-        logging.basicConfig(format=_LOG_FORMAT, datefmt="%Y-%m-%dT%H:%M:%S%z")
-        sys.setswitchinterval(_SWITCH_S)
+        shorten_thread_turns()
         limit_connections(config.safety.connection_limits)
 
         def announce() -> None:
-            sys.stderr.write(
+            server.announce(
                 f"recording to {config.dataset} on {config.url}, upstream {config.upstream}, "
-                f"ready after {time.monotonic() - start:.1f} s; stop with Ctrl-C\n"
+                f"ready after {server.elapsed_s:.1f} s"
             )
-            sys.stderr.flush()
-            if on_ready is not None:
-                on_ready(config)
 
-        run_app(create_gateway(config, log, announce), listener, lifespan="on", drain_s=DRAIN_S)
+        app = create_gateway(config, log, announce)
+        run_app(app, server.listener, lifespan="on", drain_s=DRAIN_S)
     return 0

@@ -70,17 +70,27 @@ def _split(text: bytes) -> list[bytes]:
     return [*parts, text[begin:]]
 
 
+def parse_event(event: bytes) -> dict[str, Any] | None:
+    """Return an event's data if it is a JSON object, else None."""
+    if event[:7] != b"data: {" or event.find(b"\n") != len(event) - 2:
+        return parse_data(data_of(event))
+    # By far most events: one line, whose end is white space of JSON as well.
+    try:
+        body: dict[str, Any] = orjson.loads(event[6:])
+    except orjson.JSONDecodeError:
+        return None
+    return body
+
+
 def data_of(event: bytes) -> bytes:
     """Return an event's data; nothing for a comment."""
-    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2:
-        return event[5:].strip()  # by far most of them
     lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
     return lines[0] if len(lines) == 1 else b"\n".join(lines)
 
 
 def parse_data(data: bytes) -> dict[str, Any] | None:
-    """Return an event's data if it is a JSON object, else None."""
-    if not data.startswith(b"{"):
+    """Return data if it is a JSON object, else None."""
+    if data[:1] != b"{":
         return None
     try:
         value = orjson.loads(data)
@@ -91,7 +101,7 @@ def parse_data(data: bytes) -> dict[str, Any] | None:
 
 def with_data(event: bytes, body: dict[str, Any]) -> bytes:
     """Return an event with other data, its other lines as they are."""
-    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2:
+    if event[:5] == b"data:" and event.find(b"\n") == len(event) - 2:
         return b"data: %b\n\n" % orjson.dumps(body)
     lines = [line for line in event.splitlines() if line and not line.startswith(b"data:")]
     return b"\n".join([*lines, b"data: " + orjson.dumps(body)]) + b"\n\n"

@@ -52,6 +52,11 @@ class UpstreamAnswer:
         """Whether `read` returns bytes at once."""
         return self._connection.has_body
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the body has come, read or not."""
+        return self._connection.is_complete
+
     async def read_all(self) -> bytes:
         """Return the whole body, or what is left of it. Raises: UpstreamError."""
         parts = []
@@ -223,7 +228,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self._has_head = self._is_complete = self._is_persistent = self._has_length = False
+        self._has_head = self.is_complete = self._is_persistent = self._has_length = False
         self._has_bytes = False
         self._has_body = True
         self._failure: str | None = None
@@ -253,7 +258,7 @@ class _Connection(asyncio.Protocol):
     async def read(self, timeout_s: float) -> bytes:
         """Return what has come of the body since; nothing at its end. Raises: UpstreamError."""
         while not self._parts:
-            if self._is_complete:
+            if self.is_complete:
                 return b""
             if self._failure is not None:
                 raise UpstreamError(self._failure)
@@ -273,7 +278,7 @@ class _Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """Give the connection back if it may be used again, else close it."""
-        if self._is_complete and self._is_persistent and self.is_open and not self._is_paused:
+        if self.is_complete and self._is_persistent and self.is_open and not self._is_paused:
             self._upstream.retain(self)
         else:
             self.abort()
@@ -333,8 +338,8 @@ class _Connection(asyncio.Protocol):
         self.is_open = False
         self._upstream.forget(self)
         if self._has_head and not self._has_length and error is None:
-            self._is_complete = True  # its end is the connection's
-        if not self._is_complete:
+            self.is_complete = True  # its end is the connection's
+        if not self.is_complete:
             self._fail("the connection was closed" + (f" ({error})" if error else ""))
         self._wake()
 
@@ -351,7 +356,7 @@ class _Connection(asyncio.Protocol):
         if self.status >= 200:
             self._has_head = True
             self._has_length |= self.status in (204, 304)
-            self._is_complete |= not self._has_body
+            self.is_complete |= not self._has_body
 
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
@@ -359,7 +364,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._has_head:
-            self._is_complete = True
+            self.is_complete = True
         else:  # 100 Continue and its kin
             self.headers.clear()
             self._has_length = False

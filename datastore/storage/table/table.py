@@ -13,7 +13,12 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import AlreadyExistsError, CommitConflictError, NotFoundError
+from replaylake.datastore.errors import (
+    AlreadyExistsError,
+    CommitConflictError,
+    NotFoundError,
+    ProducerEndedError,
+)
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent, transaction_id
 from replaylake.datastore.storage.log.commit_log import CommitLog
@@ -41,6 +46,8 @@ _SHARD_BYTES: Final = 128 << 20
 # Vacuum takes shards that waited an hour or more for their commit for what a crash left behind.
 # Half of that: an upload may be dated when it began.
 _VACUUM_SAFE_MS: Final = 1_800_000
+# The sequence under which a producer is ended, which none counts to.
+_END: Final = -1
 
 
 @dataclass(frozen=True)
@@ -156,10 +163,11 @@ class Table:
 
         Columns are matched by name; new nullable ones extend the schema. Raises: NotFoundError if
         the table does not exist, SchemaMismatchError if a column's type differs or a required one
-        is absent.
+        is absent; ProducerEndedError after `end_producer`.
         """
         if (commit := self.find_commit(producer, sequence)) is not None:
             return TableCommit(commit, True, 0, 0, 0)
+        self._check_not_ended(producer, self.log.newest())  # before a shard is written for nothing
         return self.commit(
             [self.write(data)], producer=producer, sequence=sequence, operation=operation, info=info
         )
@@ -224,7 +232,8 @@ class Table:
 
         Raises: SchemaMismatchError if that column has another type, ShardCorruptError;
         CommitConflictError if a removed shard is no longer live, because another writer was first,
-        or if a written one waited so long for its commit that it was deleted meanwhile.
+        or if a written one waited so long for its commit that it was deleted meanwhile;
+        ProducerEndedError after `end_producer`.
         """
         parts = tuple(written)
         change = _CommitOptions(
@@ -269,6 +278,7 @@ class Table:
                 configuration = {**metadata.configuration, **change.configuration}
                 metadata = replace(metadata, configuration=configuration)
             if transaction_id(producer, sequence) not in state.transactions:
+                self._check_not_ended(producer, state)
                 self._check_not_vacuumed(entries)
             return Intent(
                 producer,
@@ -287,6 +297,15 @@ class Table:
         num_rows = sum(entry.num_rows for entry in entries)
         num_bytes = sum(entry.size_bytes for entry in entries)
         return TableCommit(commit.version, False, num_rows, len(entries), num_bytes)
+
+    def _check_not_ended(self, producer: str, state: LogState) -> None:
+        end = state.transactions.get(transaction_id(producer, _END))
+        if end is not None:
+            raise ProducerEndedError(
+                f"{self.root}: found that version {end} ended the producer {producer}, expected "
+                "one that may commit: another process has taken over what it recorded under, and "
+                "may have recorded the same. Nothing was committed."
+            )
 
     def _check_not_vacuumed(self, entries: Sequence[FileEntry]) -> None:
         """Look for shards that were written long before their commit: vacuum may have been here."""
@@ -318,6 +337,20 @@ class Table:
         ]
         entries = tuple(entry for rows in again for entry in rows.entries)
         return WrittenRows(again[0].schema if again else merged, entries)
+
+    def end_producer(self, producer: str) -> None:
+        """Let a producer commit nothing from now on; what it has committed stays.
+
+        A commit that it repeats is still answered with its version, any other raises
+        ProducerEndedError. Ending it again changes nothing. Raises: NotFoundError, StorageError.
+        """
+
+        def build(state: LogState) -> Intent:
+            if state.version < 0:
+                raise NotFoundError(f"{self.root}: found no table, expected one.")
+            return Intent(producer, _END, "END PRODUCER", data_change=False)
+
+        self.log.commit(build)
 
     def find_commit(self, producer: str, sequence: int) -> int | None:
         """Return the version that holds a (producer, sequence), or None."""

@@ -20,6 +20,7 @@ from replaylake.datastore.feedback.journal import Journal, JournalConfig
 from replaylake.datastore.feedback.segments import (
     NOTHING_RECOVERED,
     Recovered,
+    end_worker,
     first_pending,
     frame_records,
     journal_folder,
@@ -428,3 +429,34 @@ def test_the_lock_is_free_once_the_journal_is_closed(tmp_path):
     journal.close()
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+def test_a_journal_that_was_ended_refuses_records_and_keeps_those_it_has(tmp_path, caplog):
+    table = make_table(tmp_path)
+    journal = Journal(table, encode, worker="w", config=NEVER)
+    journal.append([b'{"x": 1}'])
+    journal.flush()
+    journal.append([b'{"x": 2}', b'{"x": 3}'])
+    end_worker(make_table(tmp_path), "w")  # as another machine does
+    journal.flush()
+    assert journal.is_ended
+    with pytest.raises(StorageError, match="another process ended the journal w and goes on"):
+        journal.append([b'{"x": 4}'])
+    journal.close()
+    assert rows(table) == [1]
+    (kept,) = journal_folder(table).glob("*.damaged")
+    assert [line[9:] for line in kept.read_bytes().splitlines()] == [b'{"x": 2}', b'{"x": 3}']
+    assert "2 records not committed, kept" in caplog.text
+
+
+def test_what_a_dead_worker_left_is_kept_aside_if_it_was_ended(tmp_path):
+    table = make_table(tmp_path)
+    journal_folder(table).mkdir(parents=True, exist_ok=True)
+    (path,) = [journal_folder(table) / "w-0.jsonl"]
+    path.write_bytes(b"".join(frame_records([b'{"x": 1}'])))
+    end_worker(table, "w")
+    assert recover(table, encode) == Recovered(1, 0, 0, 0, 1)
+    assert recover(table, encode) == NOTHING_RECOVERED
+    assert path.with_suffix(".damaged").exists()
+    assert not path.exists()
+    assert rows(table) == []

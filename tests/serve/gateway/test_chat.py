@@ -551,6 +551,53 @@ def test_a_stream_is_the_same_in_whatever_packets_it_comes(gateways, tmp_path):
     assert [row["action"] for row in rows] == ["one two"] * 7
 
 
+class ChunkEngine(socketserver.BaseRequestHandler):
+    """Streams all events and the end of the body at once."""
+
+    def handle(self):
+        self.request.recv(65536)
+        chunks = [b"%x\r\n%b\r\n" % (len(one), one) for one in [*make_events(), b""]]
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+        self.request.sendall(head + b"transfer-encoding: chunked\r\n\r\n" + b"".join(chunks))
+
+
+def test_what_comes_with_the_end_of_a_stream_is_sent_with_it(gateways, tmp_path):
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), ChunkEngine) as engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{engine.server_address[1]}"
+        gateway = gateways(url, tmp_path / "lake", "--engine", "openai")
+        message = {"role": "user", "content": "hello"}
+        body = json.dumps({"model": "m", "stream": True, "messages": [message]}).encode()
+        request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n"
+        received = b""
+        with socket.create_connection(("127.0.0.1", int(gateway.url.rpartition(":")[2]))) as client:
+            client.sendall(request % len(body) + b"\r\n" + body)
+            while not received.endswith(b"\r\n0\r\n\r\n"):
+                received += client.recv(65536)
+        engine.shutdown()
+    first, *others = make_events()
+    chunks = received.partition(b"\r\n\r\n")[2]
+    sent = [first, b"".join(others), b""]
+    assert chunks == b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in sent)
+    assert [row["action"] for row in gateway.steps("action", num=1)] == ["one two"]
+
+
+def test_a_chunk_with_more_than_a_choice_is_read_whole():
+    api = ChatApi()
+    reader = api.reader(
+        api.read_request({"messages": [{"role": "user", "content": "x"}]}), frozenset(), "openai"
+    )
+    head = {"id": "a", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    for more in ({}, {}, {"usage": {"completion_tokens": 2}, "model": "m2"}, {"error": {"x": 1}}):
+        choice = {"index": 0, "delta": {"content": "y"}}
+        event = json.dumps({**head, "choices": [choice], **more}).encode()
+        assert reader.read_event(b"data: " + event + b"\n\n")[1] is False
+    assert reader.read_event(b"data: [DONE]\n\n") == (b"data: [DONE]\n\n", True)
+    answer = reader.answer()
+    assert (answer.completion_id, answer.usage) == ("a", {"completion_tokens": 2})
+    assert (answer.samples[0].message["content"], answer.is_complete) == ("yyyy", False)
+
+
 def test_the_gateway_does_not_load_pandas(gateway, kit):
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "no frames"}]}
     httpx.post(f"{gateway.url}/v1/chat/completions", json=chat)

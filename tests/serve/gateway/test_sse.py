@@ -9,6 +9,7 @@ from replaylake.serve.gateway.sse import (
     EventTooLongError,
     data_of,
     parse_data,
+    parse_event,
     with_data,
 )
 
@@ -69,3 +70,20 @@ def test_the_data_of_an_event_is_replaced_and_its_other_lines_stay():
     assert data_of(b": a comment\n\n") == b""
     assert parse_data(b"[DONE]") is None
     assert parse_data(b'{"a"') is None
+
+
+@pytest.mark.parametrize(
+    ("event", "body"),
+    [
+        (b'data: {"a": 1}\n\n', {"a": 1}),
+        (b'data:{"a": 1}\r\n\r\n', {"a": 1}),
+        (b'data: {"a":\ndata: 1}\n\n', {"a": 1}),
+        (b'data: {"a":\n1}\n\n', None),  # its second line has no name
+        (b'event: x\ndata: {"a": 1}\n\n', {"a": 1}),
+        (b'data: {"a"\n\n', None),
+        (b"data: [1]\n\n", None),
+        (b": {}\n\n", None),
+    ],
+)
+def test_an_event_is_read_if_its_data_is_an_object(event, body):
+    assert parse_event(event) == body

@@ -14,6 +14,7 @@ from replaylake.datastore.errors import (
     CommitConflictError,
     InvalidNameError,
     NotFoundError,
+    ProducerEndedError,
     SchemaMismatchError,
     ShardCorruptError,
     StorageError,
@@ -314,3 +315,21 @@ def test_reading_stops_at_a_damaged_shard_in_the_middle(table: Table) -> None:
     assert [next(batches)["id"].to_pylist() for _ in range(2)] == [["a"], ["b"]]
     with pytest.raises(ShardCorruptError, match=path.name):
         next(batches)
+
+
+def test_a_producer_that_was_ended_commits_nothing_more(table: Table) -> None:
+    first = table.append(rows("a"), producer="w", sequence=0)
+    written = table.write(rows("b"))
+    for _ in range(2):
+        table.end_producer("w")
+    with pytest.raises(ProducerEndedError, match=f"version {first.version + 1} ended the prod"):
+        table.append(rows("b"), producer="w", sequence=1)
+    with pytest.raises(ProducerEndedError):
+        table.commit([written], producer="w", sequence=2)
+    again = table.append(rows("a"), producer="w", sequence=0)
+    assert (again.version, again.already_present) == (first.version, True)
+    table.append(rows("c"), producer="v", sequence=0)
+    assert table.snapshot().read().column("id").to_pylist() == ["a", "c"]
+    assert table.next_sequence("w") == 1
+    opened = deltalake.DeltaTable(str(table.storage.local(table.root)))
+    assert opened.to_pyarrow_table().num_rows == 2
