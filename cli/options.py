@@ -114,6 +114,15 @@ AllowedHostOption = Annotated[
         help="Host name to answer to, besides loopback and the listening address. Repeatable.",
     ),
 ]
+AccessLogOption = Annotated[
+    str | None,
+    typer.Option(
+        "--access-log",
+        rich_help_panel=ACCESS_OPTIONS,
+        metavar="FILE|-",
+        help="File for one JSON line per request; - for standard output.",
+    ),
+]
 DatasetsArgument = Annotated[
     list[str] | None,
     typer.Argument(
