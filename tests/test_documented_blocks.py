@@ -679,6 +679,7 @@ _PAGES: dict[str, Page] = {
     "docs/TRANSFERQUEUE.md": Page(not_run=2, slow=False),
     "docs/TUNING.md": Page(),
     "docs/TUTORIAL.md": Page(not_run=1),
+    "docs/WEBHOOKS.md": Page(not_run=1),
 }
 
 
