@@ -63,6 +63,7 @@ from replaylake.cli.commands import (
     trim,
     tune,
     vacuum,
+    webhooks,
 )
 from replaylake.cli.commands.copy import copy as copy_dataset
 from replaylake.cli.options import COMMON_OPTIONS, Invocation, name_options, to_usage_error
@@ -88,7 +89,7 @@ GROUPS: Final = {
         "ope",
         "replay-decisions",
     ),
-    "Manage and serve policies": ("policies", "serve"),
+    "Manage and serve policies": ("policies", "serve", "webhooks"),
     "Maintain a lake": ("maintain", "fsck"),
     "Set up": ("doctor", "completion"),
 }
@@ -179,6 +180,7 @@ _runs = typer.Typer(help="Work with training runs: list, show, diff, profile.", 
 _policies = typer.Typer(
     help="Work with policies: list, show, promote, package, delete.", **_SETTINGS
 )
+_webhooks = typer.Typer(help="Report new policy versions and moved aliases to URLs.", **_SETTINGS)
 _maintain = typer.Typer(help="Compact, trim and vacuum, together or one by one.", **_SETTINGS)
 
 
@@ -258,6 +260,12 @@ _register(_policies, "unprotect", policies.unprotect_policy)
 _register(_policies, "delete", policies.delete_policy)
 _register(_policies, "package", package.package)
 _register(app, "serve", serve.serve)
+app.add_typer(_webhooks, name="webhooks")
+_register(_webhooks, "add", webhooks.add_webhook)
+_register(_webhooks, "list", webhooks.list_webhooks)
+_register(_webhooks, "remove", webhooks.remove_webhook)
+_register(_webhooks, "test", webhooks.send_example)
+_register(_webhooks, "deliver", webhooks.deliver_webhooks)
 app.add_typer(_maintain, name="maintain")
 _register(_maintain, "run", maintain.maintain)
 _register(_maintain, "compact", compact.compact)

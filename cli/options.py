@@ -114,6 +114,15 @@ AllowedHostOption = Annotated[
         help="Host name to answer to, besides loopback and the listening address. Repeatable.",
     ),
 ]
+AccessLogOption = Annotated[
+    str | None,
+    typer.Option(
+        "--access-log",
+        rich_help_panel=ACCESS_OPTIONS,
+        metavar="FILE|-",
+        help="File for one JSON line per request; - for standard output.",
+    ),
+]
 DatasetsArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -156,6 +165,7 @@ _OPTIONS: Final = {
     "discount": ("--gamma",),
     "env_args": ("--env-arg",),
     "estimators": ("--estimator",),
+    "events": ("--event",),
     "follow_s": ("--follow",),
     "files": ("--file",),
     "format": ("--format", "--to"),
@@ -168,6 +178,7 @@ _OPTIONS: Final = {
     "reasons": ("--reason",),
     "reward_unknown": ("--no-reward",),
     "retry_s": ("--retry",),
+    "secret": ("--secret-file",),
     "roles_file": ("--roles-file", "--access"),
     "target_bytes": ("--target", "--target-shard"),
     "timeout_s": ("--timeout",),
@@ -181,6 +192,7 @@ _SAME_NAMES: Final = (
     "address",
     "admin_token_file",
     "again",
+    "allow_private",
     "agents",
     "algorithm",
     "at",
@@ -190,6 +202,7 @@ _SAME_NAMES: Final = (
     "delimiter",
     "env",
     "env_runner",
+    "event",
     "episode_by",
     "explore",
     "feedback_token_file",

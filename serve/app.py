@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -44,11 +45,13 @@ from replaylake.serve.messages import (
     Response,
 )
 from replaylake.serve.monitoring.metrics import Metrics
+from replaylake.serve.monitoring.telemetry import open_telemetry
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.serving_state import ServingState
 
 if TYPE_CHECKING:
     from replaylake.serve.api.server_pages import ServerPages
+    from replaylake.serve.monitoring.otlp_export import OtlpExport
 
 _INFERENCE_FORM: Final = RouteForm(encode_error=encode_error, headers=frozenset((HEADER_LENGTH,)))
 
@@ -86,6 +89,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
         )
         fresh = asyncio.create_task(metrics.keep_fresh())
         serving.start()
+        handler_state.telemetry = await run_in_threadpool(_open_telemetry, serving, metrics)
         # What is loaded stays: a collection set off by a large request need not walk through it.
         gc.collect()
         gc.freeze()
@@ -96,6 +100,8 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
             worker.serving = None
             fresh.cancel()
             await run_in_threadpool(serving.close)
+            if handler_state.telemetry is not None:
+                await run_in_threadpool(handler_state.telemetry.close)
 
     handler_state = HandlerState(lambda: worker.serving, metrics)
 
@@ -113,6 +119,14 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     )
     app.state.is_ready = lambda: False
     return app
+
+
+def _open_telemetry(serving: ServingState, metrics: Metrics) -> OtlpExport | None:
+    log = serving.log
+    attributes = {} if log is None else {"replaylake.dataset": log.dataset.name}
+    return open_telemetry(
+        "replaylake-serve", serving.worker, metrics.collect_own, os.environ, attributes
+    )
 
 
 class _LoadedServing:

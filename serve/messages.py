@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,6 +11,8 @@ import orjson
 JSON: Final = "application/json"
 RETRY_AFTER_S: Final = 1  # what every 503 names, in its text and in Retry-After
 RETRY_LATER: Final = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
+# Of a batch: as many as OpenTelemetry keeps attributes of a span by default.
+_MAX_SPAN_IDS: Final = 128
 
 
 # Not frozen: that costs a microsecond a request, here and below.
@@ -39,12 +41,17 @@ class Request:
 
 @dataclass(slots=True)
 class Response:
-    """A response with its whole body."""
+    """A response with its whole body.
+
+    describe: returns the attributes of the request's span, such as its decisions; called only where
+    spans are reported.
+    """
 
     status: int
     body: bytes
     content_type: str = JSON
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    describe: Callable[[], Mapping[str, Any]] | None = None
 
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -73,8 +80,21 @@ class RequestRefusedError(Exception):
         self.headers = headers
 
 
-def json_response(content: Any, status: int = 200) -> Response:
-    return Response(status, orjson.dumps(content))
+def json_response(
+    content: Any, status: int = 200, describe: Callable[[], Mapping[str, Any]] | None = None
+) -> Response:
+    return Response(status, orjson.dumps(content), describe=describe)
+
+
+def span_attributes(
+    decision_ids: Sequence[str], versions: Iterable[tuple[str, int]]
+) -> dict[str, Any]:
+    """Return the attributes of the span of a request about decisions of (policy, version) pairs."""
+    return {
+        "replaylake.decision.ids": list(decision_ids[:_MAX_SPAN_IDS]),
+        "replaylake.decision.count": len(decision_ids),
+        "replaylake.policy.versions": [f"{name}:{number}" for name, number in sorted({*versions})],
+    }
 
 
 def error_response(error: RequestRefusedError) -> Response:

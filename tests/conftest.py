@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -290,6 +291,73 @@ def endpoint() -> Iterator[ChatEndpoint]:
     server = ChatEndpoint()
     yield server
     server.close()
+
+
+class WebhookReceiver:
+    """A receiver of webhooks on a free port of loopback; `reply` returns the answer as bytes."""
+
+    def __init__(self, context: ssl.SSLContext | None = None) -> None:
+        self.reply: Callable[[int], bytes] = lambda number: b"HTTP/1.1 204 No Content\r\n\r\n"
+        self.requests: list[tuple[str, dict[str, str], bytes]] = []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.requests.append((self.path, dict(self.headers), body))
+                with suppress(OSError):
+                    self.wfile.write(receiver.reply(len(receiver.requests)))
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # a client that did not trust it
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        if context is not None:
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}/hooks?from=lake"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def events(self) -> list[str]:
+        """What the requests say, as `entity.action`."""
+        bodies = [json.loads(body) for _, _, body in self.requests]
+        return [f"{body['entity']}.{body['action']}" for body in bodies]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def receiver() -> Iterator[WebhookReceiver]:
+    server = WebhookReceiver()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def start_receiver() -> Iterator[Callable[..., WebhookReceiver]]:
+    """Starts receivers, with a TLS context where one is given."""
+    running: list[WebhookReceiver] = []
+
+    def start(context: ssl.SSLContext | None = None) -> WebhookReceiver:
+        running.append(WebhookReceiver(context))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()
 
 
 _FORK_SERVER = Path(__file__).with_name("fork_server.py")

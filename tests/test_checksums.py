@@ -99,6 +99,7 @@ READ_BACK = (
     Kind(rf"lake/_lake/runs/{_ULID}/heartbeat\.json", "RunLease", "sha256 as its last member"),
     Kind(rf"lake/_lake/runs/{_ULID}/metrics/\d+\.parquet", "metrics", "sha256 in its footer"),
     Kind(r"lake/_lake/keys/signing(\.sha256)?", "Lake.signing_key", "sha256 in signing.sha256"),
+    Kind(rf"lake/_lake/keys/webhook-{_ULID}", "Webhooks.secret", "sha256 as its last member"),
     Kind(
         r"lake/[a-z0-9_]+/_derived/priorities/[^/]+\.npz",
         "PriorityFolder",
@@ -258,6 +259,7 @@ def make_lake(folder: Path) -> Path:
         index = dataset.new_key_index(spec.unique)
         index.find(snapshot.table, np.arange(3, dtype=np.uint64))
     lake.signing_key()
+    lake.webhooks.add("ci", "https://ci.example/", secret="s" * 16)
     about = {"policy": "p", "policy_version": 1, "dataset": "d", "dataset_version": 1}
     lake.registry.evaluations.save("ope", {"value": 0.5}, **about, verdict="weak")
     with MetricsLog(lake.storage, "r" * 26) as metrics:
@@ -390,6 +392,7 @@ FLIPPED: dict[str, tuple[str, Callable[[Path], Any]]] = {
         lambda folder: (
             rl.open(folder / "lake").signing_key(create=False),
             _read_tombstones(folder),
+            _read_webhook(folder),
         ),
     ),
     "replay views": ("lake/d/_derived/replay/*/*", _read_view),
@@ -404,6 +407,11 @@ FLIPPED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "answers of a gateway": ("lake/d/_answers/*.jsonl", _read_answers),
     "packages outside a lake": ("package/*", lambda folder: folder),
 }
+
+
+def _read_webhook(folder: Path) -> str:
+    webhooks = rl.open(folder / "lake").webhooks
+    return webhooks.secret(webhooks.get("ci"))
 
 
 def flip_bits(folder: Path, num: int, seed: int) -> dict[str, list[int]]:

@@ -665,7 +665,7 @@ _PAGES: dict[str, Page] = {
     "docs/LANGUAGE.md": Page(),
     "docs/LANGUAGE_TRAINING.md": Page(),
     "docs/MAINTENANCE.md": Page(),
-    "docs/MONITORING.md": Page(),
+    "docs/MONITORING.md": Page(not_run=1),
     "docs/NIGHTLY.md": Page(),
     "docs/ONLINE.md": Page(),
     "docs/OPE.md": Page(data=("obd",)),
@@ -680,6 +680,7 @@ _PAGES: dict[str, Page] = {
     "docs/TRANSFERQUEUE.md": Page(not_run=2, slow=False),
     "docs/TUNING.md": Page(),
     "docs/TUTORIAL.md": Page(not_run=1),
+    "docs/WEBHOOKS.md": Page(not_run=1),
 }
 
 

@@ -11,6 +11,7 @@ from replaylake.cli.name_completion import complete_datasets
 from replaylake.cli.options import (
     ACCESS_OPTIONS,
     DEFAULT_LAKE,
+    AccessLogOption,
     AllowedHostOption,
     DebugOption,
     InsecureOption,
@@ -143,6 +144,7 @@ def gateway(
     roles_file: RolesFileOption = None,
     insecure: InsecureOption = False,
     allowed_host: AllowedHostOption = None,
+    access_log: AccessLogOption = None,
     max_body: Annotated[
         int,
         typer.Option(
@@ -228,6 +230,7 @@ def gateway(
         roles_file=roles_file,
         insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
+        access_log=access_log,
         body_bytes=max_body,
         body_timeout_s=body_timeout,
         queue=queue,

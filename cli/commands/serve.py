@@ -14,6 +14,7 @@ from replaylake.cli.name_completion import complete_datasets, complete_policies
 from replaylake.cli.options import (
     ACCESS_OPTIONS,
     DEFAULT_LAKE,
+    AccessLogOption,
     AllowedHostOption,
     DebugOption,
     InsecureOption,
@@ -179,15 +180,7 @@ def serve(
     roles_file: RolesFileOption = None,
     insecure: InsecureOption = False,
     allowed_host: AllowedHostOption = None,
-    access_log: Annotated[
-        str | None,
-        typer.Option(
-            "--access-log",
-            rich_help_panel=ACCESS_OPTIONS,
-            metavar="FILE|-",
-            help="File for one JSON line per request; - for standard output.",
-        ),
-    ] = None,
+    access_log: AccessLogOption = None,
     max_body: Annotated[
         int,
         typer.Option(

@@ -18,6 +18,7 @@ from replaylake.datastore.lake.policies.registry import Registry
 from replaylake.datastore.lake.roles import Grant
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.lake.versions.tags import Tags, tag_snapshot
+from replaylake.datastore.lake.webhooks import Webhooks
 from replaylake.datastore.names import LAKE_ROOT, check_dataset_name, parse_snapshot
 from replaylake.datastore.query import query
 from replaylake.datastore.query.untrusted import (
@@ -65,6 +66,7 @@ class Lake:
         self.registry = Registry(storage, log)
         self.tags = Tags(log)
         self.purges = Purges(log)
+        self.webhooks = Webhooks(storage, log)
         self._handles: dict[str, Dataset] = {}
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import msgpack
@@ -14,7 +15,7 @@ from replaylake.datastore.lake.policies.policy import Act
 from replaylake.serve.api.act_request import ActRequest
 from replaylake.serve.api.arrays import array_map
 from replaylake.serve.api.bodies import MSGPACK
-from replaylake.serve.messages import Response
+from replaylake.serve.messages import Response, span_attributes
 from replaylake.serve.versions.router import ServedPolicy
 from replaylake.serve.versions.state_tokens import StateSigner
 
@@ -63,9 +64,12 @@ def answer_of(
         content |= {name: column[0] for name, column in columns.items()}
     if unknown is not None:
         content["unknown_categories"] = unknown if request.is_batch else unknown[0]
+    describe = partial(describe_decisions, groups)
     if as_msgpack:
-        return Response(200, msgpack.packb(content, default=_to_msgpack), MSGPACK)
-    return Response(200, orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY))
+        body = msgpack.packb(content, default=_to_msgpack)
+        return Response(200, body, MSGPACK, describe=describe)
+    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(200, body, describe=describe)
 
 
 def columns_of(
@@ -105,7 +109,16 @@ def one_answer(group: Group, row: int, unknown_categories: Sequence[str] = ()) -
         content["action_name"] = encoding.action_name(group.actions[row])
     if unknown_categories:
         content["unknown_categories"] = unknown_categories
-    return Response(200, orjson.dumps(content))
+    return Response(200, orjson.dumps(content), describe=partial(describe_decisions, (group,), row))
+
+
+def describe_decisions(groups: Sequence[Group], row: int | None = None) -> dict[str, Any]:
+    """Return the attributes of a request's span: its decisions, and the versions that made them.
+
+    row: of the only group, where the request was answered together with others.
+    """
+    ids = _merge_rows(groups, lambda one: one.ids) if row is None else [groups[0].ids[row]]
+    return span_attributes(ids, [(one.served.name, one.served.version) for one in groups])
 
 
 def policy_fields(groups: Sequence[Group]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -41,7 +42,13 @@ from replaylake.serve.api.values import (
     read_values,
     shorten,
 )
-from replaylake.serve.messages import Request, RequestRefusedError, Response, json_response
+from replaylake.serve.messages import (
+    Request,
+    RequestRefusedError,
+    Response,
+    json_response,
+    span_attributes,
+)
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock, DecisionLog
 from replaylake.serve.serving_state import ServingState
@@ -109,8 +116,9 @@ class FeedbackEndpoint:
             self._remember(reports)
         lags = [None if d is None else (timestamp - d.timestamp) / 1e6 for d in decisions]
         status = 202 if None in decisions else 200
+        describe = partial(_describe, reports, decisions)
         if "feedback" in fields:
-            return json_response({"accepted": len(reports)}, status), lags
+            return json_response({"accepted": len(reports)}, status, describe), lags
         if (decision := decisions[0]) is None:
             return json_response({"accepted": True}, status), lags
         counts = {
@@ -118,7 +126,7 @@ class FeedbackEndpoint:
             "policy": decision.policy,
             "version": decision.policy_version,
         }
-        return json_response(counts), lags
+        return json_response(counts, 200, describe), lags
 
     def _find_new(self, reports: Sequence[FeedbackRequest]) -> list[int]:
         """Return the places of those that are no repeats. Raises: RequestRefusedError (409)."""
@@ -145,6 +153,14 @@ class FeedbackEndpoint:
                 self._recent.move_to_end(identity[0])
         while len(self._recent) > _MAX_REMEMBERED:
             self._recent.popitem(last=False)
+
+
+def _describe(
+    reports: Sequence[FeedbackRequest], decisions: Sequence[DecisionId | None]
+) -> Mapping[str, Any]:
+    """Return the attributes of a request's span: the decisions that its reports name by id."""
+    ids = [report.decision_id for report in reports if report.decision_id is not None]
+    return span_attributes(ids, {(one.policy, one.policy_version) for one in decisions if one})
 
 
 def _decision_of(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +36,12 @@ from replaylake.datastore.episodes.spaces import (
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.version import VERSION
 from replaylake.serve.api.act import ActEndpoint
-from replaylake.serve.api.act_answer import Group, columns_of, policy_fields
+from replaylake.serve.api.act_answer import (
+    Group,
+    columns_of,
+    describe_decisions,
+    policy_fields,
+)
 from replaylake.serve.api.act_options import OPTIONS
 from replaylake.serve.api.act_request import ActRequest
 from replaylake.serve.api.latency_estimate import LatencyEstimate
@@ -360,7 +365,9 @@ def _encode_answer(
     for name in asked.is_binary:
         spec = outputs[name]
         tensors.append((spec, _output_values(spec, columns)))
-    return infer_response(head, tensors, asked.is_binary)
+    response = infer_response(head, tensors, asked.is_binary)
+    response.describe = partial(describe_decisions, groups)
+    return response
 
 
 def _output_values(spec: TensorSpec, columns: Mapping[str, Any]) -> Array | list[str]:

@@ -14,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import Metric
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 
@@ -61,6 +63,7 @@ from replaylake.serve.messages import (
     json_response,
 )
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE, Metrics
+from replaylake.serve.monitoring.telemetry import open_telemetry
 from replaylake.serve.processes.launch import STOP_TIMEOUT_S
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.recording.outcome_log import OutcomeLog
@@ -336,6 +339,14 @@ def create_collector(
             asyncio.create_task(metrics.keep_fresh()),
             asyncio.create_task(_move_loop(collector, outcomes)),
         ]
+        state.telemetry = await run_in_threadpool(
+            open_telemetry,
+            "replaylake-collector",
+            collector.worker,
+            lambda: [*metrics.collect_own(), *spans.collect()],
+            os.environ,
+            {"replaylake.dataset": collector.dataset.name},
+        )
         gc.collect()
         gc.freeze()
         on_ready()
@@ -348,6 +359,8 @@ def create_collector(
                     await task
             await outcomes.stop()
             await run_in_threadpool(collector.close)
+            if state.telemetry is not None:
+                await run_in_threadpool(state.telemetry.close)
 
     return RoutedApp(endpoints, state, {"/v1/traces": SPANS_FORM}, lifespan=lifespan)
 
@@ -400,6 +413,10 @@ class _SpanMetrics:
     def count(self, result: str, num: int) -> None:
         """Count spans, by what became of them."""
         self._spans.labels(result).inc(num)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families."""
+        return self._registry.collect()
 
     def render(self) -> bytes:
         """Return the exposition text."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -85,6 +86,10 @@ class GatewayMetrics:
         # rate() needs a value before the first that is not 0.
         for result in ("refused", "passed"):
             self.not_recorded.labels(result)
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the families."""
+        return self._registry.collect()
 
     def render(self) -> bytes:
         """Return the exposition text."""

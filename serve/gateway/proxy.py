@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, unquote
 
 import orjson
@@ -66,7 +66,11 @@ from replaylake.serve.http.request_handler import write_response, write_stream_s
 from replaylake.serve.messages import JSON, RETRY_LATER, RequestRefusedError
 from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
 from replaylake.serve.recording.outcome_log import OutcomeLog
+from replaylake.serve.safety.access_log import AccessLog, read_trace_id
 from replaylake.serve.safety.tokens import Tokens
+
+if TYPE_CHECKING:
+    from replaylake.serve.monitoring.otlp_export import OtlpExport, RequestSpan
 
 _logger = logging.getLogger(__name__)
 APIS: Final[Mapping[str, Api]] = {
@@ -79,6 +83,14 @@ _PLAIN_PATHS: Final = {path.encode(): path for path in APIS}
 # As clients with another base URL write them: answered by some engines, and not recorded.
 _LIKE_APIS: Final = (*APIS, "/chat/completions", "/completions")
 _OTHER: Final = "other"
+_OWN_PATHS: Final = ("/livez", "/readyz", "/metrics", "/v1/feedback")
+# Attributes of spans, by the names that the APIs have for them.
+_USAGE: Final = {
+    "gen_ai.usage.input_tokens": ("input_tokens", "prompt_tokens"),
+    "gen_ai.usage.output_tokens": ("output_tokens", "completion_tokens"),
+}
+_OPERATIONS: Final = {CompletionsApi.name: "text_completion"}
+_MAX_ID_BYTES: Final = 128
 _CLIENT_GONE: Final = 499
 # Hop-by-hop headers (RFC 9110, section 7.6.1), and those that each side sets itself.
 _NOT_PASSED: Final = frozenset(
@@ -131,6 +143,10 @@ class _Exchange:
     is_begun: bool = False
     is_client_gone: bool = False
     retained: RetainedAnswer | None = None
+    route: str = _OTHER
+    num_bytes_in: int = 0
+    num_bytes_out: int = 0
+    span: RequestSpan | None = None
 
 
 class Proxy:
@@ -144,7 +160,10 @@ class Proxy:
         outcomes: OutcomeLog,
         metrics: GatewayMetrics,
         tokens: Tokens,
+        access_log: AccessLog | None = None,
+        telemetry: OtlpExport | None = None,
     ) -> None:
+        self._access_log, self._telemetry = access_log, telemetry
         self._config, self._upstream, self._log = config, upstream, log
         self._outcomes, self._metrics, self._tokens = outcomes, metrics, tokens
         self._hosts = config.allowed_hosts
@@ -166,6 +185,10 @@ class Proxy:
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         """Handle one request."""
         exchange = _Exchange(scope, send, dict(scope["headers"]))
+        begun_s = time.perf_counter()
+        exchange.route = _find_route(scope)
+        if self._telemetry is not None:
+            exchange.span = self._telemetry.start_span(scope, exchange.route, begun_s)
         try:
             await self._route(exchange, receive)
         except RequestRefusedError as error:
@@ -181,6 +204,10 @@ class Proxy:
             await self._refuse(exchange, RequestRefusedError(500, "gateway", message))
         finally:
             self._metrics.find_requests(exchange.api, exchange.status).inc()
+            if self._access_log is not None:
+                self._write_access(exchange, time.perf_counter() - begun_s)
+            if exchange.span is not None:
+                exchange.span.end(exchange.status, exchange.num_bytes_in, exchange.num_bytes_out)
 
     async def _route(self, exchange: _Exchange, receive: Any) -> None:
         scope = exchange.scope
@@ -216,7 +243,7 @@ class Proxy:
             raise RequestRefusedError(503, "gateway", message, headers=RETRY_LATER)
         self._num_active += 1
         try:
-            body = await self._read_body(receive)
+            body = await self._read_body(exchange, receive)
             if api is None:
                 await self._pass_on(exchange, path, body)
             else:
@@ -226,12 +253,29 @@ class Proxy:
         finally:
             self._num_active -= 1
 
+    def _write_access(self, exchange: _Exchange, seconds: float) -> None:
+        assert self._access_log is not None, "the caller looked"
+        headers, client = exchange.headers, exchange.scope.get("client")
+        request_id = headers.get(b"x-request-id", b"")[:_MAX_ID_BYTES].decode("latin-1")
+        ours = None if exchange.span is None else exchange.span.trace_id
+        self._access_log.write(
+            route=exchange.route,
+            method=exchange.scope["method"],
+            status=exchange.status,
+            seconds=round(seconds, 6),
+            bytes_in=exchange.num_bytes_in,
+            bytes_out=exchange.num_bytes_out,
+            client=None if client is None else client[0],
+            request_id=request_id or None,
+            trace_id=ours or read_trace_id(headers.get(b"traceparent")),
+        )
+
     async def _accept_feedback(self, exchange: _Exchange, receive: Any) -> None:
         exchange.api = "feedback"
         self._check_token(exchange, "feedback", "/feedback")
         if exchange.scope["method"] != "POST":
             raise RequestRefusedError(405, "method", "/v1/feedback takes POST")
-        body = await self._read_body(receive)
+        body = await self._read_body(exchange, receive)
         try:
             answer = self._outcomes.accept(orjson.loads(body))
         except orjson.JSONDecodeError as error:
@@ -255,7 +299,7 @@ class Proxy:
                 authorization = b"Bearer " + key
         self._tokens.check(role, authorization, route)
 
-    async def _read_body(self, receive: Any) -> bytes:
+    async def _read_body(self, exchange: _Exchange, receive: Any) -> bytes:
         limit, parts, size = self._config.safety.body_bytes, [], 0
         timeout_s = self._config.safety.body_timeout_s
         wait = RequestDeadline(time.perf_counter() + timeout_s)
@@ -267,6 +311,7 @@ class Proxy:
                     raise RequestRefusedError(_CLIENT_GONE, "client", "gone")
                 part = message.get("body", b"")
                 size += len(part)
+                exchange.num_bytes_in = size
                 if size > limit:
                     raise RequestRefusedError(
                         413, "body", found=f"{size} bytes", expected=f"at most {limit} bytes"
@@ -434,6 +479,7 @@ class Proxy:
         # Both parts of the answer in one system call, where there is nothing else to pass back.
         if is_plain and write_response(exchange.send, kind.decode("latin-1"), data):
             exchange.status, exchange.is_begun = answer.status, True
+            exchange.num_bytes_out = len(data)
             return
         await self._begin(exchange, answer.status, answer.headers, len(data))
         await self._end(exchange, data)
@@ -548,6 +594,8 @@ class Proxy:
         answer, exchange = call.reader.answer(), call.exchange
         if status == COMPLETED and not answer.is_complete:
             status = FAILED
+        if exchange.span is not None:
+            exchange.span.set_attributes(_describe_answer(call, answer, status))
         key = call.idempotency_key
         return PassedCall(
             call.api.name,
@@ -682,19 +730,23 @@ class Proxy:
 
     def _passed_headers(self, exchange: _Exchange) -> list[tuple[bytes, bytes]]:
         key = self._key
-        ours = (b"authorization", b"x-api-key") if key is not None else ()
+        keys = (b"authorization", b"x-api-key") if key is not None else ()
         connection = exchange.headers.get(b"connection")
         named = () if connection is None else _split_names(connection)
         passed = [
             (name, value)
             for name, value in exchange.scope["headers"]
             if name not in _NOT_PASSED
-            and name not in ours
+            and name not in keys
             and name not in named
             and not name.startswith(PREFIX)
         ]
         if key is not None:
             passed += [(b"authorization", b"Bearer " + key), (b"x-api-key", key)]
+        if exchange.span is not None and (ours := exchange.span.make_headers()):
+            # The engine's spans become children of ours.
+            replaced = {name for name, _ in ours}
+            passed = [*(one for one in passed if one[0] not in replaced), *ours]
         return passed
 
     async def _begin(
@@ -716,16 +768,19 @@ class Proxy:
             await self._continue(exchange, data)
             return
         exchange.status, exchange.is_begun = 200, True
+        exchange.num_bytes_out += len(data)
         if exchange.retained is not None:
             _retain_head(exchange.retained, 200, headers)
             exchange.retained.parts.append(data)
 
     async def _continue(self, exchange: _Exchange, data: bytes) -> None:
+        exchange.num_bytes_out += len(data)
         if exchange.retained is not None:
             exchange.retained.parts.append(data)
         await exchange.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _end(self, exchange: _Exchange, data: bytes) -> None:
+        exchange.num_bytes_out += len(data)
         if exchange.retained is not None:
             exchange.retained.parts.append(data)
             exchange.retained.is_whole = True
@@ -812,6 +867,41 @@ class _DisconnectWatch:
         self._exchange.is_client_gone = True
         if self._ends and self._task is not None:
             self._task.cancel()
+
+
+def _find_route(scope: Mapping[str, Any]) -> str:
+    """Return the path of a request as a label: of paths that are passed on there may be any."""
+    path: str = scope["path"]
+    if path in _OWN_PATHS or path in APIS:
+        return path
+    return next((api for api in APIS if path.rstrip("/").endswith(api)), _OTHER)
+
+
+def _describe_answer(call: _Call, answer: CallAnswer, status: str) -> dict[str, Any]:
+    """Return attributes of a call, by the semantic conventions for generative models."""
+    request, usage = call.request, answer.usage if isinstance(answer.usage, dict) else {}
+    found: dict[str, Any] = {
+        "gen_ai.operation.name": _OPERATIONS.get(call.api.name, "chat"),
+        "replaylake.call.status": status,
+    }
+    texts = {
+        "gen_ai.request.model": request.model,
+        "gen_ai.response.model": answer.model,
+        "gen_ai.response.id": answer.completion_id,
+    }
+    found |= {name: text for name, text in texts.items() if isinstance(text, str)}
+    for name, keys in _USAGE.items():
+        num = next((usage[key] for key in keys if key in usage), None)
+        if type(num) is int:
+            found[name] = num
+    if "gen_ai.usage.output_tokens" not in found and answer.samples:
+        # A stream has no usage unless the client requested it.
+        counts = [len(one.token_ids) for one in answer.samples if one.token_ids is not None]
+        if len(counts) == len(answer.samples):
+            found["gen_ai.usage.output_tokens"] = sum(counts)
+    if answer.policy_version is not None:
+        found["replaylake.policy.version"] = answer.policy_version
+    return found
 
 
 def _split_names(value: bytes) -> set[bytes]:

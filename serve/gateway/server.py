@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,7 +26,9 @@ from replaylake.serve.gateway.proxy import Proxy
 from replaylake.serve.gateway.upstream import Upstream
 from replaylake.serve.http.connections import limit_connections
 from replaylake.serve.http.listener import open_server, run_app, shorten_thread_turns
+from replaylake.serve.monitoring.telemetry import open_telemetry
 from replaylake.serve.recording.outcome_log import OutcomeLog
+from replaylake.serve.safety.access_log import AccessLog
 from replaylake.serve.safety.limits import check_exposure
 
 # How long calls in progress may take to end once the gateway is told to stop; they are cut then,
@@ -61,7 +64,19 @@ def create_gateway(
             )
         )
         outcomes.start()
-        app.state.proxy = Proxy(config, upstream, log, outcomes, metrics, tokens)
+        telemetry = await run_in_threadpool(
+            open_telemetry,
+            "replaylake-gateway",
+            secrets.token_hex(8),
+            metrics.collect,
+            os.environ,
+            {"replaylake.dataset": config.dataset},
+        )
+        target = config.safety.access_log
+        access_log = None if target is None else AccessLog(target)
+        app.state.proxy = Proxy(
+            config, upstream, log, outcomes, metrics, tokens, access_log, telemetry
+        )
         # What is loaded stays: a collection need not walk through it.
         gc.collect()
         gc.freeze()
@@ -77,6 +92,10 @@ def create_gateway(
                 await run_in_threadpool(outcomes.close)
             except ReplayLakeError as error:
                 _logger.error("not committed at the end, the next start does it: %s", error)
+            if access_log is not None:
+                access_log.close()
+            if telemetry is not None:
+                await run_in_threadpool(telemetry.close)
 
     return _App(lifespan=lifespan)
 
@@ -120,6 +139,8 @@ def run_gateway(
     Upstream(config.upstream)
     config.read_upstream_key()
     config.load_redact()
+    if (target := config.safety.access_log) is not None:
+        AccessLog(target).close()
     check = partial(check_exposure, safety=config.safety)
     with open_server("gateway", config, on_ready, check_exposure=check) as server:
         config = server.config

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -33,10 +33,13 @@ from replaylake.serve.messages import (
 from replaylake.serve.monitoring.link_times import CHECK, SEND, is_measured
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.monitoring.rate_limited_log import RateLimitedLog
-from replaylake.serve.safety.access_log import AccessLog
+from replaylake.serve.safety.access_log import AccessLog, read_trace_id
 from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Limits
 from replaylake.serve.safety.tokens import Tokens, role_of
+
+if TYPE_CHECKING:
+    from replaylake.serve.monitoring.otlp_export import OtlpExport, RequestSpan
 
 _logger = logging.getLogger(__name__)
 Scope = Mapping[str, Any]
@@ -94,6 +97,7 @@ class HandlerState:
         self.waits = Deadlines()
         self.num_active = 0  # requests that an endpoint works on
         self.buffered_bytes = 0  # of bodies that come in pieces
+        self.telemetry: OtlpExport | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,8 @@ class RequestHandler:
         handler_state, serving = self._state, self._state.serving()
         state = _RequestState(scope, start, _BEFORE_START if serving is None else serving.limits)
         state.begin, state.is_measured = begin, is_measured()
+        if handler_state.telemetry is not None:
+            state.span = handler_state.telemetry.start_span(scope, self._route, start)
         state.num_behind = 0 if arrivals is None else arrivals.start_next()
         handler_state.waits.enter(state)
         answer: Response | None
@@ -167,6 +173,11 @@ class RequestHandler:
         headers: tuple[tuple[bytes, bytes], ...] = ()
         if serving is not None and serving.access_log is not None:
             headers = self._log(state, answer, status, seconds, serving)
+        if state.span is not None:
+            num_bytes, describe = (
+                (0, None) if answer is None else (len(answer.body), answer.describe)
+            )
+            state.span.end(status, state.num_bytes, num_bytes, describe)
         if answer is None:
             return
         is_plain = status == 200 and not (headers or answer.headers) and scope["method"] != "HEAD"
@@ -256,7 +267,9 @@ class RequestHandler:
             seconds=round(seconds, 6),
             bytes_in=state.num_bytes,
             bytes_out=0 if answer is None else len(answer.body),
+            client=state.client_address,
             request_id=request_id,
+            trace_id=state.trace_id,
         )
         return ((b"x-request-id", request_id.encode()),)
 
@@ -289,6 +302,8 @@ class _RequestState(RequestDeadline):
         "origin",
         "request_id",
         "scope",
+        "span",
+        "traceparent",
     )
     num_behind: int
     begin: float
@@ -302,6 +317,8 @@ class _RequestState(RequestDeadline):
         self.is_read = False
         self.content_type, self.accept, self.content_encoding = "", JSON, IDENTITY
         self.authorization = self.request_id = self.host = self.origin = None
+        self.span: RequestSpan | None = None
+        self.traceparent: bytes | None = None
         for name, value in scope["headers"]:
             if name == b"content-type":
                 self.content_type = JSON if value == _JSON else _read_type(value)
@@ -321,6 +338,20 @@ class _RequestState(RequestDeadline):
             elif name == b"x-request-id" and len(value) <= _MAX_ID_BYTES:
                 text = value.decode("latin-1")
                 self.request_id = text if text.isascii() and text.isprintable() else None
+            elif name == b"traceparent":
+                self.traceparent = value
+
+    @property
+    def client_address(self) -> str | None:
+        """The address that the connection came from: that of a proxy, behind one."""
+        client = self.scope.get("client")
+        return None if client is None else client[0]
+
+    @property
+    def trace_id(self) -> str | None:
+        """The id of the trace that the request is part of, ours or the client's."""
+        ours = None if self.span is None else self.span.trace_id
+        return ours or read_trace_id(self.traceparent)
 
     def request(self, route: str, body: bytes, form: RouteForm) -> Request:
         """Return the whole request. Raises: RequestRefusedError for a body in another encoding."""

@@ -99,6 +99,7 @@ _ALERTED_ROUTES: Final = (
 _MIN_DECISIONS: Final = 0.01
 # The key of the block with the times of a worker's links.
 _LINKS: Final = "replaylake_link"
+_Labels = tuple[str, ...]
 
 
 class Worker(Protocol):
@@ -305,13 +306,22 @@ class Metrics:
     def render(self) -> bytes:
         """Return the exposition text, of all workers."""
         self.refresh()
+        blocks = list(self._open_counters().blocks())
+        return exposition(blocks, self._find_elements(), time.monotonic())
+
+    def collect_own(self) -> list[Metric]:
+        """Return the families of this worker alone, up to a second old; from any thread."""
+        blocks = list(self._open_counters().own_blocks())
+        return list(_families(blocks, self._find_elements(), time.monotonic()))
+
+    def _find_elements(self) -> dict[_Labels, _Labels]:
         serving = self._serving
-        elements: dict[tuple[str, ...], tuple[str, ...]] = {}
+        elements: dict[_Labels, _Labels] = {}
         for served in () if serving is None else serving.router.held:
             moments = training_moments(served.about, served.policy.spec)
             if moments is not None:
                 elements[served.name, str(served.version)] = moments.labels
-        return exposition(list(self._open_counters().blocks()), elements, time.monotonic())
+        return elements
 
     def _show_served(self) -> None:
         """Report the arms; called in the thread that changed them."""
@@ -363,9 +373,6 @@ class Metrics:
             self._cells = SharedCounters(Path(folder) if folder else None)
             self._values = self._cells.values
         return self._cells
-
-
-_Labels = tuple[str, ...]
 
 
 def exposition(

@@ -90,10 +90,14 @@ class SharedCounters:
             self.values[begin : begin + width] = memoryview(bytes(width * _BYTES)).cast("d")
             self._free.setdefault(width, []).append(begin)
 
-    def blocks(self) -> Iterator[CounterBlock]:
-        """Yield the blocks of all workers: this one's, and those of the files in its folder."""
+    def own_blocks(self) -> Iterator[CounterBlock]:
+        """Yield the blocks of this worker."""
         for key, (begin, width) in list(self._blocks.items()):
             yield CounterBlock(key, self.array[begin : begin + width].copy(), True)
+
+    def blocks(self) -> Iterator[CounterBlock]:
+        """Yield the blocks of all workers: this one's, and those of the files in its folder."""
+        yield from self.own_blocks()
         if self.folder is not None:
             for path in sorted(self.folder.glob("*.keys")):
                 if path.stem != self._name:

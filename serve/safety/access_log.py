@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import sys
 import time
 from datetime import UTC, datetime
@@ -19,6 +20,11 @@ _logger = logging.getLogger(__name__)
 STDOUT: Final = "-"
 _FLUSH_S: Final = 0.5
 _FLUSH_BYTES: Final = 1 << 16
+# W3C Trace Context, version 00; a later version may have more at its end.
+_TRACEPARENT: Final = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
+)
+_NO_TRACE: Final = b"0" * 32
 
 
 class AccessLog:
@@ -73,6 +79,12 @@ class AccessLog:
         self.flush()
         if self._is_ours:
             os.close(self._fd)
+
+
+def read_trace_id(traceparent: bytes | None) -> str | None:
+    """Return the trace's id in a W3C `traceparent`, 32 hexadecimal digits; None if it has none."""
+    found = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent.strip())
+    return None if found is None or found[1] == _NO_TRACE else found[1].decode()
 
 
 def _open(path: Path) -> int:

@@ -43,6 +43,7 @@ _PAGES = (
     "docs/TRAINING.md",
     "docs/TUNING.md",
     "docs/TUTORIAL.md",
+    "docs/WEBHOOKS.md",
 )
 # What ends a command in a shell.
 _ENDS = {"|", ">", ">>", "<", "&", "&&"}

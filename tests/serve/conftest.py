@@ -1,6 +1,7 @@
 """A tiny policy, and a real server on a free port."""
 
 import asyncio
+import http.server
 import json
 import os
 import signal
@@ -17,6 +18,10 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.feedback.decision_id import (
@@ -29,7 +34,7 @@ from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.recording.decision_log import DecisionLog
-from replaylake.serve.safety.limits import Limits
+from replaylake.serve.safety.limits import Limits, Safety  # noqa: F401  (for tests, through `kit`)
 from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.router import Router, ServedPolicy
 
@@ -195,6 +200,106 @@ class AppClient:
         if "content" in body:
             body["headers"] = {"content-type": "application/json", **body.get("headers", {})}
         return self.request("POST", path, **body)
+
+
+class OtlpReceiver:
+    """An OTLP receiver on loopback, which keeps what it decodes."""
+
+    def __init__(self):
+        receiver = self
+        self.spans, self.metrics, self.agents = [], [], []
+        self._condition = threading.Condition()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["content-length"]))
+                receiver.agents.append(self.headers["user-agent"])
+                receiver.keep(self.path, body)
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *arguments):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def environment(self):
+        """What a process needs to report here, a few times a second."""
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.url,
+            "OTEL_BSP_SCHEDULE_DELAY": "50",
+            "OTEL_METRIC_EXPORT_INTERVAL": "100",
+        }
+
+    def keep(self, path, body):
+        with self._condition:
+            if path == "/v1/traces":
+                for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                    about = decode_attributes(resource.resource.attributes)
+                    for scope in resource.scope_spans:
+                        self.spans += [(about, span) for span in scope.spans]
+            elif path == "/v1/metrics":
+                for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+                    about = decode_attributes(resource.resource.attributes)
+                    for scope in resource.scope_metrics:
+                        self.metrics += [(about, metric) for metric in scope.metrics]
+            self._condition.notify_all()
+
+    def wait_for_span(self, name, where=lambda attributes: True):
+        """Return the resource, the span and its attributes of the first span of this name."""
+
+        def find():
+            for about, span in self.spans:
+                attributes = decode_attributes(span.attributes)
+                if span.name == name and where(attributes):
+                    return about, span, attributes
+            return None
+
+        with self._condition:
+            assert self._condition.wait_for(find, 20), [span.name for _, span in self.spans]
+            return find()
+
+    def wait_for_metric(self, name, is_wanted=lambda about, metric: True):
+        """Return the newest metric of this name that is wanted, and its resource."""
+
+        def find():
+            for about, metric in reversed(self.metrics):
+                if metric.name == name and is_wanted(about, metric):
+                    return about, metric
+            return None
+
+        with self._condition:
+            assert self._condition.wait_for(find, 20), {one.name for _, one in self.metrics}
+            return find()
+
+    def close(self):
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def decode_attributes(pairs):
+    """Return the attributes of OTLP's protobuf as a dict."""
+
+    def read(value):
+        kind = value.WhichOneof("value")
+        if kind == "array_value":
+            return [read(one) for one in value.array_value.values]
+        return getattr(value, kind)
+
+    return {pair.key: read(pair.value) for pair in pairs}
+
+
+@pytest.fixture
+def otlp_receiver():
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
 
 
 def make_serving(policy, *, log=None, exploration=None, limits=None, signer=None, **more):

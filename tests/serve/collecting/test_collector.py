@@ -245,3 +245,14 @@ def test_a_dataset_that_served_decisions_are_joined_into_is_refused(tmp_path):
     ensure_feedback_tables(dataset, Box((2,)), Discrete(3))
     with pytest.raises(SchemaMismatchError, match="found decisions of a served policy"):
         Collector(CollectorConfig(str(tmp_path), "live"))
+
+
+def test_requests_of_a_collector_are_spans(collectors, tmp_path, otlp_receiver):
+    one = collectors(tmp_path / "lake", environment=otlp_receiver.environment)
+    assert one.post("/episodes", {"episodes": "x"}).status_code == 422
+    about, _, attributes = otlp_receiver.wait_for_span("POST /episodes")
+    assert about["service.name"] == "replaylake-collector"
+    assert attributes["replaylake.dataset"] == "agents"
+    assert attributes["http.response.status_code"] == 422
+    otlp_receiver.wait_for_metric("replaylake_collector_spans")
+    otlp_receiver.wait_for_metric("replaylake_requests")

@@ -10,12 +10,13 @@ from replaylake.datastore.errors import StorageError
 from replaylake.serve.http.request_handler import HandlerState, RequestHandler
 from replaylake.serve.messages import RequestRefusedError, Response
 from replaylake.serve.monitoring.metrics import Metrics
-from replaylake.serve.safety.access_log import AccessLog
+from replaylake.serve.safety.access_log import AccessLog, read_trace_id
 from replaylake.serve.safety.limits import Limits
 from replaylake.serve.safety.tokens import Tokens
 from replaylake.serve.serving_state import ServingState
 
 ACT, ADMIN = "a" * 32, "z" * 32
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 async def echo(request):
@@ -298,7 +299,11 @@ def test_the_access_log_has_a_line_a_request_and_no_token_or_body(tmp_path, kit)
 
     async def ask():
         log = AccessLog(str(path))
-        given = [("authorization", f"Bearer {ACT}"), ("x-request-id", "mine-1")]
+        given = [
+            ("authorization", f"Bearer {ACT}"),
+            ("x-request-id", "mine-1"),
+            ("traceparent", f"00-{TRACE}-00f067aa0ba902b7-00"),
+        ]
         at = At(refuse, tokens=[(ACT.encode(), "act")], access_log=log)
         answer = await at.ask(b"secret body", headers=given)
         assert answer[1][b"x-request-id"] == b"mine-1"
@@ -309,7 +314,8 @@ def test_the_access_log_has_a_line_a_request_and_no_token_or_body(tmp_path, kit)
     (line,) = map(json.loads, text.splitlines())
     assert line["route"] == "/act"
     assert (line["status"], line["method"], line["bytes_in"]) == (422, "POST", 11)
-    assert line["request_id"] == "mine-1"
+    assert (line["request_id"], line["trace_id"]) == ("mine-1", TRACE)
+    assert line["client"] is None  # of a request without a connection
     assert {"time", "seconds", "bytes_out", "worker"} <= set(line)
     assert ACT not in text
     assert "secret" not in text
@@ -326,6 +332,22 @@ def test_the_access_log_takes_no_control_characters_for_an_id(tmp_path):
         log.close()
 
     run(ask())
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "trace_id"),
+    [
+        (None, None),
+        (f"00-{TRACE}-00f067aa0ba902b7-01", TRACE),
+        (f"01-{TRACE}-00f067aa0ba902b7-01-more", TRACE),
+        (f"ff-{TRACE}-00f067aa0ba902b7-01", None),
+        (f"00-{'0' * 32}-00f067aa0ba902b7-01", None),
+        (f"00-{TRACE.upper()}-00f067aa0ba902b7-01", None),
+        ('00-x"\n', None),
+    ],
+)
+def test_a_trace_id_is_that_of_w3c_trace_context(traceparent, trace_id):
+    assert read_trace_id(None if traceparent is None else traceparent.encode()) == trace_id
 
 
 def test_the_access_log_flushes_itself(tmp_path):
