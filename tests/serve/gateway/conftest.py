@@ -17,7 +17,7 @@ from replaylake.datastore.lake.lake import open_lake
 ENGINE = Path(__file__).parent / "engine.py"
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "not within the time"
@@ -137,7 +137,7 @@ def start_gateway(
 def wait_for_rows(gateway, num, where, columns="*"):
     """Return the recorded steps that meet a condition, once there are as many as expected."""
     text = f"select {columns} from agents.steps where {where} order by timestamp"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(rows := gateway.lake.sql(text).to_pylist()) < num:
         assert time.monotonic() < deadline, rows
         time.sleep(0.05)
