@@ -133,6 +133,8 @@ class EpisodeCommitter:
                     return False
                 self._condition.wait(0.1 if wait_s is None else min(wait_s, 0.1))
             self._check()
+            # Else what is added before the thread has looked again would not wait its interval.
+            self._is_urgent = False
         return True
 
     def close(self) -> None:

@@ -358,11 +358,11 @@ def has_threads(pid: int) -> bool:
     return len(tasks) > 1 or is_running(pid)
 
 
-def wait_until(condition, timeout_s=20.0):
+def wait_until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "still not so"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="session")

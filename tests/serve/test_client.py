@@ -43,7 +43,7 @@ def client(server):
         yield client
 
 
-def joined(lake, num_steps, timeout_s=20.0):
+def joined(lake, num_steps, timeout_s=60.0):
     """Join until so many steps are there: rows get into the tables within a second."""
     until = time.monotonic() + timeout_s
     while True:
@@ -154,7 +154,7 @@ def test_episodes(client, lake):
     }
     assert client.episodes([episode, {**episode, "episode_id": "robot 2"}]) == 6
     assert client.episodes([episode]) == 3
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (rows := _of(lake, "robot")):
         assert time.monotonic() < until
         join_feedback(lake, "d")

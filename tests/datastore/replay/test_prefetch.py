@@ -31,11 +31,16 @@ def view(lake: Lake, make_episode: Make) -> ReplayView:
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Any:
     yield
-    gc.collect()
-    until = time.monotonic() + 5
-    while any(thread.name == "prefetch" for thread in threading.enumerate()):
+    if _is_thread_left():
+        gc.collect()
+    until = time.monotonic() + 60
+    while _is_thread_left():
         assert time.monotonic() < until, "a thread is left"
         time.sleep(0.001)
+
+
+def _is_thread_left() -> bool:
+    return any(thread.name == "prefetch" for thread in threading.enumerate())
 
 
 def same(one: Batch, other: Batch) -> bool:

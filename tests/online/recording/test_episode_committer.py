@@ -33,18 +33,35 @@ def ids(lake):
     return lake.sql("select episode_id from toys.episodes order by 1")["episode_id"].to_pylist()
 
 
-def test_a_group_is_committed_after_the_interval(lake, dataset):
-    with EpisodeCommitter(dataset, "run", interval_s=0.2) as recorder:
-        recorder.add(dataset.write([episode(0)]))  # the first group is due at once
-        assert recorder.flush(5)
+def test_a_commit_follows_another_after_the_interval(lake, dataset, monkeypatch):
+    commit, begun, ended = dataset.commit, [], []
+
+    def timed(*args, **kwargs):
+        begun.append(time.monotonic())
+        done = commit(*args, **kwargs)
+        ended.append(time.monotonic())
+        return done
+
+    monkeypatch.setattr(dataset, "commit", timed)
+    with EpisodeCommitter(dataset, "run", interval_s=0.1) as recorder:
+        recorder.add([episode(0)])  # the first group is due at once
+        assert recorder.flush(60)
+        recorder.add([episode(1)])
+        while len(ended) < 2:
+            time.sleep(0.001)
+    assert ids(lake) == ["test/0", "test/1"]
+    assert begun[1] - ended[0] >= 0.1
+
+
+def test_what_waits_for_the_interval_is_one_commit(lake, dataset):
+    with EpisodeCommitter(dataset, "run", interval_s=3600) as recorder:
+        recorder.add(dataset.write([episode(0)]))
+        assert recorder.flush(60)
         recorder.add(dataset.write([episode(1), episode(2, num_steps=5)]))
         recorder.add([episode(3)])
         recorder.add([episode(4)])
         assert ids(lake) == ["test/0"]
-        started = time.monotonic()
-        while len(ids(lake)) < 5:
-            assert time.monotonic() - started < 5
-            time.sleep(0.01)
+        assert recorder.flush(60)
     log = [(c["producer"], c["sequence"], c["num_steps"]) for c in dataset.history()[1:]]
     assert log == [("run", 0, 2), ("run", 1, 11)]
     # What was not written yet is one shard, however it was handed over.
@@ -54,7 +71,7 @@ def test_a_group_is_committed_after_the_interval(lake, dataset):
 def test_closing_commits_what_is_left(lake, dataset):
     with EpisodeCommitter(dataset, "run", interval_s=3600) as recorder:
         recorder.add([episode(0)])
-        assert recorder.flush(5)
+        assert recorder.flush(60)
         recorder.add([episode(1)])
     assert ids(lake) == ["test/0", "test/1"]
 
@@ -62,10 +79,10 @@ def test_closing_commits_what_is_left(lake, dataset):
 def test_what_was_handed_over_is_acknowledged_in_order(dataset):
     with EpisodeCommitter(dataset, "run", interval_s=3600) as recorder:
         recorder.add([episode(0)])
-        assert recorder.flush(5)
+        assert recorder.flush(60)
         recorder.add([episode(1)])
         recorder.add([episode(2)])
-        assert recorder.flush(5)
+        assert recorder.flush(60)
         done = recorder.take_acknowledged()
         assert [(a.last, a.commit.version) for a in done] == [(0, 1), (2, 2)]
         assert recorder.take_acknowledged() == []
@@ -89,7 +106,7 @@ def test_a_store_that_refuses_is_asked_until_it_takes_it(lake, dataset, monkeypa
             time.sleep(0.001)
         assert "No space left" in recorder.blocked_reason
         recorder.add([episode(1)])
-        assert recorder.flush(10)
+        assert recorder.flush(60)
         assert recorder.blocked_reason is None
     assert ids(lake) == ["test/0", "test/1"]
     # Under the sequence that was tried first, so that a lost answer would have doubled nothing.
@@ -100,7 +117,7 @@ def test_what_is_refused_for_good_is_raised(dataset):
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0, actions=np.zeros(2, np.float32) + 0.5)])
         with pytest.raises(Exception, match="test/0"):
-            recorder.flush(5)
+            recorder.flush(60)
         with pytest.raises(Exception, match="test/0"):
             recorder.add([episode(1)])
 
@@ -109,7 +126,7 @@ def test_episodes_that_will_not_go_on_are_named_in_a_commit(dataset):
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.abandon(["test/7"])
         recorder.add([episode(0)])
-        assert recorder.flush(5)
+        assert recorder.flush(60)
         recorder.abandon(["test/8", "test/9"])
     told = [c.get("abandoned_episodes") for c in dataset.history()[1:]]
     assert told == [["test/7"], ["test/8", "test/9"]]
@@ -119,7 +136,7 @@ def test_episodes_that_will_not_go_on_are_named_in_a_commit(dataset):
 def test_names_alone_are_committed_before_flush_returns(dataset):
     with EpisodeCommitter(dataset, "run", interval_s=3600) as recorder:
         recorder.abandon(["test/7"])
-        assert recorder.flush(5)
+        assert recorder.flush(60)
         assert [c.get("abandoned_episodes") for c in dataset.history()[1:]] == [["test/7"]]
         assert recorder.take_acknowledged() == []
 
@@ -152,7 +169,7 @@ def test_a_store_that_refuses_for_good_ends_it(dataset, monkeypatch):
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0)])
         with pytest.raises(StorageError, match="Read-only"):
-            recorder.flush(5)
+            recorder.flush(60)
         assert recorder.blocked_reason is None
 
 
@@ -160,13 +177,13 @@ def test_a_mismatch_of_schemas_is_not_a_full_disk(dataset):
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0, action_masks=np.ones((2, 2), bool))])
         with pytest.raises(SchemaMismatchError):
-            recorder.flush(5)
+            recorder.flush(60)
         assert recorder.blocked_reason is None
 
 
 def test_nothing_to_commit_makes_no_version(dataset):
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
-        assert recorder.flush(5)
+        assert recorder.flush(60)
     assert dataset.snapshot().version == 0
 
 
@@ -200,10 +217,10 @@ def test_trouble_that_turns_out_to_be_for_good_is_raised_and_waited_for_no_longe
 def test_what_was_committed_before_a_failure_is_told(dataset):
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
         recorder.add([episode(0)])
-        assert recorder.flush(5)
+        assert recorder.flush(60)
         recorder.add([episode(1, action_masks=np.ones((2, 2), bool))])
         with pytest.raises(SchemaMismatchError):
-            recorder.flush(5)
+            recorder.flush(60)
         assert [one.commit.num_episodes for one in recorder.take_acknowledged()] == [1]
         with pytest.raises(SchemaMismatchError):
             recorder.take_acknowledged()

@@ -68,7 +68,7 @@ class Server:
     def join(self, num_rows=None):
         """Wait until so many rows are committed, then move them."""
         received = self.lake.dataset("d").received
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while num_rows is not None and received.snapshot().num_rows < num_rows:
             assert time.monotonic() < until
             time.sleep(0.01)

@@ -17,13 +17,7 @@ from replaylake.datastore.lake.lake import open_lake
 ENGINE = Path(__file__).parent / "engine.py"
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "not within the time"
@@ -44,14 +38,30 @@ class Engine:
     def requests(self):
         return httpx.get(f"{self.url}/requests").json()
 
+    def release(self, text, num):
+        """Allow events to the answer to a message that holds the word `hold`."""
+        httpx.post(f"{self.url}/release", json={"text": text, "num": num}).raise_for_status()
+
     def stop(self):
         self.process.kill()
         self.process.wait()
 
 
-def start_engine(kind, port=None):
-    port = port or free_port()
-    process = subprocess.Popen([sys.executable, str(ENGINE), kind, str(port)])
+def bind_port():
+    """Return a socket that has a free port of loopback, and refuses connections until it listens.
+
+    Nobody else can take the port between now and then.
+    """
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    return bound
+
+
+def start_engine(kind, bound=None):
+    with bound or bind_port() as one:
+        port = one.getsockname()[1]
+        command = [sys.executable, str(ENGINE), kind, "--fd", str(one.fileno())]
+        process = subprocess.Popen(command, pass_fds=[one.fileno()])
     wait_until(lambda: is_listening(port))
     return Engine(process, f"http://127.0.0.1:{port}")
 
@@ -87,8 +97,24 @@ class Gateway:
         self.process.wait()
 
 
-def start_gateway(upstream, lake, *arguments, dataset="agents", environment=None, preexec=None):
-    command = [str(Path(sys.executable).with_name("replaylake")), "gateway"]
+# As `replaylake`, but for how long a call waits for its commit.
+PROMPT_COMMAND = """
+import functools
+from replaylake.cli.main import run
+from replaylake.serve.gateway import server
+server.JournalConfig = functools.partial(server.JournalConfig, flush_interval_s=0.05)
+run()
+"""
+
+
+def start_gateway(
+    upstream, lake, *arguments, dataset="agents", environment=None, preexec=None, is_prompt=False
+):
+    """is_prompt: it commits calls within 50 ms, as tests of what is recorded would wait for it."""
+    command = [str(Path(sys.executable).with_name("replaylake"))]
+    if is_prompt:
+        command = [sys.executable, "-c", PROMPT_COMMAND]
+    command += ["gateway"]
     command += ["--upstream", upstream, "--dataset", dataset, "--lake", str(lake), "--port", "0"]
     process = subprocess.Popen(
         [*command, *arguments],
@@ -111,7 +137,7 @@ def start_gateway(upstream, lake, *arguments, dataset="agents", environment=None
 def wait_for_rows(gateway, num, where, columns="*"):
     """Return the recorded steps that meet a condition, once there are as many as expected."""
     text = f"select {columns} from agents.steps where {where} order by timestamp"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(rows := gateway.lake.sql(text).to_pylist()) < num:
         assert time.monotonic() < deadline, rows
         time.sleep(0.05)
@@ -138,7 +164,8 @@ def engines():
 @pytest.fixture(scope="session")
 def gateway(engines, tmp_path_factory):
     """A gateway before an engine that answers as vLLM does; tests share its lake."""
-    one = start_gateway(engines("vllm").url, tmp_path_factory.mktemp("gateway") / "lake")
+    lake = tmp_path_factory.mktemp("gateway") / "lake"
+    one = start_gateway(engines("vllm").url, lake, is_prompt=True)
     yield one
     one.kill()
     one.process.stderr.close()

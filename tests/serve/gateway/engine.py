@@ -3,17 +3,24 @@
 Its tokenizer has an id for each character, and one before and after each message. Its answer is the
 last message in capital letters; some words of that message make it do otherwise:
     tool      a call of the tool `look`
-    slow      40 events, 20 ms apart
+    slow      an event each 20 ms
+    hold      each event waits for one that POST /release allows; a body waits for one
     die       the connection is closed in the middle of the answer
     fault     the answer states an error after three letters, as vLLM and Anthropic do in a stream
     quit      a stream ends in good order after three letters
     abort     the answer ends with the reason `abort`
     refuse    status 429
-It keeps the requests that it got; GET /requests returns and forgets them.
+It keeps the requests that it got; GET /requests returns and forgets them. POST /release allows
+`num` events to the answers to the message `text`.
+
+    python engine.py KIND PORT
+    python engine.py KIND --fd N    # a bound socket
 """
 
 import asyncio
+import collections
 import json
+import socket
 import sys
 
 import uvicorn
@@ -25,6 +32,7 @@ ROLES = {"system": 1, "user": 2, "assistant": 3, "tool": 4}
 END = 5
 USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 REQUESTS: list = []
+RELEASED: dict = collections.defaultdict(lambda: asyncio.Semaphore(0))  # by the last message
 OWNERS = {
     "vllm": "vllm",
     "vllm --max-logprobs 0": "vllm",
@@ -106,8 +114,8 @@ async def chat(request):
     if body.get("stream"):
         events = chat_events(engine, body, head)
         return StreamingResponse(events, media_type="text/event-stream")
-    if "slow" in last:
-        await asyncio.sleep(0.8)
+    if "hold" in last:
+        await RELEASED[last].acquire()
     text, calls, ids = reply(messages)
     choices = []
     for index in range(body.get("n") or 1):
@@ -176,6 +184,8 @@ async def chat_events(engine, body, head):
     for place in range(len(ids) - 1):
         if "slow" in last:
             await asyncio.sleep(0.02)
+        if "hold" in last:
+            await RELEASED[last].acquire()
         if "die" in last and place == 3:
             raise ConnectionAbortedError
         if "quit" in last and place == 3:
@@ -367,6 +377,13 @@ async def requests(request):
     return Response(json.dumps(found), media_type="application/json")
 
 
+async def release(request):
+    body = await request.json()
+    for _ in range(body["num"]):
+        RELEASED[body["text"]].release()
+    return Response()
+
+
 async def echo(request):
     body = await request.body()
     path = request.scope["raw_path"].decode()
@@ -382,6 +399,7 @@ def make_app(engine):
         Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/models", models),
         Route("/requests", requests),
+        Route("/release", release, methods=["POST"]),
         Route("/echo/{rest:path}", echo, methods=["GET", "POST"]),
     ]
     app = Starlette(routes=routes)
@@ -390,4 +408,9 @@ def make_app(engine):
 
 
 if __name__ == "__main__":
-    uvicorn.run(make_app(sys.argv[1]), port=int(sys.argv[2]), log_level="critical")
+    kind, *address = sys.argv[1:]
+    if address[0] == "--fd":
+        config = uvicorn.Config(make_app(kind), log_level="critical")
+        uvicorn.Server(config).run([socket.socket(fileno=int(address[1]))])
+    else:
+        uvicorn.run(make_app(kind), port=int(address[0]), log_level="critical")

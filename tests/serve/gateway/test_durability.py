@@ -6,7 +6,6 @@ import resource
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -49,26 +48,18 @@ def test_a_gateway_killed_after_the_last_byte_loses_no_call(engines, kit, tmp_pa
 @pytest.mark.slow
 def test_a_kill_between_a_token_and_its_record_leaves_whole_calls_only(engines, kit, tmp_path):
     engine = engines("vllm")
-    for delay_s in (0.05, 0.3):
+    for num_events in (1, 12):
         gateway = kit.start_gateway(engine.url, tmp_path / "lake")
-        ended = []
-
-        def read(gateway=gateway, ended=ended):
-            body = {**BODY, "messages": [{"role": "user", "content": "slow " * 8}], "stream": True}
-            try:
-                with httpx.stream("POST", f"{gateway.url}{URL}", json=body, timeout=30) as answer:
-                    text = "".join(answer.iter_text())
-                ended.append(text.endswith("data: [DONE]\n\n"))
-            except httpx.HTTPError:
-                ended.append(False)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        time.sleep(delay_s)
-        gateway.kill()
-        reader.join()
+        text = f"hold after {num_events}"
+        body = {**BODY, "messages": [{"role": "user", "content": text}], "stream": True}
+        with httpx.stream("POST", f"{gateway.url}{URL}", json=body, timeout=30) as answer:
+            events = (line for line in answer.iter_lines() if line)
+            engine.release(text, num_events - 1)
+            assert all("chunk" in next(events) for _ in range(num_events))
+            gateway.kill()
+            with pytest.raises(httpx.RemoteProtocolError):
+                next(events)
         gateway.process.stderr.close()
-        assert ended == [False]
     gateway = kit.start_gateway(engine.url, tmp_path / "lake")
     assert gateway.steps() == []
     gateway.stop()
@@ -151,23 +142,24 @@ def test_an_engine_that_fails_within_a_body_is_an_error_of_the_gateway(gateway):
     assert answer.json()["error"]["field"] == "upstream"
 
 
-def test_a_client_that_hangs_up_has_an_aborted_call(gateway, kit):
-    body = {**BODY, "messages": [{"role": "user", "content": "slow to leave"}], "stream": True}
+def test_a_client_that_hangs_up_has_an_aborted_call(gateway, engines, kit):
+    engine = engines("vllm")
+    body = {**BODY, "messages": [{"role": "user", "content": "hold and leave"}], "stream": True}
     with httpx.stream("POST", f"{gateway.url}{URL}", json=body) as answer:
-        for number, _ in enumerate(answer.iter_lines()):
-            if number == 8:
-                break
-    (row,) = kit.wait_for_rows(gateway, 1, "observation = 'user: slow to leave'")
-    assert row["call_status"] == "aborted"
-    assert "SLOW TO LEAVE".startswith(row["action"])
-    assert 0 < len(row["action"]) < len("SLOW TO LEAVE")
+        events = (line for line in answer.iter_lines() if line)
+        engine.release("hold and leave", 4)
+        for _ in range(5):  # the first has no letter
+            next(events)
+    (row,) = kit.wait_for_rows(gateway, 1, "observation = 'user: hold and leave'")
+    assert (row["call_status"], row["action"]) == ("aborted", "HOLD")
     assert row["is_trainable"] is False
+    engine.requests()
     with socket.create_connection(gateway.url.removeprefix("http://").split(":")) as one:
-        text = json.dumps({**BODY, "messages": [{"role": "user", "content": "slow and gone"}]})
+        text = json.dumps({**BODY, "messages": [{"role": "user", "content": "hold and gone"}]})
         head = f"POST {URL} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n\r\n"
         one.sendall((head + text).encode())
-        time.sleep(0.2)
-    (row,) = kit.wait_for_rows(gateway, 1, "observation = 'user: slow and gone'")
+        kit.wait_until(engine.requests)
+    (row,) = kit.wait_for_rows(gateway, 1, "observation = 'user: hold and gone'")
     assert (row["call_status"], row["action"], row["action_tokens"]) == ("aborted", "", None)
 
 
@@ -257,12 +249,13 @@ def test_a_failed_call_does_not_hold_up_its_repetition(gateway):
     assert first.status_code == again.status_code != 500
 
 
-def test_a_client_that_waits_for_a_repeated_call_can_hang_up(gateway, kit):
+def test_a_client_that_waits_for_a_repeated_call_can_hang_up(gateway, engines, kit):
+    engine = engines("vllm")
     headers = {"Idempotency-Key": "patience"}
-    first = threading.Thread(target=post, args=(gateway, "slow " * 8, True, headers))
+    first = threading.Thread(target=post, args=(gateway, "hold on", True, headers))
     first.start()
-    time.sleep(0.1)
-    body = {**BODY, "messages": [{"role": "user", "content": "slow " * 8}], "stream": True}
+    kit.wait_until(engine.requests)
+    body = {**BODY, "messages": [{"role": "user", "content": "hold on"}], "stream": True}
     line = 'replaylake_gateway_requests_total{api="openai-chat",status="499"}'
 
     def num_gone():
@@ -272,17 +265,20 @@ def test_a_client_that_waits_for_a_repeated_call_can_hang_up(gateway, kit):
     before = num_gone()
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{gateway.url}{URL}", json=body, headers=headers, timeout=0.2)
-    kit.wait_until(lambda: num_gone() == before + 1, 0.3)
+    kit.wait_until(lambda: num_gone() == before + 1)
+    assert first.is_alive()
+    engine.release("hold on", len("hold on"))
     first.join()
 
 
 @pytest.mark.slow
 def test_an_engine_that_starts_after_the_gateway_is_detected(kit, tmp_path):
-    port = kit.free_port()
-    gateway = kit.start_gateway(f"http://127.0.0.1:{port}", tmp_path / "lake")
+    bound = kit.bind_port()
+    upstream = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    gateway = kit.start_gateway(upstream, tmp_path / "lake")
     assert post(gateway, "too early").status_code == 502
     assert 'gateway_engine{engine="unknown"} 1.0' in httpx.get(f"{gateway.url}/metrics").text
-    engine = kit.start_engine("vllm", port)
+    engine = kit.start_engine("vllm", bound)
     assert post(gateway, "in time").status_code == 200
     metrics = httpx.get(f"{gateway.url}/metrics").text
     (row,) = gateway.steps("action_tokens", num=1)
@@ -302,10 +298,13 @@ def test_sigterm_lets_calls_end_and_commits_them(engines, kit, tmp_path):
     engine = engines("vllm")
     gateway = kit.start_gateway(engine.url, tmp_path / "lake")
     texts = []
-    reader = threading.Thread(target=lambda: texts.append(post(gateway, "slow " * 8, True).text))
+    reader = threading.Thread(target=lambda: texts.append(post(gateway, "hold it", True).text))
     reader.start()
     kit.wait_until(engine.requests)
-    assert gateway.stop(signal.SIGTERM) == 0
+    gateway.process.send_signal(signal.SIGTERM)
+    kit.wait_until(lambda: not kit.is_listening(int(gateway.url.rpartition(":")[2])))
+    engine.release("hold it", len("hold it"))
+    assert gateway.process.wait(40) == 0
     reader.join()
     assert texts[0].endswith("data: [DONE]\n\n")
     (row,) = gateway.steps("call_status, observation")

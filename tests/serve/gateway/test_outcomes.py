@@ -29,7 +29,7 @@ def read_outcomes(gateway, where, expected):
     """Return once the steps have the expected rewards and ends."""
     columns = "step, reward, terminated, truncated"
     text = f"select {columns} from agents.steps where {where} order by env_step"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (
         found := [tuple(row.values()) for row in gateway.lake.sql(text).to_pylist()]
     ) != expected:

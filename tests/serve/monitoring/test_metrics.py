@@ -243,23 +243,32 @@ def test_two_real_workers_and_one_that_is_killed(kit, tmp_path):
         begun = time.monotonic()
         for _ in range(20):  # a connection each, so that both get some
             httpx.post(f"{server.url}/act", json={"observation": [1, 0, 0, 0]})
-        time.sleep(1.2)  # until both have added up
-        found = values(httpx.get(f"{server.url}/metrics").text)
+
+        def least():
+            """They lose weight with a time constant of five minutes."""
+            return 20 * math.exp(-(time.monotonic() - begun) / 300)
+
+        # Until both have added up.
+        kit.wait_until(lambda: of(scraped(server), "replaylake_recent_decisions") >= least())
+        found = scraped(server)
         assert of(found, "replaylake_requests_total", route="/act", status="200") == 20
         assert of(found, "replaylake_workers") == 2
         assert of(found, "replaylake_policy_info", version="1") == 2
         assert of(found, "replaylake_observation_drift", over="max") == pytest.approx(1)
-        # They lose weight with a time constant of five minutes.
-        least = 20 * math.exp(-(time.monotonic() - begun) / 300)
-        assert least <= of(found, "replaylake_recent_decisions") <= 20
+        assert least() <= of(found, "replaylake_recent_decisions") <= 20
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         with socket.create_connection(address, timeout=10) as connection:
             connection.sendall(b"no HTTP\r\n\r\n")
             assert connection.recv(12) == b"HTTP/1.1 400"
-        time.sleep(1.2)
-        os.kill(server.processes()[-1], signal.SIGKILL)
-        kit.wait_until(lambda: _num_workers(server) == 2)
-        found = values(httpx.get(f"{server.url}/metrics").text)
+        refused = "replaylake_refused_connections_total"
+        kit.wait_until(lambda: of(scraped(server), refused, status="400") == 1)
+        victim = server.processes()[-1]
+        os.kill(victim, signal.SIGKILL)
+        # It may take a connection, and reset it, until it is gone.
+        kit.wait_until(lambda: not kit.has_threads(victim))
+        kit.wait_until(lambda: of(scraped(server), "replaylake_worker_starts_total") == 3)
+        kit.wait_until(lambda: of(scraped(server), "replaylake_workers") == 2)
+        found = scraped(server)
         assert of(found, "replaylake_requests_total", route="/act", status="200") == 20
         assert of(found, "replaylake_refused_connections_total", status="400") == 1
         assert of(found, "replaylake_worker_starts_total") == 3
@@ -267,10 +276,8 @@ def test_two_real_workers_and_one_that_is_killed(kit, tmp_path):
         server.stop()
 
 
-def _num_workers(server):
-    """Return how many live workers there are beside one that was killed."""
-    (found,) = values(httpx.get(f"{server.url}/metrics").text)["replaylake_workers"].values()
-    return found
+def scraped(server):
+    return values(httpx.get(f"{server.url}/metrics").text)
 
 
 def matches(labels, label, how, pattern):

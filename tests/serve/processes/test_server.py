@@ -78,7 +78,7 @@ def test_served_episodes_come_back_by_sql(client, lake):
             for _ in range(2):
                 assert client.post("/feedback", json=body).status_code == 200
     where = "source_episode_id like 'episode-%'"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while join_feedback(lake, "served") and _count(lake, where) < 12:
         assert time.monotonic() < deadline
         time.sleep(0.2)

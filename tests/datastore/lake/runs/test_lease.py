@@ -94,7 +94,9 @@ def test_a_remote_lake_has_its_lock_on_this_machine(bucket):
         pass
 
 
-def test_another_machine_counts_as_dead_after_a_silence(storage):
+def test_another_machine_counts_as_dead_after_a_silence(storage, monkeypatch):
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
     from_elsewhere(storage, 20)
     assert is_active(storage, "r1")
     with (
@@ -127,7 +129,7 @@ def test_a_clock_that_is_set_meanwhile_moves_no_lease(tmp_path, storage, monkeyp
     with RunLease(storage, "r1", heartbeat_s=0.01) as lease:
         monkeypatch.setattr(time, "time", lambda: real() + offset_s)
         first = last_heartbeat(storage, "r1").at_ms
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while last_heartbeat(storage, "r1").at_ms == first:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -151,7 +153,7 @@ def test_a_clock_that_is_set_meanwhile_moves_no_lease(tmp_path, storage, monkeyp
 def test_the_heartbeat_goes_on(storage):
     with RunLease(storage, "r1", heartbeat_s=0.01):
         first = last_heartbeat(storage, "r1").at_ms
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while last_heartbeat(storage, "r1").at_ms == first:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -198,7 +200,7 @@ def test_a_damaged_heartbeat_is_named_and_written_again(storage):
     with RunLease(storage, "r1", heartbeat_s=0.01):
         whole = storage.get(BLOB)
         storage.put(BLOB, whole.replace(b'"pid": ', b'"pid": 1'))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while list(find_damaged_heartbeats(storage)):
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -24,6 +24,7 @@ from replaylake.datastore.maintenance.purge.purge import purge
 from replaylake.datastore.maintenance.trim import trim
 from replaylake.datastore.replay.items.sequences import Sequences
 from replaylake.datastore.replay.items.transitions import Transitions
+from replaylake.datastore.replay.live import commit_follower
 from replaylake.datastore.replay.live.live_view import LiveView
 
 Make = Callable[..., Episode]
@@ -68,22 +69,38 @@ def in_sql(dataset: Dataset) -> set[tuple[int, int, float]]:
 
 
 @pytest.mark.slow
-def test_commits_can_be_sampled_at_once(dataset: Dataset, make_told: Make) -> None:
+def test_commits_can_be_sampled_at_once(
+    dataset: Dataset, make_told: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset.append([make_told(0)])
-    waits = []
     with dataset.follow(max_steps=10_000) as view:
         assert (view.num_steps, view.version) == (10, 1)
+        reader, in_vain = view._follower._reader, []
+        look = reader.next
+
+        def noted_look() -> Any:
+            started = time.monotonic()
+            change = look()
+            if change is None:
+                in_vain.append(started)
+            return change
+
+        monkeypatch.setattr(reader, "next", noted_look)
         sampler = view.uniform(64, seed=0)
         for number in range(1, 51):
             version = dataset.append([make_told(number)]).version
-            started = time.monotonic()
-            assert view.wait_for(version, timeout_s=10)
+            appended = time.monotonic()
+            assert view.wait_for(version, timeout_s=60)
+            came = time.monotonic()
             assert number in sampler_numbers(sampler, until=number)
-            waits.append(time.monotonic() - started)
+            # The first look after a commit brings it in. How long that takes: docs/REPLAY.md.
+            assert not [one for one in in_vain[:-1] if appended < one < came]
         assert view.num_steps == view.num_transitions == 510
-        assert view.lag_s < 5
-    # 50 ms where nothing else runs; see docs/REPLAY.md.
-    assert np.median(waits) < 0.25
+        num_looks = len(in_vain)
+        while len(in_vain) == num_looks:
+            time.sleep(0.001)
+        assert view.lag_s < 60
+    assert commit_follower._INTERVAL_S <= 0.05
 
 
 def sampler_numbers(sampler: Any, until: int) -> set[float]:
