@@ -36,8 +36,8 @@ _ROWS_AHEAD: Final = 16
 _LINES_AHEAD: Final = 16
 _LINE_WORDS: Final = 8
 # Bytes of the next range that are prefetched while one is copied: the hardware does not see it
-# coming. 64 random ranges of 8 KiB take 26 us and 39 without, of 2 KiB 6.4 and 12, of 64 KiB 147 and
-# 163, of 256 bytes 2.7 and 2.5 (2 busy cores, the least of 60 alternating rounds, 2026-11-28).
+# coming. 64 random ranges of 8 KiB take 26 us and 39 without, of 2 KiB 6.4 and 12, of 64 KiB 147
+# and 163, of 256 bytes 2.7 and 2.5 (2 busy cores, least of 60 alternating rounds, 2026-11-28).
 _RANGE_AHEAD: Final = 4096
 # Targets that descend the tree together, so that their cache misses overlap; 32 to 256 are alike.
 _GROUP: Final = 256
