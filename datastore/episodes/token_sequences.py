@@ -91,46 +91,83 @@ def split_sequence(sequence: TokenSequence) -> dict[str, pa.Array]:
     Two generations with nothing between them become one. Raises: EpisodeInvalidError for a sequence
     without a sampled token.
     """
-    sampled = find_sampled(sequence)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], sampled.view(np.int8), [0]])))
-    starts, ends = edges[::2], edges[1::2]
+    columns, _ = split_sequences(sequence, np.asarray([len(sequence)]))
+    return columns
+
+
+def split_sequences(joined: TokenSequence, lengths: Array) -> tuple[dict[str, pa.Array], Array]:
+    """Return the token columns of the generations of L sequences, as `split_sequence` of each.
+
+    joined: the sequences one after the other. lengths int64 [L]: the tokens of each, 1 or more. A
+    column that not all of them have is NULL in the steps of the others. The second result, int64
+    [L], is the number of steps of each.
+
+    Raises: EpisodeInvalidError for a sequence without a sampled token.
+    """
+    if not lengths.all():
+        raise _unsampled_error(0)
+    sampled = find_sampled(joined)
+    ends_of = np.cumsum(lengths)
+    begins_of = ends_of - lengths
+    is_first, is_last = sampled.copy(), sampled.copy()
+    is_first[1:] &= ~sampled[:-1]
+    is_last[:-1] &= ~sampled[1:]
+    is_first[begins_of] = sampled[begins_of]
+    is_last[ends_of - 1] = sampled[ends_of - 1]
+    starts, ends = np.flatnonzero(is_first), np.flatnonzero(is_last) + 1
+    owners = np.searchsorted(ends_of, starts, side="right")
+    num_steps = np.bincount(owners, minlength=len(lengths))
+    if not num_steps.all():
+        raise _unsampled_error(int(lengths[np.argmin(num_steps)]))
+    lasts = np.cumsum(num_steps) - 1
     num = len(starts)
-    if not num:
-        raise EpisodeInvalidError(
-            f"loss_mask: found no sampled token among {len(sequence)}, expected at least one."
-        )
-    action_offsets = _offsets(ends - starts)
-    observation_offsets = _offsets(starts - np.append(0, ends[:-1]))
-    read = sequence.token_ids[~sampled]
-    num_read = int(observation_offsets[-1])
+    previous = np.append(0, ends[:-1])
+    previous[lasts - num_steps + 1] = begins_of
+    observation_lengths, action_lengths = starts - previous, ends - starts
+    final_lengths = np.zeros(num, np.int64)
+    final_lengths[lasts] = ends_of - ends[lasts]
+    read = joined.token_ids[~sampled]
+    final: Array | None = None
+    if final_lengths.any():
+        pieces = np.stack([observation_lengths, final_lengths], axis=1).reshape(-1)
+        is_final = np.repeat(np.arange(2 * num) % 2 == 1, pieces)
+        final, read = read[is_final], read[~is_final]
+    action_offsets = _offsets(action_lengths)
     columns = {
-        OBSERVATION_TOKENS: _lists(OBSERVATION_TOKENS, observation_offsets, read[:num_read]),
-        ACTION_TOKENS: _lists(ACTION_TOKENS, action_offsets, sequence.token_ids[sampled]),
+        OBSERVATION_TOKENS: _lists(OBSERVATION_TOKENS, _offsets(observation_lengths), read),
+        ACTION_TOKENS: _lists(ACTION_TOKENS, action_offsets, joined.token_ids[sampled]),
     }
-    if num_read < len(read):
-        final = _offsets(np.append(np.zeros(num - 1, np.int64), len(read) - num_read))
-        absent = np.arange(num) < num - 1
+    if final is not None:
         columns[FINAL_OBSERVATION_TOKENS] = _lists(
-            FINAL_OBSERVATION_TOKENS, final, read[num_read:], absent
+            FINAL_OBSERVATION_TOKENS, _offsets(final_lengths), final, final_lengths == 0
         )
-    mask = sequence.loss_mask[sampled]
+    mask = joined.loss_mask[sampled]
     if not mask.all():
         num_trained = np.add.reduceat(mask, action_offsets[:-1], dtype=np.int64)
-        is_uniform = (num_trained == 0) | (num_trained == np.diff(action_offsets))
-        columns[IS_TRAINABLE] = pa.array(num_trained > 0)
+        is_uniform = (num_trained == 0) | (num_trained == action_lengths)
+        is_whole = np.logical_and.reduceat(num_trained == action_lengths, lasts - num_steps + 1)
+        columns[IS_TRAINABLE] = pa.array(num_trained > 0, mask=np.repeat(is_whole, num_steps))
         if not is_uniform.all():
-            of_mixed = np.repeat(~is_uniform, np.diff(action_offsets))
-            lengths = np.where(is_uniform, 0, np.diff(action_offsets))
+            of_mixed = np.repeat(~is_uniform, action_lengths)
             columns[ACTION_LOSS_MASK] = _lists(
-                ACTION_LOSS_MASK, _offsets(lengths), mask[of_mixed], is_uniform
+                ACTION_LOSS_MASK,
+                _offsets(np.where(is_uniform, 0, action_lengths)),
+                mask[of_mixed],
+                is_uniform,
             )
-    if sequence.log_probs is not None:
+    if joined.log_probs is not None:
         columns[ACTION_LOG_PROBS] = _lists(
-            ACTION_LOG_PROBS, action_offsets, sequence.log_probs[sampled]
+            ACTION_LOG_PROBS, action_offsets, joined.log_probs[sampled]
         )
-    if sequence.versions is not None:
-        columns[ACTION_VERSIONS] = _version_runs(sequence.versions[sampled], action_offsets)
-    return columns
+    if joined.versions is not None:
+        columns[ACTION_VERSIONS] = _version_runs(joined.versions[sampled], action_offsets)
+    return columns, num_steps
+
+
+def _unsampled_error(length: int) -> EpisodeInvalidError:
+    return EpisodeInvalidError(
+        f"loss_mask: found no sampled token among {length}, expected at least one."
+    )
 
 
 def join_steps(columns: Mapping[str, pa.Array]) -> TokenSequence:

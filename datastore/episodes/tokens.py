@@ -77,6 +77,8 @@ TOKEN_LOG_PROB_TOLERANCE: Final = 1e-4
 # differ by their order.
 _SUM_TOLERANCE: Final = 1e-4
 _SUM_RELATIVE_TOLERANCE: Final = 1e-6
+# Tokens whose numbers stay in the processor's cache.
+_SUMMED_AT_ONCE: Final = 1 << 15
 
 
 def has_tokens(columns: Collection[str]) -> bool:
@@ -480,15 +482,13 @@ def _check_parent_pairs(own: Mapping[str, pa.Array], num: int) -> None:
 
 def _fill_behavior_log_probs(stated: Array | None, lists: _Lists) -> Array:
     """Return the stated log-probs, and where there is none the sums of those of the tokens."""
-    log_probs = numbers(lists.values).astype(np.float64)
-    num = len(lists.known)
-    sums = np.bincount(lists.rows, np.minimum(log_probs, 0), num)
+    sums = _sum_rows(lists, lambda log_probs: np.minimum(log_probs, 0))
     if stated is None:
         return np.where(lists.known, sums, np.nan).astype(np.float32)
-    magnitudes = np.bincount(lists.rows, np.abs(log_probs), num)
+    magnitudes = _sum_rows(lists, np.abs)
     unknown = np.isnan(stated)
     # Whoever summed them may have summed what is above 0 too.
-    raw = np.bincount(lists.rows, log_probs, num)
+    raw = _sum_rows(lists, lambda log_probs: log_probs)
     tolerance = _SUM_RELATIVE_TOLERANCE * magnitudes + _SUM_TOLERANCE
     off = np.minimum(np.abs(stated - sums), np.abs(stated - raw)) > tolerance
     wrong = np.flatnonzero(off & lists.known & ~unknown)
@@ -499,3 +499,19 @@ def _fill_behavior_log_probs(stated: Array | None, lists: _Lists) -> Array:
             f"sum of its {ACTION_LOG_PROBS}. Leave it out, and it is computed."
         )
     return np.where(unknown & lists.known, sums, stated).astype(np.float32)
+
+
+def _sum_rows(lists: _Lists, function: Callable[[Array], Array]) -> Array:
+    """Return the sum of a function of each row's numbers, in their order, float64 [T]."""
+    values, lengths = numbers(lists.values), lists.lengths
+    offsets = np.append(0, np.cumsum(lengths))
+    sums = np.zeros(len(lengths))
+    start = 0
+    while start < len(lengths):
+        end = int(np.searchsorted(offsets, offsets[start] + _SUMMED_AT_ONCE, side="right")) - 1
+        end = max(end, start + 1)
+        some = values[offsets[start] : offsets[end]].astype(np.float64)
+        rows = np.repeat(np.arange(end - start), lengths[start:end])
+        sums[start:end] = np.bincount(rows, function(some), end - start)
+        start = end
+    return sums

@@ -87,12 +87,12 @@ def column_file(number: int) -> str:
 class CheckedArray:
     """A mapped array whose blocks are compared with their checksums when they are first read.
 
-    array: the whole of it, which only `check` makes safe to use.
+    array: the whole of it, which only `check` makes safe to use; bytes: the same memory, uint8.
     """
 
     def __init__(self, path: Path, array: Array, checksums: NDArray[np.uint32] | None) -> None:
         """Take the CRC-32 of each block of 64 KiB; None for an array that was just written."""
-        self.array = array
+        self.array, self.bytes = array, array.view(np.uint8)
         self._path = path
         self._checksums = checksums
         self._size = array.dtype.itemsize

@@ -35,6 +35,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ROWS_AHEAD: Final = 16
 _LINES_AHEAD: Final = 16
 _LINE_WORDS: Final = 8
+# Bytes of the next range that are prefetched while one is copied: the hardware does not see it
+# coming. 64 random ranges of 8 KiB take 26 us and 39 without, of 2 KiB 6.4 and 12, of 64 KiB 147
+# and 163, of 256 bytes 2.7 and 2.5 (2 busy cores, least of 60 alternating rounds, 2026-11-28).
+_RANGE_AHEAD: Final = 4096
 # Targets that descend the tree together, so that their cache misses overlap; 32 to 256 are alike.
 _GROUP: Final = 256
 
@@ -156,10 +160,11 @@ def copy_ranges(
             return row
         if place < 0 or widths[row] < length or place > len(out) - widths[row]:
             return row
-    # Prefetching the next range changes nothing: 64 ranges of 8 KiB take as long as one memcpy of
-    # their bytes, 46 us and 57 (2 busy cores, 2026-11-27).
     for row in range(len(starts)):
         length, place = lengths[row], places[row]
+        if row + 1 < len(starts):
+            for byte in range(0, min(lengths[row + 1], _RANGE_AHEAD), _LINE_WORDS * 8):
+                _prefetch(source, starts[row + 1] + byte)
         _copy(out, place, source, starts[row], length)
         for index in range(place + length, place + widths[row]):
             out[index] = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -534,7 +534,8 @@ class TokenSequences:
 class _Spans:
     """Where tokens are, and where they go: [starts, ends) of an array to `places` of the output.
 
-    widths: the tokens of each with its padding.
+    widths: the tokens of each with its padding. scaled: starts, lengths, places and widths in
+    bytes, by the bytes of a value.
     """
 
     starts: Array
@@ -543,23 +544,28 @@ class _Spans:
     widths: Array
     shape: tuple[int, ...]
     memory: BatchMemory
+    scaled: dict[int, tuple[Array, Array, Array, Array]] = field(default_factory=dict)
 
     def copy(self, name: str, source: CheckedArray) -> Array:
         """Return the tokens' values, 0 past the end of each. Raises: ShardCorruptError."""
         source.check(self.starts, self.ends)
         size = source.array.dtype.itemsize
         out = self.memory.allocate(name, math.prod(self.shape) * size)
+        starts, lengths, places, widths = self.scaled.get(size) or self._scale(size)
+        copy_ranges(source.bytes, starts, lengths, out, places, widths)
+        values: Array = out.view(source.array.dtype).reshape(self.shape)
+        return values
+
+    def _scale(self, size: int) -> tuple[Array, Array, Array, Array]:
         lengths = self.ends - self.starts
-        copy_ranges(
-            source.array.view(np.uint8),
+        # Several arrays have values of one size.
+        self.scaled[size] = (
             self.starts * size,
             lengths * size,
-            out,
             self.places * size,
             self.widths * size,
         )
-        values: Array = out.view(source.array.dtype).reshape(self.shape)
-        return values
+        return self.scaled[size]
 
 
 def _reopen(dataset: str, version: int, key: str, folder: Path) -> TokenSequences:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from replaylake.datastore.episodes.token_sequences import join_steps
 from replaylake.datastore.episodes.tokens import TOKEN_TYPES
 from replaylake.datastore.errors import ReplayLakeError
+from replaylake.datastore.interchange.formats import nemorl
 from replaylake.datastore.interchange.ingest.ingest import ingest
+from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.storage.arrow_values import combine_chunks
 
@@ -171,3 +175,143 @@ def test_a_file_that_is_cut_off(lake: Lake, tmp_path: Path) -> None:
         (tmp_path / f"cut{end}.jsonl").write_text(text[:end])
         receipt = ingest(lake, [tmp_path / f"cut{end}.jsonl"], f"talks{end}")
         assert (receipt.episodes.committed, receipt.episodes.rejected) == (1, 1)
+
+
+def _tables(path: Path) -> list[tuple[pa.Table, dict[int, str], list[int], int]]:
+    file = find_source([path]).files[0]
+    reading = nemorl._SampleTables([file])
+    return [
+        (chunk.table, dict(chunk.damage), list(chunk.lines), chunk.first_row)
+        for chunk in reading.chunks()
+    ]
+
+
+def _random_sample(rng: np.random.Generator, number: int) -> dict[str, Any]:
+    """A sample of several generations, some of its tokens filtered, some of its fields absent."""
+    length, padding = int(rng.integers(1, 120)), int(rng.integers(0, 3)) * 7
+    runs = rng.random(length) < np.repeat(rng.random(length), 5)[:length]
+    mask = [*runs.astype(float).tolist(), *[0.0] * padding]
+    log_probs = np.where(runs | (rng.random(length) < 0.05), -rng.standard_exponential(length), 0)
+    values = [*log_probs.tolist(), *[0.0] * padding]
+    decimals = [float(round(one, 2)) for one in values]
+    ids = rng.integers(0, 150_000, length + padding).tolist()
+    num_texts = 2 * int((np.diff(np.append(0, mask)) > 0).sum()) + (not mask[length - 1])
+    fields = {
+        "content": [[f"text {i} [1, 2]" for i in range(num_texts)]],
+        "rewards": [float(rng.standard_normal())],
+        "filtered_rewards": [1],
+        "token_loss_mask": [[int(one) for one in mask]] if number % 3 else [mask],
+        "sample_loss_mask": [float(number % 5 > 0)],
+        "generation_logprobs": [values],
+        "prev_logprobs": [decimals],
+        "advantages": [[0.25] * len(ids)],
+        "other_logprobs": [values],
+        "idx": number,
+    }
+    left_out = {name for name in fields if name != "token_loss_mask" and rng.random() < 0.15}
+    return {
+        "input_lengths": [length],
+        "token_ids": [ids],
+        **{name: value for name, value in fields.items() if name not in left_out},
+    }
+
+
+_ODD_LINES: tuple[Any, ...] = (
+    '{"token_ids": [[1,',
+    "",
+    "[]",
+    "null",
+    "NaN",
+    *("7", '"text"', "[[[[", json.dumps(list(range(40)))),
+)
+
+
+def _odd_fields(ids: list[int]) -> list[dict[str, Any]]:
+    num = len(ids)
+    return [
+        {"input_lengths": [num + 1]},
+        {"input_lengths": [0]},
+        {"input_lengths": num},
+        {"input_lengths": [float("inf")]},
+        {"token_ids": ids},
+        {"token_ids": [[-1, *ids[1:]]]},
+        {"token_ids": [[2**31, *ids[1:]]]},
+        {"token_ids": [[2**63, *ids[1:]]]},
+        {"token_ids": [[10**40, *ids[1:]]]},
+        {"token_ids": [[*ids[1:], None]]},
+        {"token_ids": [[*ids[1:], [3]]]},
+        {"token_ids": [[0.5] * num]},
+        {"token_loss_mask": [[2] * num]},
+        {"token_loss_mask": [[True] * num]},
+        {"token_loss_mask": [[0] * num], "generation_logprobs": None},
+        {"token_loss_mask": [[1.0] * (num - 1)]},
+        {"generation_logprobs": [[float("nan")] * num]},
+        {"generation_logprobs": [[-1e300] * num]},
+        {"generation_logprobs": [[0, *[-0.5] * (num - 1)]]},
+        {"generation_logprobs": [[-0.0] * num]},
+        {"rewards": [float("nan")], "filtered_rewards": None},
+        {"rewards": ["1"], "filtered_rewards": None},
+        {"idx": "\ud83d"},
+        {"idx": ids},
+        {"idx": "a\x00b"},
+        {"other": {"scores": [0.5] * 40, "deep": [[[list(range(30))]]]}},
+        {"other": float("inf")},
+        {"other": "\ud83d"},
+        {"content": [["\ud83d"]]},
+        {"content": [list(range(50))]},
+        {"content": [[f"see [{', '.join(map(str, range(40)))}]"]]},
+    ]
+
+
+def test_blocks_of_lines_are_read_as_each_line_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of a block have the rows, faults and places that they have when read one by one."""
+    monkeypatch.setattr(nemorl, "_CHUNK_TOKENS", 2_000)
+    rng = np.random.default_rng(11)
+    lines: list[Any] = [_random_sample(rng, number) for number in range(80)]
+    ids = rng.integers(0, 150_000, 60).tolist()
+    plain = {
+        "input_lengths": [60],
+        "token_ids": [ids],
+        "token_loss_mask": [[0.0] * 20 + [1.0] * 40],
+        "generation_logprobs": [[-0.5] * 60],
+    }
+    odd = [*_ODD_LINES, *({**plain, **fields} for fields in _odd_fields(ids))]
+    odd.append(json.dumps(plain)[:-1] + ', "token_ids": [[1, 2, 3]], "input_lengths": [3]}')
+    for number, line in enumerate(odd):
+        lines.insert(3 * number, line)
+    path = _write(tmp_path, lines)
+    found = _tables(path)
+    monkeypatch.setattr(nemorl, "parse_lines", lambda texts: [None] * len(texts))
+    expected = _tables(path)
+    assert len(found) == len(expected) > 5
+    for (table, *rest), (known, *known_rest) in zip(found, expected, strict=True):
+        assert rest == known_rest
+        for name in table.column_names:
+            # By their bytes: NaN equals nothing, and -0.0 equals 0.0.
+            values, others = (combine_chunks(one[name]) for one in (table, known))
+            assert _to_bits(values) == _to_bits(others), name
+    assert sum(len(damage) for _, damage, _, _ in found) > 20
+
+
+def _to_bits(array: pa.Array) -> Any:
+    if pa.types.is_list(array.type):
+        return array.is_valid().to_pylist(), pc.list_value_length(array), _to_bits(array.flatten())
+    return repr(array.to_pylist())
+
+
+def test_most_lines_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a block costs more than its lines one by one."""
+    rng = np.random.default_rng(12)
+    path = _write(tmp_path, [_random_sample(rng, number) for number in range(40)])
+    read_one_by_one: list[int] = []
+    read = nemorl._BlockReader._read_sample
+
+    def note(self: Any, line: Any) -> Any:
+        read_one_by_one.append(line.number)
+        return read(self, line)
+
+    monkeypatch.setattr(nemorl._BlockReader, "_read_sample", note)
+    assert sum(table.num_rows for table, *_ in _tables(path)) > 40
+    assert len(read_one_by_one) < 15
