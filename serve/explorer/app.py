@@ -31,6 +31,7 @@ from replaylake.serve.explorer.breakdown_page import show_breakdown
 from replaylake.serve.explorer.compare_page import show_comparison
 from replaylake.serve.explorer.console_page import send_result, show_console
 from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
+from replaylake.serve.explorer.decision_page import show_decision
 from replaylake.serve.explorer.episode_labels import open_next, write_label
 from replaylake.serve.explorer.episode_page import send_frame, show_episode
 from replaylake.serve.explorer.episodes_page import show_episodes
@@ -55,7 +56,7 @@ from replaylake.serve.explorer.profiles import ProfileMemory
 from replaylake.serve.explorer.promotion_form import cancel_promotion, start_promotion
 from replaylake.serve.explorer.promotions import Promote, Promotions
 from replaylake.serve.explorer.request_queue import RequestQueue
-from replaylake.serve.explorer.runs_page import list_runs, show_run
+from replaylake.serve.explorer.runs_page import list_runs, open_comparison, show_run
 from replaylake.serve.explorer.serving_page import list_serving, show_serving
 from replaylake.serve.explorer.token_texts import TokenTexts
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
@@ -104,9 +105,11 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/datasets/{name}/next", open_next),
     ("/datasets/{name}/group", show_group),
     ("/datasets/{name}/groups", show_groups),
+    ("/decision", show_decision),
     ("/policies", list_policies),
     ("/policies/{name}", show_policy),
     ("/runs", list_runs),
+    ("/runs/compare", open_comparison),
     ("/runs/{run}", show_run),
     ("/serving", list_serving),
     ("/serving/{name}", show_serving),
@@ -130,8 +133,13 @@ READERS_SQL: Final = {
 }
 # Those that show what a link on another site asks for, without running it, themselves.
 _HOLD_BACK: Final = ("/policies/{name}", "/sql")
-# Pages that read all steps of a dataset, as lists by a measure do: so few at a time.
-_SCANS: Final = ("/datasets/{name}/breakdown", "/datasets/{name}/group", "/datasets/{name}/groups")
+# Pages that read all steps or decisions of a dataset, as lists by a measure do: so few at a time.
+_SCANS: Final = (
+    "/datasets/{name}/breakdown",
+    "/datasets/{name}/group",
+    "/datasets/{name}/groups",
+    "/decision",
+)
 
 
 def create_explorer(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Box, Discrete, Space, Text, leaves
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
+from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.interchange.export.dialogue import (
     DialogueTurn,
     Utterance,
@@ -623,11 +624,18 @@ def list_steps(visit: Visit, contents: EpisodeContents) -> Panel:
     columns: list[Column | str] = [
         Column(name, is_number=_is_numeric(steps.schema.field(name).type)) for name in names
     ]
+    name = contents.snapshot.dataset
+    is_served = DECISION_ID in names and visit.lake.dataset(name).decisions.exists()
+
+    def draw_cell(column: str, value: object) -> Child:
+        if is_served and column == DECISION_ID and value is not None:
+            return tag("a", str(value), href=visit.link("decision", id=value), class_="ulid")
+        return value_cell(value)
+
     cells: list[list[Child]] = [
-        [value_cell(row[name]) for name in names]
+        [draw_cell(column, row[column]) for column in names]
         for row in steps.select(names).slice(0, _MAX_ROWS).to_pylist()
     ]
-    name = contents.snapshot.dataset
     note = (
         None if len(steps) <= _MAX_ROWS else f"the first {_MAX_ROWS}; SQL, CSV and JSON have more"
     )

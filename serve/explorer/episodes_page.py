@@ -437,6 +437,7 @@ def _compare_form(
         _episode_table(visit, listed, rows, at),
         action=visit.link("datasets", listed.snapshot.dataset, "compare"),
         id=form,
+        data_least=1,
         data_most=MAX_COMPARED,
     )
     return [actions, table_of_rows]

@@ -656,6 +656,73 @@ def test_why_a_gate_refused_is_seen(browser, gate_lake):
     assert gate_lake.registry.alias_version("p", "champion") == 2
 
 
+def test_two_runs_are_compared(browser, traced_lake):
+    heading = "document.querySelector('h1').textContent"
+    cells = "[...document.querySelectorAll('td')].map(e => e.textContent)"
+    with _serve(traced_lake) as address:
+        browser.show(1280, 900)
+        _open(browser, address + "/")
+        browser.follow("header nav a[href='/runs']")
+        _check_all(browser, "runs that can be selected")
+        assert browser.run("document.querySelector('button[form=compare]').disabled")
+        browser.click("[value='01first']")
+        assert browser.run("document.querySelector('button[form=compare]').disabled")
+        browser.click("[value='02second']")
+        browser.follow("button[form=compare]")
+        browser.wait_until("document.querySelectorAll('.plot canvas').length === 1")
+        assert browser.run(heading) == "02second and 01first"
+        assert {"learning_rate", "0.2", "0.1"} <= set(browser.run(cells))
+        names = browser.run("[...document.querySelectorAll('.series label')].map(e => e.innerText)")
+        assert [name.split()[0] for name in names] == ["02second", "01first"]
+        _check_all(browser, "two runs")
+        browser.follow("a[href='/datasets/walks/diff?a=1&b=2']")
+        assert browser.run(heading) == "walks: version 1 to 2"
+        assert "w/4" in " ".join(browser.run(cells))
+        assert browser.take_messages() == []
+
+
+def test_a_decision_is_followed_to_its_data(browser, traced_lake):
+    heading = "document.querySelector('h1')?.textContent"
+    facts = "[...document.querySelectorAll('main > .facts dd')].map(e => e.textContent)"
+    with _serve(traced_lake) as address:
+        browser.show(1280, 900)
+        _open(browser, address + "/")
+        browser.follow("a[href='/serving/live']")
+        _check_all(browser, "a log with its newest decisions")
+        newest = "[aria-label='Newest decisions'] tbody"
+        rows = browser.run(
+            f"[...document.querySelectorAll({newest + ' tr'!r})].map(e => e.innerText)"
+        )
+        # The one that came last of those that earned something: c, of the second version.
+        place = next(i for i, row in enumerate(rows, 1) if "clone:2" in row)
+        browser.follow(f"{newest} tr:nth-child({place}) a")
+        assert browser.run(heading) == "Decision"
+        assert browser.run(facts)[1:] == ["clone:2", "1", "2", "8"]
+        _check_all(browser, "a decision")
+        decision = browser.run("location.href")
+        # Each box of the way leads to its page.
+        for name, shown in (("clone:2", "clone"), ("02second", "02second"), ("walks@2", "walks@2")):
+            browser.open(decision)
+            browser.run(
+                "[...document.querySelectorAll('.flow a')].find("
+                f"e => e.textContent === {name!r}).focus()"
+            )
+            browser.press("Enter")
+            browser.wait_until(f"({heading}) === {shown!r}")
+        browser.open(decision)
+        browser.follow("[aria-label='Learned from'] tbody a[href*='where=']")
+        assert browser.run("document.querySelectorAll('#episodes tbody tr').length") == 3
+        browser.open(decision)
+        browser.run("document.querySelector('.flow .stage:last-child a').focus()")
+        browser.press("Enter")
+        browser.wait_until(f"{heading}?.startsWith('served/')")
+        # And back, from the step to its decision.
+        steps = "[aria-label=Steps] td a[href^='/decision']"
+        browser.follow(steps)
+        assert browser.run(heading) == "Decision"
+        assert browser.take_messages() == []
+
+
 def test_a_result_is_drawn_by_the_keyboard_alone(browser, address):
     label = "document.querySelector('#chart-canvas').getAttribute('aria-label')"
     browser.show(1280, 900)
