@@ -30,6 +30,7 @@ from replaylake.datastore.lake.lake import Lake
 from replaylake.serve.explorer.breakdown_page import show_breakdown
 from replaylake.serve.explorer.compare_page import show_comparison
 from replaylake.serve.explorer.console_page import send_result, show_console
+from replaylake.serve.explorer.conversation_panel import send_image
 from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
 from replaylake.serve.explorer.decision_page import show_decision
 from replaylake.serve.explorer.episode_labels import open_next, write_label
@@ -89,10 +90,12 @@ _MAX_SANDBOXES: Final = 4
 _MAX_SCANS: Final = 2
 # Each query takes 10 s at most: who comes last waits less than a minute.
 _MAX_WAITING: Final = 16
+_MAX_WAITING_IMAGES: Final = 64
 # What a query may have as it is (RFC 3986), with the sign of what is quoted already.
 _QUERY_SAFE: Final = "%/?:@!$&'()*+,;=~"
 # In the order in which a page loads them.
 _FILES: Final = ("uplot.css", "explorer.css", "uplot.js", "explorer.js")
+_IMAGE: Final = "/datasets/{name}/image"
 PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/", show_lake),
     ("/datasets/{name}", show_dataset),
@@ -102,6 +105,7 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/datasets/{name}/episodes", show_episodes),
     ("/datasets/{name}/episode", show_episode),
     ("/datasets/{name}/frame", send_frame),
+    (_IMAGE, send_image),
     ("/datasets/{name}/next", open_next),
     ("/datasets/{name}/group", show_group),
     ("/datasets/{name}/groups", show_groups),
@@ -192,6 +196,8 @@ class Explorer:
         self._token_texts = token_texts
         self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
         self.scans = RequestQueue(_MAX_SCANS, _MAX_WAITING, "pages")
+        # A page asks for several at once, and each is found among the steps of its shard.
+        self.images = RequestQueue(_MAX_SCANS, _MAX_WAITING_IMAGES, "images")
         # Labels of one shard that are written at once would be planned again after each other.
         self.writes = RequestQueue(1, _MAX_WAITING, "forms")
         self.live = LivePages()
@@ -340,7 +346,7 @@ class Explorer:
         else:
             page = await _run_while_connected(request, visit(), function)
         if isinstance(page, Download):
-            return _send_download(page)
+            return _send_download(request, page)
         if isinstance(page, Redirect):
             return Response(status_code=303, headers={"location": page.address})
         return await run_in_threadpool(self._render, request, page, suffix, stem)
@@ -351,6 +357,8 @@ class Explorer:
         """Return the queue in which a page has its turn; None for a page that is made at once."""
         if runs_sql:
             return self.sandboxes
+        if route == _IMAGE:
+            return self.images
         is_ranked = route in READERS_SQL and values.get("sort") in TITLES
         return self.scans if is_ranked or route in _SCANS else None
 
@@ -611,13 +619,18 @@ async def _run_while_connected(
     return work.result()
 
 
-def _send_download(file: Download) -> Response:
-    response = Response(file.content, media_type=file.media_type)
+def _send_download(request: Request, file: Download) -> Response:
+    headers = {}
     if file.name is not None:
-        response.headers["content-disposition"] = f'attachment; filename="{file.name}"'
+        headers["content-disposition"] = f'attachment; filename="{file.name}"'
     if file.is_fixed:
-        response.headers["cache-control"] = "private, max-age=600"
-    return response
+        headers["cache-control"] = "private, max-age=600"
+    if file.digest is not None:
+        headers["etag"] = f'"{file.digest}"'
+        known = request.headers.get("if-none-match", "")
+        if headers["etag"] in (one.strip() for one in known.split(",")):
+            return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

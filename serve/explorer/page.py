@@ -73,12 +73,16 @@ class Page:
 
 @dataclass(frozen=True)
 class Download:
-    """A file. name: the one that a browser saves it by; is_fixed: its address has its version."""
+    """A file. name: the one that a browser saves it by; is_fixed: its address has its version.
+
+    digest: the sha256 of the content, by which a browser asks whether it has changed.
+    """
 
     content: bytes
     media_type: str
     name: str | None = None
     is_fixed: bool = False
+    digest: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The explorer's, and at the end those of a policy server.
 with CI they fail.
 """
 
+import base64
 import json
 import threading
 import time
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import uvicorn
 
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.runs.lease import RunLease
@@ -24,6 +26,7 @@ from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.serve.app import create_app
 from replaylake.serve.explorer import profiles
 from replaylake.serve.explorer.app import create_explorer
+from replaylake.serve.explorer.frames import encode_png
 from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.safety.tokens import Tokens
 
@@ -455,6 +458,42 @@ def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
     browser.press("ArrowRight")
     browser.wait_until("document.querySelector('img').src.endsWith('&step=1')")
     browser.wait_until("document.querySelector('img').naturalWidth === 10")
+
+
+def test_an_image_of_a_message_is_drawn(browser, tmp_path):
+    frame = np.random.default_rng(0).integers(0, 255, (300, 900, 3), dtype=np.uint8)
+    url = f"data:image/svg+xml;base64,{base64.b64encode(encode_png(frame)).decode()}"
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    click = {"name": "click", "arguments": json.dumps({"x": 12, "y": 40})}
+    said = [{"role": "assistant", "tool_calls": [{"type": "function", "function": click}]}]
+    lake = open_lake(tmp_path / "lake", create=True)
+    episode = Episode(
+        "s/0",
+        observations=np.array(["?"], object),
+        actions=np.array(["!"], object),
+        rewards=np.ones(1),
+        terminated=True,
+        extras={
+            "prompt_messages": [json.dumps(seen)],
+            "completion_messages": [json.dumps(said)],
+        },
+    )
+    lake.dataset("screens").append([episode])
+    with _serve(lake) as address:
+        browser.open(address + "/datasets/screens/episode?id=s/0")
+        _check_all(browser, "a conversation with an image")
+        browser.run("document.querySelector('.media img').scrollIntoView(); 0")
+        browser.wait_until("document.querySelector('.media img').naturalWidth === 900")
+        for width in (1280, 390):
+            browser.show(width, 844)
+            ratio = "(e => e.offsetWidth / e.offsetHeight)(document.querySelector('.media img'))"
+            assert browser.run(ratio) == pytest.approx(3, abs=0.05)
+        assert 'click({"x": 12, "y": 40})' in browser.run("document.body.innerText")
+        assert browser.take_messages() == []
+        browser.follow(".media a")
+        assert browser.run("document.contentType") == "image/png"
+    # A browser styles an image of its own page, which our policy does not let it.
+    browser.take_messages()
 
 
 def test_times_are_in_the_zone_of_the_reader(browser, address):
