@@ -244,6 +244,8 @@ class Explorer:
                 return self._send_file(request, path)
             if path == "/sign-in":
                 return await self._sign_in(request)
+            if path == "/sign-out":
+                return self._sign_out(request)
             session = self._find_session(request)
             if session is None:
                 return self._ask_for_token(request, _to_address(path, request.url.query))
@@ -452,10 +454,17 @@ class Explorer:
             return Response(to_csv(page), media_type=_FORMS[suffix])
         query = request.url.query
         address = f"{self._prefix}{stem}" + (f"?{query}" if query else "")
-        return self._page(page, address, page.status)
+        return self._page(request, page, address, page.status)
 
-    def _page(self, page: Page, address: str, status: int = 200) -> Response:
-        text = to_html(page, self._links, lake=self._lake.url, address=address, assets=self._assets)
+    def _page(self, request: Request, page: Page, address: str, status: int = 200) -> Response:
+        text = to_html(
+            page,
+            self._links,
+            lake=self._lake.url,
+            address=address,
+            assets=self._assets,
+            has_signed_in=self._find_token(request) is not None,
+        )
         return Response(text.encode("utf-8", "replace"), status, media_type=HTML)
 
     def _send_file(self, request: Request, path: str) -> Response:
@@ -477,15 +486,21 @@ class Explorer:
         """Return what the reader signed in with, empty where no token is needed; else None."""
         if self._tokens.is_empty:
             return b""
-        cookie = request.cookies.get(self._name_cookie(request), "").encode()
-        for token, _ in self._tokens.pairs:
-            if hmac.compare_digest(self._cookie_of(token), cookie):
-                return token
+        if (token := self._find_token(request)) is not None:
+            return token
         authorization = request.headers.get("authorization")
         if authorization is None:
             return None
         self._tokens.check(_ROLE, authorization.encode("latin-1"))
         return authorization.encode("latin-1")
+
+    def _find_token(self, request: Request) -> bytes | None:
+        """Return the token that the reader's cookie stands for."""
+        cookie = request.cookies.get(self._name_cookie(request), "").encode()
+        for token, _ in self._tokens.pairs:
+            if hmac.compare_digest(self._cookie_of(token), cookie):
+                return token
+        return None
 
     def _name_cookie(self, request: Request) -> str:
         """Return a name that no other explorer of this host has: cookies know no ports."""
@@ -515,6 +530,15 @@ class Explorer:
             # A link in a chat leads to its page; what else other sites request is refused.
             samesite="lax",
         )
+        return response
+
+    def _sign_out(self, request: Request) -> Response:
+        if request.method != "POST":
+            text = f"{request.method} is not possible here: pages have a button that signs out."
+            return self._error(request, "/sign-out", 405, text)
+        response = Response(status_code=303, headers={"location": self._links("sign-in")})
+        for name in (self._name_cookie(request), _READER_COOKIE):
+            response.delete_cookie(name, path=f"{self._prefix}/", httponly=True)
         return response
 
     def _find_target(self, to: str) -> str:
@@ -572,7 +596,7 @@ class Explorer:
             hint = tag("a", "Back to the page of the form", href=back)
         body = empty_state(text, hint=hint)
         page = Page(phrase, section="error", panels=[Panel("Why", body)])
-        return self._page(page, self._links(), status)
+        return self._page(request, page, self._links(), status)
 
 
 def _check_site(request: Request) -> bool:

@@ -127,8 +127,20 @@ def empty_state(what: str, *, command: str | None = None, hint: Child = None) ->
     )
 
 
-def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mapping[str, str]) -> str:
-    """Return a page as HTML. address: of this page, with its query and without a suffix."""
+def to_html(
+    page: Page,
+    links: Links,
+    *,
+    lake: str,
+    address: str,
+    assets: Mapping[str, str],
+    has_signed_in: bool = False,
+) -> str:
+    """Return a page as HTML.
+
+    address: of this page, with its query and without a suffix. has_signed_in: whether the reader
+    may sign out.
+    """
     path, mark, query = address.partition("?")
     stem = path.rstrip("/") if path.rstrip("/") != links().rstrip("/") else links("index")
     forms = [("JSON", f"{stem}.json{mark}{query}")] if page.data else []
@@ -159,9 +171,19 @@ def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mappin
                 for name, href in forms
             ),
         ],
-        footer=tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
-        if forms
-        else None,
+        footer=[
+            tag(
+                "form",
+                tag("button", "Sign out", type="submit", class_="plain"),
+                method="post",
+                action=links("sign-out"),
+            )
+            if has_signed_in
+            else None,
+            tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
+            if forms
+            else None,
+        ],
     )
 
 
