@@ -435,7 +435,38 @@ document.addEventListener("DOMContentLoaded", () => {
   startFollowing();
   startComparing();
   startFollower();
+  startTokens();
 });
+
+// A token is chosen by the arrow keys, by a click or by touch: what its tooltip says is then shown.
+function startTokens() {
+  const say = $("#token-facts");
+  if (!say) return;
+  let chosen = null;
+  const choose = (token) => {
+    if (!token) return;
+    chosen?.classList.remove("chosen");
+    chosen = token;
+    token.classList.add("chosen");
+    say.hidden = false;
+    say.textContent = `${JSON.stringify(token.textContent)}: ${token.title}`;
+    token.scrollIntoView({ block: "nearest" });
+  };
+  for (const box of $$(".tokens")) {
+    box.addEventListener("click", (event) => choose(event.target.closest(".token")));
+    box.addEventListener("focus", () => { if (!box.contains(chosen) && box.matches(":focus-visible")) choose(box.firstElementChild); });
+    box.addEventListener("keydown", (event) => {
+      const at = box.contains(chosen) ? chosen : box.firstElementChild;
+      const next = {
+        ArrowRight: at.nextElementSibling ?? at, ArrowLeft: at.previousElementSibling ?? at,
+        Home: box.firstElementChild, End: box.lastElementChild,
+      }[event.key];
+      if (!next) return;
+      event.preventDefault();
+      choose(next);
+    });
+  }
+}
 
 // Keys: a letter or digit presses the button, or enters the field, that names it. A reader may turn
 // them off, since a speech input or a screen reader may have other uses for letters.

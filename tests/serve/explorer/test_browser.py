@@ -382,6 +382,25 @@ def test_a_bar_leads_to_the_worst_episodes_and_on(browser, address):
     assert browser.run("document.querySelector('h1').textContent") == "w/01"
 
 
+def test_what_is_known_of_a_token_is_read_by_keys_and_by_touch(browser, address):
+    said = "document.querySelector('#token-facts').textContent"
+    browser.show(390, 844)
+    _open(browser, address + "/datasets/chats/episode?id=tree%230&agent=solver")
+    assert browser.run("document.querySelector('#token-facts').hidden")
+    browser.run("document.querySelectorAll('.tokens')[1].focus()")
+    for _ in range(2):
+        browser.press("ArrowRight")
+    # "ask": log-probs are 0, -0.25 and -0.5.
+    text = browser.run(said)
+    assert text.startswith('"k": id 107, log-prob -0.5, probability 0.607')
+    browser.press("Home")
+    assert browser.run(said).startswith('"a": id 97')
+    browser.click(".tokens .token:nth-child(2)")
+    assert browser.run(said).startswith('"l": id 108')
+    _check_all(browser, "a chosen token")
+    assert browser.take_messages() == []
+
+
 def test_a_bar_of_a_group_selects_its_samples(browser, address):
     browser.show(1280, 900)
     _open(browser, address + "/datasets/chats/groups")
