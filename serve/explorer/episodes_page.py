@@ -105,13 +105,22 @@ class EpisodeList:
 
     def neighbor_query(self, key: EpisodeKey) -> Query:
         """Return the query of the episodes before and after one."""
+        first, items = "", self.source
+        if self.measure is not None:
+            # Computed once for both.
+            columns = f"episode_id, agent_id, {self.column}"
+            first = f"WITH ranked AS MATERIALIZED (SELECT {columns} FROM {self.source()}) "
+
+            def items(bound: str) -> str:
+                return f"ranked WHERE {bound}"
+
         parts = [
             f"(SELECT '{name}' AS place, episode_id, agent_id "
-            f"FROM {self.source(self._bound(key, is_forward=is_forward))} "
+            f"FROM {items(self._bound(key, is_forward=is_forward))} "
             f"ORDER BY {self._order(is_forward=is_forward)} LIMIT 1)"
             for name, is_forward in (("previous", False), ("next", True))
         ]
-        return self._query(" UNION ALL ".join(parts), key)
+        return self._query(first + " UNION ALL ".join(parts), key)
 
     def unlabeled_query(self, label: str | None, after: EpisodeKey | None) -> Query:
         """Return the query of the first episode without a label, after a place or of all.
