@@ -105,18 +105,18 @@ class EpisodeList:
 
     def neighbor_query(self, key: EpisodeKey) -> Query:
         """Return the query of the episodes before and after one."""
-        first, items = "", self.source
+        first = ""
         if self.measure is not None:
             # Computed once for both.
             columns = f"episode_id, agent_id, {self.column}"
             first = f"WITH ranked AS MATERIALIZED (SELECT {columns} FROM {self.source()}) "
 
-            def items(bound: str) -> str:
-                return f"ranked WHERE {bound}"
+        def select_bounded(bound: str) -> str:
+            return f"ranked WHERE {bound}" if first else self.source(bound)
 
         parts = [
             f"(SELECT '{name}' AS place, episode_id, agent_id "
-            f"FROM {items(self._bound(key, is_forward=is_forward))} "
+            f"FROM {select_bounded(self._bound(key, is_forward=is_forward))} "
             f"ORDER BY {self._order(is_forward=is_forward)} LIMIT 1)"
             for name, is_forward in (("previous", False), ("next", True))
         ]
