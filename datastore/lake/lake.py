@@ -21,8 +21,8 @@ from replaylake.datastore.lake.versions.tags import Tags, tag_snapshot
 from replaylake.datastore.lake.webhooks import Webhooks
 from replaylake.datastore.names import LAKE_ROOT, check_dataset_name, parse_snapshot
 from replaylake.datastore.query import query
+from replaylake.datastore.query.statements import Cancellation
 from replaylake.datastore.query.untrusted import (
-    Cancellation,
     QueryLimits,
     UntrustedResult,
     run_untrusted,
@@ -133,6 +133,7 @@ class Lake:
         parameters: Mapping[str, object] | None = None,
         *,
         at: Mapping[str, str | int] | None = None,
+        cancellation: Cancellation | None = None,
     ) -> pa.Table:
         """Run one SELECT over the views of datasets and of the lake, and return its rows.
 
@@ -146,10 +147,12 @@ class Lake:
             at: the version or tag to read, by dataset; the newest by default.
                 `{"before": "cartpole@12"}` reads a version under another name, so that two versions
                 can be compared.
+            cancellation: its `cancel`, from another thread, ends the query.
 
-        Raises: QueryRefusedError, QueryError, NotFoundError for an unknown dataset or version.
+        Raises: QueryRefusedError, QueryError, also as it was cancelled, NotFoundError for an
+        unknown dataset or version.
         """
-        return query.run_query(text, self.catalog(at), parameters)
+        return query.run_query(text, self.catalog(at), parameters, cancellation=cancellation)
 
     def sql_untrusted(
         self,

@@ -14,6 +14,7 @@ from replaylake.datastore.errors import QueryError
 from replaylake.datastore.query.connections import session
 from replaylake.datastore.query.list_functions import define_list_functions
 from replaylake.datastore.query.statements import (
+    Cancellation,
     check_select,
     execute_interruptibly,
     find_tables,
@@ -26,11 +27,16 @@ _EXCERPT: Final = re.compile(r"\n\nLINE (\d+): (.*)\n( *\^+)")
 
 
 def run_query(
-    query: str, catalog: Catalog, parameters: Mapping[str, object] | None = None
+    query: str,
+    catalog: Catalog,
+    parameters: Mapping[str, object] | None = None,
+    *,
+    cancellation: Cancellation | None = None,
 ) -> pa.Table:
     """Run one SELECT with `$name` parameters and return Arrow.
 
-    Raises: QueryRefusedError if it is not one SELECT, QueryError with DuckDB's own words,
+    cancellation: ends the query from another thread. Raises: QueryRefusedError if it is not one
+    SELECT, QueryError with DuckDB's own words, or as it was cancelled,
     NotFoundError if it names a dataset or view that does not exist or a version whose shards were
     removed, ShardCorruptError if a file is missing that should be there.
     """
@@ -41,7 +47,7 @@ def run_query(
         views = plan_views(find_tables(connection, query), catalog)
         try:
             views.create(connection)
-            return execute_interruptibly(connection, query, parameters)
+            return execute_interruptibly(connection, query, parameters, cancellation)
         finally:
             views.release()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, Final
 
 import duckdb
@@ -40,6 +42,8 @@ _NON_READING_FUNCTIONS: Final = {
     "write_log",
 }
 
+# How long a cancelled query goes on at most.
+_CHECK_S: Final = 0.1
 # How the message of error() in a condition over episodes begins (conditions.py).
 VARYING_COLUMN: Final = "condition over episodes: "
 
@@ -48,6 +52,39 @@ VARYING_COLUMN: Final = "condition over episodes: "
 _UNKNOWN_TABLE: Final = re.compile(
     r"(Table with name .+? does not exist)!(?: Did you mean \"[^\"]*\"\?)?"
 )
+
+
+class Cancellation:
+    """Ends queries from another thread, also those that begin only later."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_cancelled = False
+        self._stop: Callable[[], None] | None = None
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """End the query that runs, and those that begin after it."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._stop is not None:
+                self._stop()
+
+    @contextmanager
+    def watching(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Call `stop` if the query is cancelled within the block, or was before it."""
+        with self._lock:
+            self._stop = stop
+            if self._is_cancelled:
+                stop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stop = None
 
 
 def check_select(connection: duckdb.DuckDBPyConnection, query: str) -> None:
@@ -110,16 +147,27 @@ def execute_interruptibly(
     connection: duckdb.DuckDBPyConnection,
     query: str,
     parameters: Mapping[str, object] | None = None,
+    cancellation: Cancellation | None = None,
 ) -> pa.Table:
-    """Run a query of a user's, which Ctrl-C ends. Raises: as execute.
+    """Run a query of a user's, which Ctrl-C ends, or its cancellation. Raises: as execute.
 
     DuckDB 2.0.0 misses one Ctrl-C in four, and every second one of a process, while a query runs
     in the main thread. So the query runs in another, and the main thread waits and tells it.
     """
+    if cancellation is not None and cancellation.is_cancelled:
+        raise QueryError("the query was cancelled.")
     with ThreadPoolExecutor(1, "replaylake-query") as pool:
         running = pool.submit(execute, connection, query, parameters)
         try:
+            while cancellation is not None and not wait([running], _CHECK_S).done:
+                if cancellation.is_cancelled:
+                    # Again at each turn: DuckDB forgets one that comes before the query begins.
+                    connection.interrupt()
             return running.result()
+        except (QueryError, KeyboardInterrupt) as error:
+            if cancellation is not None and cancellation.is_cancelled:
+                raise QueryError("the query was cancelled.") from error
+            raise
         finally:
             if not running.done():
                 connection.interrupt()

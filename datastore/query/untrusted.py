@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -28,6 +28,7 @@ from replaylake.datastore.errors import (
     ReplayLakeError,
 )
 from replaylake.datastore.query.sandbox import read_frame, to_ipc, write_frame
+from replaylake.datastore.query.statements import Cancellation
 from replaylake.datastore.query.views import Catalog, Views, plan_views
 from replaylake.datastore.storage.table.table import TableSnapshot
 
@@ -78,39 +79,6 @@ class UntrustedResult:
 
     rows: pa.Table
     truncated: str | None
-
-
-class Cancellation:
-    """Ends one query from another thread, also one that begins only later."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_cancelled = False
-        self._stop: Callable[[], None] | None = None
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._is_cancelled
-
-    def cancel(self) -> None:
-        """End the query; without effect once it has ended."""
-        with self._lock:
-            self._is_cancelled = True
-            if self._stop is not None:
-                self._stop()
-
-    @contextmanager
-    def watching(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` if the query is cancelled within the block, or was before it."""
-        with self._lock:
-            self._stop = stop
-            if self._is_cancelled:
-                stop()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._stop = None
 
 
 def run_untrusted(

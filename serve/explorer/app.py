@@ -30,7 +30,9 @@ from replaylake.datastore.lake.lake import Lake
 from replaylake.serve.explorer.breakdown_page import show_breakdown
 from replaylake.serve.explorer.compare_page import show_comparison
 from replaylake.serve.explorer.console_page import send_result, show_console
+from replaylake.serve.explorer.conversation_panel import send_image
 from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
+from replaylake.serve.explorer.decision_page import show_decision
 from replaylake.serve.explorer.episode_labels import open_next, write_label
 from replaylake.serve.explorer.episode_page import send_frame, show_episode
 from replaylake.serve.explorer.episodes_page import show_episodes
@@ -55,7 +57,7 @@ from replaylake.serve.explorer.profiles import ProfileMemory
 from replaylake.serve.explorer.promotion_form import cancel_promotion, start_promotion
 from replaylake.serve.explorer.promotions import Promote, Promotions
 from replaylake.serve.explorer.request_queue import RequestQueue
-from replaylake.serve.explorer.runs_page import list_runs, show_run
+from replaylake.serve.explorer.runs_page import list_runs, open_comparison, show_run
 from replaylake.serve.explorer.serving_page import list_serving, show_serving
 from replaylake.serve.explorer.token_texts import TokenTexts
 from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
@@ -88,10 +90,12 @@ _MAX_SANDBOXES: Final = 4
 _MAX_SCANS: Final = 2
 # Each query takes 10 s at most: who comes last waits less than a minute.
 _MAX_WAITING: Final = 16
+_MAX_WAITING_IMAGES: Final = 64
 # What a query may have as it is (RFC 3986), with the sign of what is quoted already.
 _QUERY_SAFE: Final = "%/?:@!$&'()*+,;=~"
 # In the order in which a page loads them.
 _FILES: Final = ("uplot.css", "explorer.css", "uplot.js", "explorer.js")
+_IMAGE: Final = "/datasets/{name}/image"
 PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/", show_lake),
     ("/datasets/{name}", show_dataset),
@@ -101,12 +105,15 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/datasets/{name}/episodes", show_episodes),
     ("/datasets/{name}/episode", show_episode),
     ("/datasets/{name}/frame", send_frame),
+    (_IMAGE, send_image),
     ("/datasets/{name}/next", open_next),
     ("/datasets/{name}/group", show_group),
     ("/datasets/{name}/groups", show_groups),
+    ("/decision", show_decision),
     ("/policies", list_policies),
     ("/policies/{name}", show_policy),
     ("/runs", list_runs),
+    ("/runs/compare", open_comparison),
     ("/runs/{run}", show_run),
     ("/serving", list_serving),
     ("/serving/{name}", show_serving),
@@ -130,8 +137,13 @@ READERS_SQL: Final = {
 }
 # Those that show what a link on another site asks for, without running it, themselves.
 _HOLD_BACK: Final = ("/policies/{name}", "/sql")
-# Pages that read all steps of a dataset, as lists by a measure do: so few at a time.
-_SCANS: Final = ("/datasets/{name}/breakdown", "/datasets/{name}/group", "/datasets/{name}/groups")
+# Pages that read all steps or decisions of a dataset, as lists by a measure do: so few at a time.
+_SCANS: Final = (
+    "/datasets/{name}/breakdown",
+    "/datasets/{name}/group",
+    "/datasets/{name}/groups",
+    "/decision",
+)
 
 
 def create_explorer(
@@ -184,6 +196,8 @@ class Explorer:
         self._token_texts = token_texts
         self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
         self.scans = RequestQueue(_MAX_SCANS, _MAX_WAITING, "pages")
+        # A page asks for several at once, and each is found among the steps of its shard.
+        self.images = RequestQueue(_MAX_SCANS, _MAX_WAITING_IMAGES, "images")
         # Labels of one shard that are written at once would be planned again after each other.
         self.writes = RequestQueue(1, _MAX_WAITING, "forms")
         self.live = LivePages()
@@ -230,6 +244,8 @@ class Explorer:
                 return self._send_file(request, path)
             if path == "/sign-in":
                 return await self._sign_in(request)
+            if path == "/sign-out":
+                return self._sign_out(request)
             session = self._find_session(request)
             if session is None:
                 return self._ask_for_token(request, _to_address(path, request.url.query))
@@ -332,7 +348,7 @@ class Explorer:
         else:
             page = await _run_while_connected(request, visit(), function)
         if isinstance(page, Download):
-            return _send_download(page)
+            return _send_download(request, page)
         if isinstance(page, Redirect):
             return Response(status_code=303, headers={"location": page.address})
         return await run_in_threadpool(self._render, request, page, suffix, stem)
@@ -343,6 +359,8 @@ class Explorer:
         """Return the queue in which a page has its turn; None for a page that is made at once."""
         if runs_sql:
             return self.sandboxes
+        if route == _IMAGE:
+            return self.images
         is_ranked = route in READERS_SQL and values.get("sort") in TITLES
         return self.scans if is_ranked or route in _SCANS else None
 
@@ -436,10 +454,17 @@ class Explorer:
             return Response(to_csv(page), media_type=_FORMS[suffix])
         query = request.url.query
         address = f"{self._prefix}{stem}" + (f"?{query}" if query else "")
-        return self._page(page, address, page.status)
+        return self._page(request, page, address, page.status)
 
-    def _page(self, page: Page, address: str, status: int = 200) -> Response:
-        text = to_html(page, self._links, lake=self._lake.url, address=address, assets=self._assets)
+    def _page(self, request: Request, page: Page, address: str, status: int = 200) -> Response:
+        text = to_html(
+            page,
+            self._links,
+            lake=self._lake.url,
+            address=address,
+            assets=self._assets,
+            has_signed_in=self._find_token(request) is not None,
+        )
         return Response(text.encode("utf-8", "replace"), status, media_type=HTML)
 
     def _send_file(self, request: Request, path: str) -> Response:
@@ -461,15 +486,21 @@ class Explorer:
         """Return what the reader signed in with, empty where no token is needed; else None."""
         if self._tokens.is_empty:
             return b""
-        cookie = request.cookies.get(self._name_cookie(request), "").encode()
-        for token, _ in self._tokens.pairs:
-            if hmac.compare_digest(self._cookie_of(token), cookie):
-                return token
+        if (token := self._find_token(request)) is not None:
+            return token
         authorization = request.headers.get("authorization")
         if authorization is None:
             return None
         self._tokens.check(_ROLE, authorization.encode("latin-1"))
         return authorization.encode("latin-1")
+
+    def _find_token(self, request: Request) -> bytes | None:
+        """Return the token that the reader's cookie stands for."""
+        cookie = request.cookies.get(self._name_cookie(request), "").encode()
+        for token, _ in self._tokens.pairs:
+            if hmac.compare_digest(self._cookie_of(token), cookie):
+                return token
+        return None
 
     def _name_cookie(self, request: Request) -> str:
         """Return a name that no other explorer of this host has: cookies know no ports."""
@@ -499,6 +530,15 @@ class Explorer:
             # A link in a chat leads to its page; what else other sites request is refused.
             samesite="lax",
         )
+        return response
+
+    def _sign_out(self, request: Request) -> Response:
+        if request.method != "POST":
+            text = f"{request.method} is not possible here: pages have a button that signs out."
+            return self._error(request, "/sign-out", 405, text)
+        response = Response(status_code=303, headers={"location": self._links("sign-in")})
+        for name in (self._name_cookie(request), _READER_COOKIE):
+            response.delete_cookie(name, path=f"{self._prefix}/", httponly=True)
         return response
 
     def _find_target(self, to: str) -> str:
@@ -556,7 +596,7 @@ class Explorer:
             hint = tag("a", "Back to the page of the form", href=back)
         body = empty_state(text, hint=hint)
         page = Page(phrase, section="error", panels=[Panel("Why", body)])
-        return self._page(page, self._links(), status)
+        return self._page(request, page, self._links(), status)
 
 
 def _check_site(request: Request) -> bool:
@@ -603,13 +643,18 @@ async def _run_while_connected(
     return work.result()
 
 
-def _send_download(file: Download) -> Response:
-    response = Response(file.content, media_type=file.media_type)
+def _send_download(request: Request, file: Download) -> Response:
+    headers = {}
     if file.name is not None:
-        response.headers["content-disposition"] = f'attachment; filename="{file.name}"'
+        headers["content-disposition"] = f'attachment; filename="{file.name}"'
     if file.is_fixed:
-        response.headers["cache-control"] = "private, max-age=600"
-    return response
+        headers["cache-control"] = "private, max-age=600"
+    if file.digest is not None:
+        headers["etag"] = f'"{file.digest}"'
+        known = request.headers.get("if-none-match", "")
+        if headers["etag"] in (one.strip() for one in known.split(",")):
+            return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
 
 
 async def _answer_lifespan(receive: Receive, send: Send) -> None:

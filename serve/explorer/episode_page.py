@@ -14,11 +14,7 @@ from numpy.typing import NDArray
 from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Box, Discrete, Space, Text, leaves
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
-from replaylake.datastore.interchange.export.dialogue import (
-    DialogueTurn,
-    Utterance,
-    read_dialogue,
-)
+from replaylake.datastore.feedback.decisions import DECISION_ID
 from replaylake.datastore.interchange.formats.generations.rows import COMPLETION_MESSAGES
 from replaylake.datastore.lake.profile.vectors import SpaceNumbers
 from replaylake.datastore.lake.snapshot import Snapshot
@@ -28,6 +24,7 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
 )
 from replaylake.datastore.query.group_views import GROUP_ID
 from replaylake.serve.explorer.agents_panel import draw_branches, draw_side_by_side
+from replaylake.serve.explorer.conversation_panel import draw_conversation
 from replaylake.serve.explorer.dataset_page import at_of, find_snapshot
 from replaylake.serve.explorer.episode_labels import show_episode_labels, to_json_labels
 from replaylake.serve.explorer.episodes_page import (
@@ -42,9 +39,8 @@ from replaylake.serve.explorer.group_page import link_group
 from replaylake.serve.explorer.page import Download, Page, Panel, build_panels
 from replaylake.serve.explorer.token_panel import draw_tokens
 from replaylake.serve.explorer.visit import Visit
-from replaylake.serve.pages.markup import Child, Markup, data_block, join, join_list, tag
+from replaylake.serve.pages.markup import Child, Markup, data_block, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag, value_cell
-from replaylake.serve.pages.texts import number_text
 
 # Of a longer episode, the first steps are drawn, and of a table so many.
 _MAX_STEPS: Final = 20_000
@@ -52,8 +48,6 @@ _MAX_STEP_BYTES: Final = 64 << 20
 _FIRST_STEPS: Final = 64
 _MAX_ROWS: Final = 200
 _MAX_SERIES: Final = 32
-_MAX_TURNS: Final = 500
-_MAX_DIALOGUE_BYTES: Final = 8 << 20
 _NUMERIC: Final = re.compile("u?int(8|16|32|64)|halffloat|float|double")
 _CURVE_COLUMNS: Final = (schema.REWARD, schema.BEHAVIOR_LOG_PROB)
 # Columns whose values curves or other panels show, or that are the same in every step.
@@ -496,109 +490,11 @@ def round_values(values: NDArray[np.float64]) -> list[float | None]:
 
 
 def show_conversation(visit: Visit, contents: EpisodeContents) -> Panel | None:
-    """Show an episode of texts as a conversation, with calls of tools folded."""
+    """Show an episode of texts as a conversation."""
     if not contents.has_text:
         return None
-    dialogue = read_dialogue(
-        contents.snapshot,
-        contents.episode_id,
-        max_turns=_MAX_TURNS,
-        max_bytes=_MAX_DIALOGUE_BYTES,
-    )
-    turns = _draw_turns(dialogue.turns)
-    note = None
     total = contents.summary["num_steps_of_agents"]
-    if len(turns) < total:
-        note = f"the first {len(turns):,} of {total:,} turns"
-    return Panel("Conversation", turns, note=note)
-
-
-def _draw_turns(turns: Sequence[DialogueTurn]) -> list[Markup]:
-    """Return turns with links from each to the turn that it branches from, and back."""
-    places = {(turn.agent_id, turn.step): place for place, turn in enumerate(turns)}
-    branches: dict[tuple[str, int], list[Markup]] = {}
-    for place, turn in enumerate(turns):
-        if turn.parent is not None:
-            link = tag("a", _name_turn(turn.agent_id, turn.step), href=f"#turn-{place}")
-            branches.setdefault(turn.parent, []).append(link)
-    drawn = []
-    for place, turn in enumerate(turns):
-        parent: Child = None
-        if turn.parent is not None:
-            parent = _name_turn(*turn.parent)
-            if (at := places.get(turn.parent)) is not None:
-                parent = tag("a", parent, href=f"#turn-{at}")
-        drawn.append(_turn(turn, place, parent, branches.get((turn.agent_id, turn.step), ())))
-    return drawn
-
-
-def _name_turn(agent_id: str, step: int) -> Markup:
-    # Isolated: a name with marks of another direction does not turn what follows.
-    return join(tag("bdi", agent_id or "agent"), f" step {step}")
-
-
-def _turn(turn: DialogueTurn, place: int, parent: Child, branches: Sequence[Markup]) -> Markup:
-    """Draw a turn. place: its number among those of the page; parent, branches: links to others."""
-    facts: list[Child] = [tag("bdi", turn.agent_id)] if turn.agent_id else []
-    facts += [f"step {turn.step}", f"reward {number_text(turn.reward)}"]
-    facts += [
-        [tag("bdi", str(one["name"])), f" {number_text(one['score'])}"]
-        for one in turn.reward_components
-    ]
-    if turn.policy is not None:
-        version = "" if turn.policy_version is None else f":{turn.policy_version}"
-        facts.append(tag("bdi", f"{turn.policy}{version}"))
-    if turn.num_tokens is not None:
-        facts.append(f"{turn.num_tokens:,} tokens")
-    if turn.mean_log_prob is not None:
-        facts.append(f"mean log-prob {turn.mean_log_prob:.3g}")
-    if parent is not None:
-        facts.append(["branches from ", parent])
-    if branches:
-        facts.append(["branched to ", join_list(branches)])
-    if turn.terminated or turn.truncated:
-        facts.append("terminated" if turn.terminated else "truncated")
-    return tag(
-        "div",
-        [_utterance(said) for said in turn.observation],
-        tag(
-            "div",
-            tag("p", join_list(facts, " \N{MIDDLE DOT} "), class_="meta"),
-            [_utterance(said, is_own=True) for said in turn.action],
-            class_="turn sampled",
-        ),
-        [_utterance(said) for said in turn.final_observation],
-        id=f"turn-{place}",
-    )
-
-
-def _utterance(said: Utterance, *, is_own: bool = False) -> Markup:
-    role = said.role or ("policy" if is_own else "environment")
-    text: Child = tag("div", said.text, class_="text") if said.text else None
-    if said.role == "tool" and said.text:
-        text = tag("details", tag("summary", _first_line(said.text)), text)
-    if text is None and not said.calls and not said.media:
-        text = tag("div", "(no text)", class_="quiet")
-    return tag(
-        "div",
-        tag("div", role, class_="role"),
-        text,
-        [
-            tag(
-                "details",
-                tag("summary", f"calls {_first_line(call)}"),
-                tag("pre", tag("code", call)),
-            )
-            for call in said.calls
-        ],
-        [tag("div", one, class_="quiet") for one in said.media],
-        class_="say own" if is_own else "say",
-    )
-
-
-def _first_line(text: str) -> str:
-    line = text.strip().partition("\n")[0]
-    return line if len(line) <= 90 else f"{line[:88]}\N{HORIZONTAL ELLIPSIS}"
+    return draw_conversation(visit, contents.snapshot, contents.episode_id, total)
 
 
 def show_tokens(visit: Visit, contents: EpisodeContents) -> Panel | None:
@@ -623,11 +519,18 @@ def list_steps(visit: Visit, contents: EpisodeContents) -> Panel:
     columns: list[Column | str] = [
         Column(name, is_number=_is_numeric(steps.schema.field(name).type)) for name in names
     ]
+    name = contents.snapshot.dataset
+    is_served = DECISION_ID in names and visit.lake.dataset(name).decisions.exists()
+
+    def draw_cell(column: str, value: object) -> Child:
+        if is_served and column == DECISION_ID and value is not None:
+            return tag("a", str(value), href=visit.link("decision", id=value), class_="ulid")
+        return value_cell(value)
+
     cells: list[list[Child]] = [
-        [value_cell(row[name]) for name in names]
+        [draw_cell(column, row[column]) for column in names]
         for row in steps.select(names).slice(0, _MAX_ROWS).to_pylist()
     ]
-    name = contents.snapshot.dataset
     note = (
         None if len(steps) <= _MAX_ROWS else f"the first {_MAX_ROWS}; SQL, CSV and JSON have more"
     )

@@ -105,13 +105,22 @@ class EpisodeList:
 
     def neighbor_query(self, key: EpisodeKey) -> Query:
         """Return the query of the episodes before and after one."""
+        first = ""
+        if self.measure is not None:
+            # Computed once for both.
+            columns = f"episode_id, agent_id, {self.column}"
+            first = f"WITH ranked AS MATERIALIZED (SELECT {columns} FROM {self.source()}) "
+
+        def select_bounded(bound: str) -> str:
+            return f"ranked WHERE {bound}" if first else self.source(bound)
+
         parts = [
             f"(SELECT '{name}' AS place, episode_id, agent_id "
-            f"FROM {self.source(self._bound(key, is_forward=is_forward))} "
+            f"FROM {select_bounded(self._bound(key, is_forward=is_forward))} "
             f"ORDER BY {self._order(is_forward=is_forward)} LIMIT 1)"
             for name, is_forward in (("previous", False), ("next", True))
         ]
-        return self._query(" UNION ALL ".join(parts), key)
+        return self._query(first + " UNION ALL ".join(parts), key)
 
     def unlabeled_query(self, label: str | None, after: EpisodeKey | None) -> Query:
         """Return the query of the first episode without a label, after a place or of all.
@@ -437,6 +446,7 @@ def _compare_form(
         _episode_table(visit, listed, rows, at),
         action=visit.link("datasets", listed.snapshot.dataset, "compare"),
         id=form,
+        data_least=1,
         data_most=MAX_COMPARED,
     )
     return [actions, table_of_rows]

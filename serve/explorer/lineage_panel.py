@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Final
 
+from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.lake.holdout import describe_selection
 from replaylake.serve.explorer.page import Panel
 from replaylake.serve.explorer.serving_page import read_arms
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.pages.charts import FlowNode, flow_chart
+from replaylake.serve.pages.markup import tag
 from replaylake.serve.pages.texts import count
 
 _MAX_VERSIONS: Final = 8
+_RECENT_S: Final = 30.0
 _STAGES: Final = ("Data", "Run", "Version", "Decisions")
 
 
@@ -25,11 +29,16 @@ def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs:
     name = visit.path["name"]
     aliased = [entry for entry in entries[_MAX_VERSIONS:] if entry["aliases"]]
     shown = [*entries[:_MAX_VERSIONS], *aliased]
-    logs = {
-        dataset: {arm["policy_version"]: arm["num"] for arm in arms}
-        for dataset in visit.lake.datasets()
-        if (arms := [arm for arm in read_arms(visit, dataset) if arm["policy"] == name])
-    }
+    logs: dict[str, dict[int, int]] = {}
+    unreadable = []
+    for dataset in visit.lake.datasets():
+        try:
+            arms = _read_recent_arms(visit, dataset)
+        except ReplayLakeError as error:
+            unreadable.append(tag("p", f"Decisions of {dataset}: {error}", class_="wrong"))
+            continue
+        if own := {arm["policy_version"]: arm["num"] for arm in arms if arm["policy"] == name}:
+            logs[dataset] = own
     stages: list[dict[str, FlowNode]] = [{} for _ in _STAGES]
     links: set[tuple[int, str, str]] = set()
     for entry in shown:
@@ -61,7 +70,20 @@ def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs:
     titled = list(zip(_STAGES, stages, strict=True))
     chart = flow_chart(titled, sorted(links), label=f"Lineage of {name}")
     visit.take_queries()
-    return Panel("Lineage", chart, note=note.replace("`", ""))
+    return Panel("Lineage", [chart, unreadable], note=note.replace("`", ""))
+
+
+def _read_recent_arms(visit: Visit, dataset: str) -> list[dict[str, Any]]:
+    """Return what each version decided, as it was known within half a minute.
+
+    Servers commit all the time, and each version of a log is a scan of it.
+    """
+    key = ("recent arms", dataset)
+    known: tuple[float, list[dict[str, Any]]] | None = visit.memory.get(key)
+    if known is None or time.monotonic() - known[0] > _RECENT_S:
+        known = (time.monotonic(), read_arms(visit, dataset))
+        visit.memory.put(key, known, 1000 * (1 + len(known[1])))
+    return known[1]
 
 
 def _find_data(visit: Visit, entry: Mapping[str, Any]) -> dict[str, FlowNode]:

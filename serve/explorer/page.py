@@ -73,12 +73,16 @@ class Page:
 
 @dataclass(frozen=True)
 class Download:
-    """A file. name: the one that a browser saves it by; is_fixed: its address has its version."""
+    """A file. name: the one that a browser saves it by; is_fixed: its address has its version.
+
+    digest: the sha256 of the content, by which a browser asks whether it has changed.
+    """
 
     content: bytes
     media_type: str
     name: str | None = None
     is_fixed: bool = False
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,20 @@ def empty_state(what: str, *, command: str | None = None, hint: Child = None) ->
     )
 
 
-def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mapping[str, str]) -> str:
-    """Return a page as HTML. address: of this page, with its query and without a suffix."""
+def to_html(
+    page: Page,
+    links: Links,
+    *,
+    lake: str,
+    address: str,
+    assets: Mapping[str, str],
+    has_signed_in: bool = False,
+) -> str:
+    """Return a page as HTML.
+
+    address: of this page, with its query and without a suffix. has_signed_in: whether the reader
+    may sign out.
+    """
     path, mark, query = address.partition("?")
     stem = path.rstrip("/") if path.rstrip("/") != links().rstrip("/") else links("index")
     forms = [("JSON", f"{stem}.json{mark}{query}")] if page.data else []
@@ -155,9 +171,19 @@ def to_html(page: Page, links: Links, *, lake: str, address: str, assets: Mappin
                 for name, href in forms
             ),
         ],
-        footer=tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
-        if forms
-        else None,
+        footer=[
+            tag(
+                "form",
+                tag("button", "Sign out", type="submit", class_="plain"),
+                method="post",
+                action=links("sign-out"),
+            )
+            if has_signed_in
+            else None,
+            tag("span", "This page as ", join_list([tag("a", n, href=h) for n, h in forms]))
+            if forms
+            else None,
+        ],
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.policies.evaluations import SavedEvaluation
+from replaylake.datastore.names import parse_version
+from replaylake.serve.explorer.forms import read_version
 from replaylake.serve.explorer.lineage_panel import draw_lineage
 from replaylake.serve.explorer.page import Page, Panel, empty_state
 from replaylake.serve.explorer.promotion_form import show_promotion
@@ -21,6 +23,8 @@ from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 
 _REFRESH_S: Final = 2
+# Of versions, moves and evaluations, the newest are shown.
+_MAX_ROWS: Final = 50
 _COMMAND: Final = "`replaylake train offline DATASET --algorithm bc --policy NAME`"
 
 
@@ -84,7 +88,14 @@ def show_policy(visit: Visit) -> Page:
         raise NotFoundError(
             f"policy {name}: found none in this lake. The list of policies has all."
         )
-    entries = [registry.entry(name, row["version"]) for row in versions]
+    below = read_version(visit.values, "below") if visit.values.get("below") else None
+    older = [row for row in versions if below is None or row["version"] < below]
+    listed = older[:_MAX_ROWS]
+    # The lineage has those with an alias wherever they are, and the form may act with any.
+    named = {row["version"] for row in listed} | {versions[0]["version"]}
+    named.add(parse_version(visit.values.get("try", "")))
+    used = [row for row in versions if row["aliases"] or row["version"] in named]
+    entries = {row["version"]: registry.entry(name, row["version"]) for row in used}
     moves = [move.to_json() for move in reversed(registry.alias_history(name))]
     aliases = {alias: row["version"] for row in versions for alias in row["aliases"]}
     visit.note_query(
@@ -101,17 +112,24 @@ def show_policy(visit: Visit) -> Page:
     numbers = [row["version"] for row in versions]
     promotion = show_promotion(visit, numbers, aliases, last, running)
     panels = [
-        Panel("Versions", _version_table(visit, entries, known_runs), queries=queries),
+        Panel(
+            "Versions",
+            [
+                _version_table(visit, [entries[row["version"]] for row in listed], known_runs),
+                _version_links(visit, versions, listed),
+            ],
+            queries=queries,
+        ),
         *([] if promotion is None else [promotion]),
         _moves_panel(visit, moves),
         _evaluations_panel(visit, evaluations, shown, unreadable),
         *([] if shown is None else _evaluation_panels(visit, shown)),
         *_gate_panels(moves),
-        draw_lineage(visit, entries, known_runs),
+        draw_lineage(visit, list(entries.values()), known_runs),
     ]
     # What is followed is requested by this page, no longer by the other site.
     is_held_back = visit.is_cross_site and bool(visit.values.get("observation"))
-    trial = build_trial(visit, entries)
+    trial = build_trial(visit, list(entries.values()))
     panels.append(trial.panel)
     return Page(
         name,
@@ -124,7 +142,7 @@ def show_policy(visit: Visit) -> Page:
         panels=panels,
         data={
             "policy": name,
-            "versions": entries,
+            "versions": [entries[row["version"]] for row in listed],
             "moves": moves,
             "evaluations": [_summarize_evaluation(one) for one in evaluations],
             "shown_evaluation": None if shown is None else shown.to_json(),
@@ -173,6 +191,21 @@ def _version_table(visit: Visit, entries: list[dict[str, Any]], known_runs: Set[
     return table(columns, rows, label="Versions")
 
 
+def _version_links(
+    visit: Visit, versions: Sequence[Mapping[str, Any]], listed: Sequence[Mapping[str, Any]]
+) -> Markup | None:
+    if len(listed) == len(versions):
+        return None
+    name = visit.path["name"]
+    links = []
+    if not listed or listed[0] is not versions[0]:
+        links.append(tag("a", "Newest", href=visit.link("policies", name), class_="button"))
+    if listed and listed[-1] is not versions[-1]:
+        address = visit.link("policies", name, below=listed[-1]["version"])
+        links.append(tag("a", f"Older than {listed[-1]['version']}", href=address, class_="button"))
+    return tag("div", links, class_="more")
+
+
 def _data(visit: Visit, used: Mapping[str, Any]) -> Child:
     name, version = str(used.get("dataset")), used.get("version")
     address = visit.link("datasets", name, at=version)
@@ -201,7 +234,7 @@ def _moves_panel(visit: Visit, moves: list[dict[str, Any]]) -> Panel:
             _verdict(move),
             move["note"] or "",
         ]
-        for move in moves
+        for move in moves[:_MAX_ROWS]
     ]
     columns: list[Column | str] = [
         "When",
@@ -214,7 +247,13 @@ def _moves_panel(visit: Visit, moves: list[dict[str, Any]]) -> Panel:
         "Note",
     ]
     body = table(columns, rows, label="Moves of aliases")
-    return Panel("Moves of aliases", body, queries=visit.take_queries())
+    note = _say_newest(len(moves))
+    return Panel("Moves of aliases", body, note=note, queries=visit.take_queries())
+
+
+def _say_newest(num: int) -> str | None:
+    """Return the note below a table that does not have all rows."""
+    return f"the newest {_MAX_ROWS} of {num:,}; SQL and JSON have all" if num > _MAX_ROWS else None
 
 
 def _verdict(move: Mapping[str, Any]) -> Child:
@@ -284,7 +323,7 @@ def _evaluations_panel(
         )
         return Panel("Evaluations", [note, body])
     rows: list[list[Child]] = []
-    for one in evaluations:
+    for one in evaluations[:_MAX_ROWS]:
         summary = _summarize_evaluation(one)
         address = visit.link("policies", name, evaluation=one.evaluation_id)
         alias = one.report.get("alias")
@@ -322,7 +361,8 @@ def _evaluations_panel(
         {"policy": name},
     )
     body = table(columns, rows, label="Evaluations")
-    return Panel("Evaluations", [note, body], queries=[query])
+    said = _say_newest(len(evaluations))
+    return Panel("Evaluations", [note, body], note=said, queries=[query])
 
 
 def _evaluation_panels(visit: Visit, one: SavedEvaluation) -> list[Panel]:

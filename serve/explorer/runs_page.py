@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.holdout import describe_selection
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import Curve, read_curves
@@ -22,12 +23,12 @@ from replaylake.datastore.lake.runs.summary import (
     is_loss,
     summarize,
 )
-from replaylake.serve.explorer.page import Page, Panel, empty_state
+from replaylake.serve.explorer.page import Page, Panel, Redirect, empty_state
 from replaylake.serve.explorer.sweep_panel import draw_sweep
 from replaylake.serve.explorer.visit import Visit
-from replaylake.serve.pages.markup import Child, Markup, data_block, join, tag
+from replaylake.serve.pages.markup import Child, Markup, data_block, join, join_list, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
-from replaylake.serve.pages.texts import cell_text, duration_text, number_text
+from replaylake.serve.pages.texts import cell_text, count, duration_text, number_text
 
 _REFRESH_S: Final = 2
 _MAX_METRICS: Final = 30
@@ -46,7 +47,7 @@ def list_runs(visit: Visit) -> Page:
     runs = [summarize(lake.storage, record) for record in records[:_MAX_RUNS]]
     rows: list[list[Child]] = [
         [
-            _run_link(visit, run.run_id),
+            _selectable(visit, run.run_id) if len(runs) > 1 else _run_link(visit, run.run_id),
             run.algorithm or run.kind or "",
             _status(run.status),
             [_data_link(visit, text) for text in run.datasets],
@@ -75,6 +76,8 @@ def list_runs(visit: Visit) -> Page:
         Column("Took", is_number=True),
     ]
     body: Child = table(columns, rows, label="Runs")
+    if len(runs) > 1:
+        body = _selection_form(visit, body)
     if not runs:
         body = empty_state(
             "No run has trained in this lake.",
@@ -90,6 +93,36 @@ def list_runs(visit: Visit) -> Page:
         rows=data,
         refresh_s=_REFRESH_S if active else None,
     )
+
+
+def _selection_form(visit: Visit, rows: Child) -> list[Markup]:
+    """Return the table in a form, whose button leads to the two selected runs side by side."""
+    actions = tag(
+        "div",
+        tag("button", "Compare two runs", type="submit", form="compare", class_="plain"),
+        tag("span", "", id="selected", class_="quiet", role="status"),
+        class_="more",
+    )
+    address = visit.link("runs", "compare")
+    return [
+        actions,
+        tag("form", rows, action=address, id="compare", data_least=2, data_most=2),
+    ]
+
+
+def open_comparison(visit: Visit) -> Redirect:
+    """Return the way from `/runs/compare?id=RUN&id=RUN` to the page of both.
+
+    Raises: ConfigInvalidError unless these are two.
+    """
+    ids = list(dict.fromkeys(visit.lists.get("id", ())))
+    if len(ids) != 2:
+        raise ConfigInvalidError(
+            f"id: found {count(len(ids), 'run')}, expected two that are compared. Select them in "
+            "the list of runs.",
+            parameter="id",
+        )
+    return Redirect(visit.link("runs", ids[0], **{"with": ids[1]}))
 
 
 def show_run(visit: Visit) -> Page:
@@ -109,7 +142,10 @@ def show_run(visit: Visit) -> Page:
         panels += [_differences_panel(records, runs), _metrics_panel(runs, curves)]
     elif curves[0] or not sweep:
         panels.append(_metrics_panel(runs, curves))
-    panels += [_data_panel(visit, records, runs), _options_panel(record), *_error_panels(record)]
+    panels.append(_data_panel(visit, records, runs))
+    for one in records:
+        of_run = f" of {one['run_id']}" if len(records) > 1 else ""
+        panels += [_options_panel(one, of_run), *_error_panels(one, of_run)]
 
     def read_data() -> dict[str, Any]:
         body = [
@@ -325,34 +361,51 @@ def _data_panel(
             Column("Episodes", is_number=True),
             Column("Steps", is_number=True),
         ]
-        body = table(columns, rows, label="Data")
+        body = [table(columns, rows, label="Data"), _diff_links(visit, records)]
     return Panel("Data", body, is_wide=len(runs) > 1)
+
+
+def _diff_links(visit: Visit, records: Sequence[Mapping[str, Any]]) -> Markup | None:
+    """Return links to what differs in the data of two runs, where versions of a dataset do."""
+    if len(records) < 2:
+        return None
+    first, second = (
+        {str(one.get("dataset")): one.get("version") for one in record.get("datasets") or ()}
+        for record in records
+    )
+    links = []
+    for name in sorted(first.keys() & second.keys()):
+        versions = sorted(v for v in {first[name], second[name]} if isinstance(v, int))
+        if len(versions) == 2:
+            a, b = versions
+            address = visit.link("datasets", name, "diff", a=a, b=b)
+            links.append(tag("a", f"{name}@{a} and {name}@{b}", href=address))
+    return tag("p", "What differs in the data: ", join_list(links)) if links else None
 
 
 def selection_link(visit: Visit, used: Mapping[str, Any]) -> Child:
     """Return the condition of the data that a run used, with a link to its episodes."""
     where = used.get("where")
-    if not where:
-        return "all episodes"
     address = visit.link(
         "datasets", str(used.get("dataset")), "episodes", where=where, at=used.get("version")
     )
-    return tag("a", tag("code", describe_selection(str(where))), href=address)
+    text = tag("code", describe_selection(str(where))) if where else "all episodes"
+    return tag("a", text, href=address)
 
 
-def _options_panel(record: Mapping[str, Any]) -> Panel:
+def _options_panel(record: Mapping[str, Any], of_run: str) -> Panel:
     config = record.get("config") or {}
     body: Child = draw_tree(config)
     if not config:
         body = empty_state("The run has recorded no options.")
-    return Panel("Options", body, is_wide=False)
+    return Panel(f"Options{of_run}", body, is_wide=False)
 
 
-def _error_panels(record: Mapping[str, Any]) -> list[Panel]:
+def _error_panels(record: Mapping[str, Any], of_run: str) -> list[Panel]:
     error = record.get("error")
     if not error:
         return []
-    return [Panel("Why it failed", tag("pre", tag("code", str(error))))]
+    return [Panel(f"Error{of_run}", tag("pre", tag("code", str(error))))]
 
 
 def draw_tree(body: Mapping[str, Any]) -> Markup:
@@ -371,6 +424,11 @@ def draw_tree(body: Mapping[str, Any]) -> Markup:
 
 def _run_link(visit: Visit, run_id: str) -> Markup:
     return tag("a", run_id, href=visit.link("runs", run_id), class_="ulid")
+
+
+def _selectable(visit: Visit, run_id: str) -> list[Markup]:
+    box = tag("input", type="checkbox", name="id", value=run_id, aria_label=f"Select {run_id}")
+    return [tag("span", box, _run_link(visit, run_id), class_="selectable")]
 
 
 def _data_link(visit: Visit, text: str) -> Markup:

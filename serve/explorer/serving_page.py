@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ from replaylake.datastore.feedback.decisions import (
 )
 from replaylake.datastore.lake.policies.manifest import read_manifest
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.serve.explorer.page import Page, Panel, build_panels, empty_state
+from replaylake.serve.explorer.page import Page, Panel, build_panels, empty_state, plain_value
 from replaylake.serve.explorer.visit import Visit
 from replaylake.serve.monitoring.drift import training_moments
 from replaylake.serve.pages.charts import bar_list, column_chart, stacked_chart
 from replaylake.serve.pages.frame import write_facts
-from replaylake.serve.pages.markup import Child, join, tag
+from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
-from replaylake.serve.pages.texts import duration_text
+from replaylake.serve.pages.texts import cell_text, duration_text
 
 # The requests are drawn in so many columns at most, of one of these widths.
 _MAX_COLUMNS: Final = 60
@@ -46,6 +47,7 @@ _DELAY: Final = """epoch_us(rewarded_at) / 1e6 - epoch_us("timestamp") / 1e6"""
 _DRIFT_ROWS: Final = 10_000
 _DRIFT_VERSIONS: Final = 4
 _DRIFT_SHOWN: Final = 12
+_NEWEST: Final = 10
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def list_serving(visit: Visit) -> Page:
     return Page(
         "Serving",
         section="serving",
+        tools=draw_decision_form(visit) if rows else None,
         panels=[Panel("Decision logs", body, queries=visit.take_queries())],
         data={"logs": data},
         rows=[
@@ -146,6 +149,7 @@ def show_serving(visit: Visit) -> Page:
         section="serving",
         crumbs=[("Serving", visit.link("serving"))],
         facts=facts,
+        tools=draw_decision_form(visit),
         panels=panels,
         data={
             "dataset": name,
@@ -160,6 +164,26 @@ def show_serving(visit: Visit) -> Page:
             ],
         },
         rows=[{**one} for one in arms],
+    )
+
+
+def draw_decision_form(visit: Visit) -> Markup:
+    """Return the form that leads to a decision by its id."""
+    return tag(
+        "form",
+        tag("label", "Decision", for_="decision"),
+        tag(
+            "input",
+            id="decision",
+            name="id",
+            type="search",
+            placeholder="decision_id",
+            required=True,
+            autocomplete="off",
+        ),
+        tag("button", "Open", type="submit"),
+        action=visit.link("decision"),
+        class_="tools",
     )
 
 
@@ -479,6 +503,50 @@ def _drift_rows(space: Space) -> int:
     return max(1, min(_DRIFT_ROWS, 4_000_000 // max(1, num_elements(space))))
 
 
+def list_newest(visit: Visit, log: ServedLog) -> Panel:
+    """Show the newest decisions, each with a link to its page."""
+    rows = _remember(
+        visit,
+        ("newest", log.name, log.versions[1]),
+        f"""SELECT "timestamp", policy, policy_version, decision_id, action, log_prob
+        FROM {log.name}.decisions ORDER BY "timestamp" DESC LIMIT {_NEWEST}""",
+    )
+    rewards: dict[str, float | None] = {}
+    if DECISION_ID in log.snapshot.spec.extras:
+        joined = visit.sql(
+            f"""SELECT decision_id, reward FROM {log.name}.steps WHERE decision_id IN
+            (SELECT unnest(json_extract_string($ids, '$[*]')))""",
+            log.snapshot,
+            ids=json.dumps([row[DECISION_ID] for row in rows]),
+        )
+        rewards = {row[DECISION_ID]: row["reward"] for row in joined}
+    cells: list[list[Child]] = []
+    for row in rows:
+        key = row[DECISION_ID]
+        reward: Child = tag("span", "not joined", class_="quiet")
+        if key in rewards:
+            reward = quiet_number(rewards[key])
+        cells.append(
+            [
+                tag("a", time_tag(row["timestamp"]), href=visit.link("decision", id=key)),
+                _arm_name(row),
+                cell_text(plain_value(row["action"])),
+                quiet_number(row["log_prob"]),
+                reward,
+            ]
+        )
+    columns: list[Column | str] = [
+        "Decided",
+        "Policy",
+        "Action",
+        Column("Log-prob", is_number=True),
+        Column("Reward", is_number=True),
+    ]
+    note = "A decision leads to the run and the data that its policy version learned from."
+    body = table(columns, cells, label="Newest decisions")
+    return Panel("Newest decisions", body, note=note)
+
+
 def _sum(rows: Iterable[Mapping[str, Any]], name: str = "num") -> int:
     return sum(row[name] for row in rows)
 
@@ -503,4 +571,11 @@ def _epoch(at: datetime) -> float:
     return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
 
 
-PANELS: Final = (draw_requests, compare_arms, draw_delays, draw_drift, list_unjoined)
+PANELS: Final = (
+    draw_requests,
+    compare_arms,
+    list_newest,
+    draw_delays,
+    draw_drift,
+    list_unjoined,
+)

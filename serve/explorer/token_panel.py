@@ -115,6 +115,8 @@ def draw_tokens(visit: Visit, snapshot: Snapshot, episode_id: str, agent_id: str
         _shade_links(visit, shades, shade),
         _legend(steps, shades[shade]),
         [_draw_step(step, shades[shade]) for step in steps],
+        # What a token's tooltip says, of the one that is chosen by keys or touched.
+        tag("output", "", id="token-facts", hidden=True),
         _window_links(visit, first, total) if total > _WINDOW else None,
     ]
     return Panel("Sampled tokens", tag("div", body, id=_ANCHOR[1:]), note=note)
@@ -263,7 +265,14 @@ def _draw_step(step: _Step, shade: _Shade) -> Markup:
     return tag(
         "div",
         tag("p", " \N{MIDDLE DOT} ".join(facts), class_="meta"),
-        tag("div", [_draw_token(token, shade) for token in step.tokens], class_="tokens"),
+        tag(
+            "div",
+            [_draw_token(token, shade) for token in step.tokens],
+            class_="tokens",
+            role="group",
+            tabindex=0,
+            aria_label=f"Tokens of step {step.step}: the arrow keys choose one",
+        ),
         class_="turn sampled",
     )
 

@@ -14,8 +14,8 @@ from urllib.parse import quote, urlencode
 from replaylake.datastore.errors import QueryError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.query.statements import literal
-from replaylake.datastore.query.untrusted import Cancellation, UntrustedResult
+from replaylake.datastore.query.statements import Cancellation, literal
+from replaylake.datastore.query.untrusted import UntrustedResult
 from replaylake.serve.explorer.profiles import ProfileMemory
 from replaylake.serve.explorer.promotions import Promotions
 from replaylake.serve.explorer.token_texts import TokenTexts
@@ -141,7 +141,7 @@ class Visit:
         self.reader = reader
         self.token_texts = token_texts or TokenTexts()
         self.promotions = promotions
-        # Cancelled once nobody waits for the page: ends a query of the reader, and begins no other.
+        # Cancelled once nobody waits for the page: ends the query that runs, and begins no other.
         self.cancellation = Cancellation()
         self.queries: list[Query] = []
         # The address of the page whose form this is, once that is known.
@@ -175,7 +175,7 @@ class Visit:
         if versions and (known := self.memory.get(key)) is not None:
             rows: list[dict[str, Any]] = known
             return rows
-        found = self.lake.sql(query.text, parameters, at=dict(versions))
+        found = self._run(query)
         rows = found.to_pylist()
         if versions and len(rows) <= _MAX_REMEMBERED_ROWS:
             # A number of 8 bytes is an object of 32 with its place in a list; a row is a dict.
@@ -202,7 +202,12 @@ class Visit:
         versions = {at.dataset: at.version}
         query = Query(" ".join(text.split()), parameters, versions)
         self.queries.append(query)
-        return self.lake.sql(query.text, parameters, at=dict(versions))
+        return self._run(query)
+
+    def _run(self, query: Query) -> Any:
+        return self.lake.sql(
+            query.text, query.parameters, at=dict(query.at), cancellation=self.cancellation
+        )
 
     def _check_reader(self) -> None:
         if self.cancellation.is_cancelled:

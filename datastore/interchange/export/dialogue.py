@@ -15,6 +15,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.episodes import schema, tokens
+from replaylake.datastore.episodes.images import HEADER_BYTES, ImageHeader, read_image_header
 from replaylake.datastore.episodes.message_media import MESSAGE_MEDIA, is_media_column
 from replaylake.datastore.episodes.tokenizer import Tokenizer
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
@@ -55,21 +56,41 @@ _COLUMNS: Final = (
     *tokens.TOKEN_TYPES,
 )
 _HASH_DIGITS: Final = 16
-# The sizes of media are enough to describe them.
-_SIZES: Final = (
-    f"list_transform({MESSAGE_MEDIA}, lambda m: {{'sha256': m.sha256, 'num_bytes': m.num_bytes}})"
-)
 _REFERENCE: Final = "sha256:"
 
 
 @dataclass(frozen=True)
+class _StoredMedia:
+    """A file that the episode stores beside its messages. header: None if it is no image."""
+
+    num_bytes: int
+    header: ImageHeader | None
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """An image that the episode stores. text: its description among the media of its message."""
+
+    text: str
+    sha256: str
+    num_bytes: int
+    media_type: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
 class Utterance:
-    """A message as text: its content, calls of tools as `name(arguments)`, and its media."""
+    """A message as text: its content, calls of tools as `name(arguments)`, and its media.
+
+    images: those of the media that are PNG, JPEG, GIF or WebP and stored with the episode.
+    """
 
     role: str
     text: str
     calls: Sequence[str] = ()
     media: Sequence[str] = ()
+    images: Sequence[StoredImage] = ()
 
 
 @dataclass(frozen=True)
@@ -168,8 +189,8 @@ def read_dialogue(
         )
     types = {field.name: plain_type(field.type) for field in snapshot.table.schema}
     columns = ", ".join(name for name in _COLUMNS if name in types)
-    if any(is_media_column(*one) for one in types.items()):
-        columns += f", {_SIZES} AS {MESSAGE_MEDIA}"
+    has_media = any(is_media_column(*one) for one in types.items())
+    stored = _read_media(snapshot, own[0]) if has_media else {}
     order = f"ORDER BY {'env_step, ' if 'env_step' in types else ''}agent_id, step"
     parameters: dict[str, object] = {"id": own[0]}
     limits = []
@@ -191,7 +212,7 @@ def read_dialogue(
     rows = snapshot.sql(
         f"SELECT {columns} FROM steps WHERE episode_id = $id {cut} {order}", parameters
     ).to_pylist()
-    turns = [_make_turn(row, with_tokens, texts) for row in rows]
+    turns = [_make_turn(row, with_tokens, texts, stored) for row in rows]
     rewards = [turn.reward for turn in turns]
     first = rows[0]
     return Dialogue(
@@ -203,6 +224,23 @@ def read_dialogue(
         reward=None if None in rewards else sum(r for r in rewards if r is not None),
         turns=turns,
     )
+
+
+def _read_media(snapshot: Snapshot, episode_id: str) -> dict[str, _StoredMedia]:
+    """Return what an episode stores beside its messages, by sha256, from the first bytes of each.
+
+    The bytes may be in any of its steps, also of other agents.
+    """
+    rows = snapshot.sql(
+        f"SELECT m.sha256 AS sha256, max(m.num_bytes) AS num_bytes, "
+        f"max(m.bytes[1:{HEADER_BYTES}]) AS head FROM (SELECT unnest({MESSAGE_MEDIA}) AS m "
+        "FROM steps WHERE episode_id = $id) GROUP BY m.sha256",
+        {"id": episode_id},
+    ).to_pylist()
+    return {
+        one["sha256"]: _StoredMedia(one["num_bytes"], read_image_header(one["head"] or b""))
+        for one in rows
+    }
 
 
 def read_token_texts(path: Path, tokenizer: Tokenizer | None) -> list[str | None]:
@@ -248,13 +286,20 @@ def read_token_texts(path: Path, tokenizer: Tokenizer | None) -> list[str | None
     return texts
 
 
-def describe_part(part: Any, sizes: Mapping[str, int] | None = None) -> str | None:
+def describe_part(part: Any) -> str | None:
     """Return what a part of a message's content is, if it is media: kind, size and sha256.
 
-    sizes: bytes of the media that the step stores beside its messages, by sha256.
+    Of an image, also its width and height in pixels.
     """
+    return _describe_media(part, {})[0]
+
+
+def _describe_media(
+    part: Any, stored: Mapping[str, _StoredMedia]
+) -> tuple[str | None, StoredImage | None]:
+    """Return the description of a part that is media, and its image if the episode stores one."""
     if not isinstance(part, dict):
-        return None
+        return None, None
     kind = str(part.get("type", "part"))
     inner = next(
         (part[n] for n in ("image_url", "input_audio", "source", "image") if n in part), part
@@ -267,30 +312,50 @@ def describe_part(part: Any, sizes: Mapping[str, int] | None = None) -> str | No
         header, _, data = reference[5:].partition(",")
         media_type, reference = header.split(";")[0] or media_type, None
     if reference is None and (data is None or kind in ("text", "input_text", "output_text")):
-        return None
+        return None, None
     what = kind if media_type is None else f"{kind} {media_type}"
     if data is None:
         stated = body.get("sha256", part.get("sha256"))
         known = f", sha256 {str(stated)[:_HASH_DIGITS]}" if stated else ""
-        return clean_text(f"[{what}: {reference}{known}]")
-    stored = data.removeprefix(_REFERENCE)
-    if stored != data and sizes is not None and stored in sizes:
-        return clean_text(f"[{what}: {sizes[stored]:,} bytes, sha256 {stored[:_HASH_DIGITS]}]")
+        return clean_text(f"[{what}: {reference}{known}]"), None
+    digest = data.removeprefix(_REFERENCE)
+    found = stored.get(digest) if digest != data else None
+    if found is not None:
+        text = _describe_content(what, digest, found)
+        one = found.header
+        if one is None:
+            return text, None
+        size = (found.num_bytes, one.media_type, one.width, one.height)
+        return text, StoredImage(text, digest, *size)
     try:
         content = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         content = data.encode("utf-8", "surrogatepass")
-    digest = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
-    return clean_text(f"[{what}: {len(content):,} bytes, sha256 {digest}]")
+    own = _StoredMedia(len(content), read_image_header(content))
+    return _describe_content(what, hashlib.sha256(content).hexdigest(), own), None
+
+
+def _describe_content(what: str, digest: str, media: _StoredMedia) -> str:
+    one = media.header
+    pixels = "" if one is None else f", {one.width} x {one.height} pixels"
+    return clean_text(
+        f"[{what}: {media.num_bytes:,} bytes{pixels}, sha256 {digest[:_HASH_DIGITS]}]"
+    )
 
 
 def _turn_to_json(turn: DialogueTurn) -> dict[str, Any]:
-    lists = ("observation", "action", "final_observation", "tokens")
-    return {**vars(turn), **{name: [*map(vars, getattr(turn, name))] for name in lists}}
+    said = {
+        name: [{**vars(one), "images": [*map(vars, one.images)]} for one in getattr(turn, name)]
+        for name in ("observation", "action", "final_observation")
+    }
+    return {**vars(turn), **said, "tokens": [*map(vars, turn.tokens)]}
 
 
 def _make_turn(
-    row: Mapping[str, Any], with_tokens: bool, texts: Sequence[str | None]
+    row: Mapping[str, Any],
+    with_tokens: bool,
+    texts: Sequence[str | None],
+    stored: Mapping[str, _StoredMedia],
 ) -> DialogueTurn:
     ids = row.get(tokens.ACTION_TOKENS)
     num_trainable = None
@@ -311,9 +376,9 @@ def _make_turn(
         step=step,
         parent=None if parent == (agent_id, step - 1) else parent,
         is_continuation=row.get(tokens.IS_CONTINUATION),
-        observation=_read_messages(row, PROMPT_MESSAGES, "observation", ""),
-        action=_read_messages(row, COMPLETION_MESSAGES, "action", ""),
-        final_observation=_read_messages(row, FINAL_MESSAGES, "final_observation", ""),
+        observation=_read_messages(row, PROMPT_MESSAGES, "observation", stored),
+        action=_read_messages(row, COMPLETION_MESSAGES, "action", stored),
+        final_observation=_read_messages(row, FINAL_MESSAGES, "final_observation", stored),
         reward=None if reward is None or reward != reward else reward,
         reward_components=row.get(REWARD_COMPONENTS) or (),
         terminated=row["terminated"],
@@ -346,31 +411,36 @@ def _read_tokens(
     ]
 
 
-def _read_messages(row: Mapping[str, Any], name: str, other: str, role: str) -> list[Utterance]:
+def _read_messages(
+    row: Mapping[str, Any], name: str, other: str, stored: Mapping[str, _StoredMedia]
+) -> list[Utterance]:
     """Return the messages of a column of JSON, else the value of the field that it describes."""
     if text := row.get(name):
-        sizes = {one["sha256"]: one["num_bytes"] for one in row.get(MESSAGE_MEDIA) or ()}
-        return [_read_message(one, sizes) for one in json.loads(text)]
+        return [_read_message(one, stored) for one in json.loads(text)]
     value = row.get(other)
     if value is None or (name in row and row[name] is not None):
         return []
-    return [Utterance(role, value if isinstance(value, str) else str(value))]
+    return [Utterance("", value if isinstance(value, str) else str(value))]
 
 
-def _read_message(message: Mapping[str, Any], sizes: Mapping[str, int]) -> Utterance:
+def _read_message(message: Mapping[str, Any], stored: Mapping[str, _StoredMedia]) -> Utterance:
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts: list[str] = []
     media: list[str] = []
+    images: list[StoredImage] = []
     for part in parts:
+        described, image = _describe_media(part, stored)
         if isinstance(part, str):
             texts.append(part)
         elif isinstance(part, dict) and part.get("type") == "tool_result":
-            inner = _read_message({"role": "tool", "content": part.get("content")}, sizes)
+            inner = _read_message({"role": "tool", "content": part.get("content")}, stored)
             texts.append(inner.text)
             media += inner.media
-        elif (described := describe_part(part, sizes)) is not None:
+            images += inner.images
+        elif described is not None:
             media.append(described)
+            images += [] if image is None else [image]
         elif isinstance(part, dict) and isinstance(part.get("text"), str):
             texts.append(part["text"])
     calls = ["{}({})".format(*parse_call(call)) for call in find_calls(message)]
@@ -382,6 +452,7 @@ def _read_message(message: Mapping[str, Any], sizes: Mapping[str, int]) -> Utter
         clean_text("\n".join(texts)),
         [clean_text(call) for call in calls],
         media,
+        images,
     )
 
 

@@ -354,6 +354,7 @@ class Follower {
       plotGroups.get(box).update(JSON.parse(block.textContent));
       return old;
     }
+    const checked = new Set($$("#compare [type=checkbox]:checked", old).map((one) => one.value));
     const focused = $$(FOCUSABLE, old).indexOf(document.activeElement);
     const open = $$("details", old).map((one) => one.open);
     const scrolled = $$(".scroll", old).map((one) => [one.scrollLeft, one.scrollTop]);
@@ -362,6 +363,8 @@ class Follower {
     showLocalTimes(now);
     $$("details", now).forEach((one, number) => { one.open = open[number] ?? one.open; });
     $$(".scroll", now).forEach((one, number) => { [one.scrollLeft, one.scrollTop] = scrolled[number] ?? [0, 0]; });
+    for (const one of $$("#compare [type=checkbox]", now)) one.checked = checked.has(one.value);
+    showSelected();
     if (focused >= 0) $$(FOCUSABLE, now)[focused]?.focus({ preventScroll: true });
     return now;
   }
@@ -409,20 +412,22 @@ function startFollowing() {
   observer.observe(link);
 }
 
-// Episodes that are selected in their list are compared in the same plots, as many as there are colors.
-function startComparing() {
+// What is selected in a list is compared: as many episodes as there are colors, or two runs.
+function showSelected() {
   const form = $("#compare");
   if (!form) return;
-  const button = $("button[form=compare]"), say = $("#selected"), most = Number(form.dataset.most);
-  const show = () => {
-    const num = $$("input[type=checkbox]:checked", form).length;
-    say.textContent = num > most ? `${num} selected, at most ${most} are compared` : num ? `${num} selected` : "";
-    button.disabled = num === 0 || num > most;
-  };
-  form.addEventListener("change", show);
+  const least = Number(form.dataset.least), most = Number(form.dataset.most);
+  const num = $$("input[type=checkbox]:checked", form).length;
+  $("#selected").textContent = num > most ? `${num} selected, at most ${most} are compared` : num ? `${num} selected` : "";
+  $("button[form=compare]").disabled = num < least || num > most;
+}
+
+function startComparing() {
+  // Of the document: the form of a page that is followed is put in its place again.
+  document.addEventListener("change", (event) => { if (event.target.closest("#compare")) showSelected(); });
   // Going back shows the boxes as they were left.
-  addEventListener("pageshow", show);
-  show();
+  addEventListener("pageshow", showSelected);
+  showSelected();
 }
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -430,7 +435,38 @@ document.addEventListener("DOMContentLoaded", () => {
   startFollowing();
   startComparing();
   startFollower();
+  startTokens();
 });
+
+// A token is chosen by the arrow keys, by a click or by touch: what its tooltip says is then shown.
+function startTokens() {
+  const say = $("#token-facts");
+  if (!say) return;
+  let chosen = null;
+  const choose = (token) => {
+    if (!token) return;
+    chosen?.classList.remove("chosen");
+    chosen = token;
+    token.classList.add("chosen");
+    say.hidden = false;
+    say.textContent = `${JSON.stringify(token.textContent)}: ${token.title}`;
+    token.scrollIntoView({ block: "nearest" });
+  };
+  for (const box of $$(".tokens")) {
+    box.addEventListener("click", (event) => choose(event.target.closest(".token")));
+    box.addEventListener("focus", () => { if (!box.contains(chosen) && box.matches(":focus-visible")) choose(box.firstElementChild); });
+    box.addEventListener("keydown", (event) => {
+      const at = box.contains(chosen) ? chosen : box.firstElementChild;
+      const next = {
+        ArrowRight: at.nextElementSibling ?? at, ArrowLeft: at.previousElementSibling ?? at,
+        Home: box.firstElementChild, End: box.lastElementChild,
+      }[event.key];
+      if (!next) return;
+      event.preventDefault();
+      choose(next);
+    });
+  }
+}
 
 // Keys: a letter or digit presses the button, or enters the field, that names it. A reader may turn
 // them off, since a speech input or a screen reader may have other uses for letters.

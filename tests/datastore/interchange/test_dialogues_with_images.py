@@ -125,6 +125,26 @@ def test_show_describes_images_and_actions(lake: Lake, tmp_path: Path) -> None:
     ]
 
 
+def test_an_image_has_its_width_and_height_in_every_step_that_shows_it(lake: Lake) -> None:
+    # The bytes are stored in the first step alone.
+    png = b"\x89PNG\r\n\x1a\n" + bytes(4) + b"IHDR" + bytes([0, 0, 5, 0, 0, 0, 3, 32]) + bytes(200)
+    url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    extras = {"prompt_messages": [json.dumps(seen)] * 2}
+    texts = np.array(["?", "?"], object)
+    lake.dataset("screens").append(
+        [Episode("a", observations=texts, actions=texts, rewards=np.zeros(2), extras=extras)]
+    )
+    body = read_dialogue(lake.snapshot("screens"), "a").to_json()
+    digest = hashlib.sha256(png).hexdigest()
+    for turn in body["turns"]:
+        (said,) = turn["observation"]
+        text = f"[image_url image/png: 224 bytes, 1280 x 800 pixels, sha256 {digest[:16]}]"
+        assert said["media"] == [text]
+        image = {"media_type": "image/png", "width": 1280, "height": 800}
+        assert said["images"] == [{"text": text, "sha256": digest, "num_bytes": 224, **image}]
+
+
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "transcripts", "openai"])
 def test_every_export_has_the_images_in_their_messages(
     lake: Lake, tmp_path: Path, format: str

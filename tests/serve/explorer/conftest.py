@@ -24,6 +24,7 @@ from replaylake.datastore.feedback.join import join_feedback
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.package import save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.serve.explorer.app import create_explorer
 
 HOSTILE = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)>'\"&\u202e$x"
@@ -328,6 +329,43 @@ def served_lake(tmp_path_factory: pytest.TempPathFactory, kit: Any) -> Lake:
     write_log(lake, "live", "clone", start_s)
     join_feedback(lake, "live")
     write_log(lake, "fresh", HOSTILE, start_s)
+    return lake
+
+
+@pytest.fixture(scope="session")
+def traced_lake(tmp_path_factory: pytest.TempPathFactory, kit: Any) -> Lake:
+    """Two runs on two versions of `walks`; what the first one's policy decided, and earned."""
+    lake = open_lake(tmp_path_factory.mktemp("traced") / "lake", create=True)
+    lake.dataset("walks").append([make_episode(f"w/{n}", n + 3, seed=n) for n in range(4)])
+    lake.dataset("walks").append([make_episode("w/4", 12, seed=4, text="later")])
+    where = "num_steps > 4"
+    for place, run_id in enumerate(("01first", "02second")):
+        used = {"dataset": "walks", "version": place + 1, "where": where, "num_episodes": 2 + place}
+        lake.registry.record_run(
+            run_id,
+            {
+                "run_id": run_id,
+                "kind": "offline",
+                "status": "done",
+                "algorithm": "bc",
+                "config": {"updates": 30, "learning_rate": 0.1 * (place + 1)},
+                "datasets": [used],
+                "started_ms": 1_700_000_000_000 + 60_000 * place,
+                "ended_ms": 1_700_000_030_000 + 60_000 * place,
+            },
+        )
+        with MetricsLog(lake.storage, run_id) as log:
+            for update in range(10, 40, 10):
+                log.add(update, {"loss": 1.0 / (update + place)}, time.time())
+        folder = tmp_path_factory.mktemp("package") / str(place)
+        spec = PolicySpec(Box((2,)), Discrete(2), "categorical")
+        graph = kit.linear_graph(np.eye(2, dtype=np.float32), "logits", 2)
+        save_package(folder, onnx=graph, spec=spec, manifest={}, learner_weights=None)
+        lineage = {"algorithm": "bc", "datasets": [used]}
+        lake.registry.register("clone", folder, run_id=run_id, lineage=lineage)
+    lake.registry.set_alias("clone", "champion", 1)
+    write_log(lake, "live", "clone", time.time() - 4 * 3600)
+    join_feedback(lake, "live")
     return lake
 
 

@@ -227,6 +227,22 @@ def test_with_a_token_pages_ask_for_it_once(guarded):
     assert "walks" in guarded.page("/").texts
 
 
+def test_a_reader_signs_out(guarded):
+    guarded.client.post("/sign-in", data={"token": TOKEN, "to": "/"})
+    forms = [
+        attributes.get("action") for tag, attributes in guarded.page("/").tags if tag == "form"
+    ]
+    assert "/sign-out" in forms
+    headers = {"sec-fetch-site": "cross-site"}
+    assert guarded.client.post("/sign-out", headers=headers).status_code == 403
+    assert guarded.client.get("/sign-out").status_code == 405
+    guarded.page("/")
+    answer = guarded.client.post("/sign-out", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/sign-in")
+    page = guarded.page("/", 401)
+    assert "/sign-out" not in [attributes.get("action") for _, attributes in page.tags]
+
+
 @pytest.mark.parametrize(
     "to",
     [

@@ -6,6 +6,7 @@ The explorer's, and at the end those of a policy server.
 with CI they fail.
 """
 
+import base64
 import json
 import threading
 import time
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import uvicorn
 
+from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.runs.lease import RunLease
@@ -24,6 +26,7 @@ from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.serve.app import create_app
 from replaylake.serve.explorer import profiles
 from replaylake.serve.explorer.app import create_explorer
+from replaylake.serve.explorer.frames import encode_png
 from replaylake.serve.explorer.request_queue import RequestQueue
 from replaylake.serve.safety.tokens import Tokens
 
@@ -379,6 +382,25 @@ def test_a_bar_leads_to_the_worst_episodes_and_on(browser, address):
     assert browser.run("document.querySelector('h1').textContent") == "w/01"
 
 
+def test_what_is_known_of_a_token_is_read_by_keys_and_by_touch(browser, address):
+    said = "document.querySelector('#token-facts').textContent"
+    browser.show(390, 844)
+    _open(browser, address + "/datasets/chats/episode?id=tree%230&agent=solver")
+    assert browser.run("document.querySelector('#token-facts').hidden")
+    browser.run("document.querySelectorAll('.tokens')[1].focus()")
+    for _ in range(2):
+        browser.press("ArrowRight")
+    # "ask": log-probs are 0, -0.25 and -0.5.
+    text = browser.run(said)
+    assert text.startswith('"k": id 107, log-prob -0.5, probability 0.607')
+    browser.press("Home")
+    assert browser.run(said).startswith('"a": id 97')
+    browser.click(".tokens .token:nth-child(2)")
+    assert browser.run(said).startswith('"l": id 108')
+    _check_all(browser, "a chosen token")
+    assert browser.take_messages() == []
+
+
 def test_a_bar_of_a_group_selects_its_samples(browser, address):
     browser.show(1280, 900)
     _open(browser, address + "/datasets/chats/groups")
@@ -455,6 +477,42 @@ def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
     browser.press("ArrowRight")
     browser.wait_until("document.querySelector('img').src.endsWith('&step=1')")
     browser.wait_until("document.querySelector('img').naturalWidth === 10")
+
+
+def test_an_image_of_a_message_is_drawn(browser, tmp_path):
+    frame = np.random.default_rng(0).integers(0, 255, (300, 900, 3), dtype=np.uint8)
+    url = f"data:image/svg+xml;base64,{base64.b64encode(encode_png(frame)).decode()}"
+    seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    click = {"name": "click", "arguments": json.dumps({"x": 12, "y": 40})}
+    said = [{"role": "assistant", "tool_calls": [{"type": "function", "function": click}]}]
+    lake = open_lake(tmp_path / "lake", create=True)
+    episode = Episode(
+        "s/0",
+        observations=np.array(["?"], object),
+        actions=np.array(["!"], object),
+        rewards=np.ones(1),
+        terminated=True,
+        extras={
+            "prompt_messages": [json.dumps(seen)],
+            "completion_messages": [json.dumps(said)],
+        },
+    )
+    lake.dataset("screens").append([episode])
+    with _serve(lake) as address:
+        browser.open(address + "/datasets/screens/episode?id=s/0")
+        _check_all(browser, "a conversation with an image")
+        browser.run("document.querySelector('.media img').scrollIntoView(); 0")
+        browser.wait_until("document.querySelector('.media img').naturalWidth === 900")
+        for width in (1280, 390):
+            browser.show(width, 844)
+            ratio = "(e => e.offsetWidth / e.offsetHeight)(document.querySelector('.media img'))"
+            assert browser.run(ratio) == pytest.approx(3, abs=0.05)
+        assert 'click({"x": 12, "y": 40})' in browser.run("document.body.innerText")
+        assert browser.take_messages() == []
+        browser.follow(".media a")
+        assert browser.run("document.contentType") == "image/png"
+    # A browser styles an image of its own page, which our policy does not let it.
+    browser.take_messages()
 
 
 def test_times_are_in_the_zone_of_the_reader(browser, address):
@@ -654,6 +712,73 @@ def test_why_a_gate_refused_is_seen(browser, gate_lake):
         assert browser.run("document.querySelector('#promote-by').value") == "Ada"
         assert browser.take_messages() == []
     assert gate_lake.registry.alias_version("p", "champion") == 2
+
+
+def test_two_runs_are_compared(browser, traced_lake):
+    heading = "document.querySelector('h1').textContent"
+    cells = "[...document.querySelectorAll('td')].map(e => e.textContent)"
+    with _serve(traced_lake) as address:
+        browser.show(1280, 900)
+        _open(browser, address + "/")
+        browser.follow("header nav a[href='/runs']")
+        _check_all(browser, "runs that can be selected")
+        assert browser.run("document.querySelector('button[form=compare]').disabled")
+        browser.click("[value='01first']")
+        assert browser.run("document.querySelector('button[form=compare]').disabled")
+        browser.click("[value='02second']")
+        browser.follow("button[form=compare]")
+        browser.wait_until("document.querySelectorAll('.plot canvas').length === 1")
+        assert browser.run(heading) == "02second and 01first"
+        assert {"learning_rate", "0.2", "0.1"} <= set(browser.run(cells))
+        names = browser.run("[...document.querySelectorAll('.series label')].map(e => e.innerText)")
+        assert [name.split()[0] for name in names] == ["02second", "01first"]
+        _check_all(browser, "two runs")
+        browser.follow("a[href='/datasets/walks/diff?a=1&b=2']")
+        assert browser.run(heading) == "walks: version 1 to 2"
+        assert "w/4" in " ".join(browser.run(cells))
+        assert browser.take_messages() == []
+
+
+def test_a_decision_is_followed_to_its_data(browser, traced_lake):
+    heading = "document.querySelector('h1')?.textContent"
+    facts = "[...document.querySelectorAll('main > .facts dd')].map(e => e.textContent)"
+    with _serve(traced_lake) as address:
+        browser.show(1280, 900)
+        _open(browser, address + "/")
+        browser.follow("a[href='/serving/live']")
+        _check_all(browser, "a log with its newest decisions")
+        newest = "[aria-label='Newest decisions'] tbody"
+        rows = browser.run(
+            f"[...document.querySelectorAll({newest + ' tr'!r})].map(e => e.innerText)"
+        )
+        # The one that came last of those that earned something: c, of the second version.
+        place = next(i for i, row in enumerate(rows, 1) if "clone:2" in row)
+        browser.follow(f"{newest} tr:nth-child({place}) a")
+        assert browser.run(heading) == "Decision"
+        assert browser.run(facts)[1:] == ["clone:2", "1", "2", "8"]
+        _check_all(browser, "a decision")
+        decision = browser.run("location.href")
+        # Each box of the way leads to its page.
+        for name, shown in (("clone:2", "clone"), ("02second", "02second"), ("walks@2", "walks@2")):
+            browser.open(decision)
+            browser.run(
+                "[...document.querySelectorAll('.flow a')].find("
+                f"e => e.textContent === {name!r}).focus()"
+            )
+            browser.press("Enter")
+            browser.wait_until(f"({heading}) === {shown!r}")
+        browser.open(decision)
+        browser.follow("[aria-label='Learned from'] tbody a[href*='where=']")
+        assert browser.run("document.querySelectorAll('#episodes tbody tr').length") == 3
+        browser.open(decision)
+        browser.run("document.querySelector('.flow .stage:last-child a').focus()")
+        browser.press("Enter")
+        browser.wait_until(f"{heading}?.startsWith('served/')")
+        # And back, from the step to its decision.
+        steps = "[aria-label=Steps] td a[href^='/decision']"
+        browser.follow(steps)
+        assert browser.run(heading) == "Decision"
+        assert browser.take_messages() == []
 
 
 def test_a_result_is_drawn_by_the_keyboard_alone(browser, address):

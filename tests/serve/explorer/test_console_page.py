@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from replaylake.datastore.errors import QueryError
-from replaylake.datastore.query.untrusted import Cancellation
+from replaylake.datastore.query.statements import Cancellation
 from replaylake.serve.explorer import app
 from replaylake.serve.explorer.console_page import list_tables
 from replaylake.serve.explorer.profiles import ProfileMemory
@@ -325,6 +325,21 @@ def test_no_query_begins_for_a_page_that_nobody_waits_for(explored_lake):
         visit.sql("SELECT 1 AS x")
     with pytest.raises(QueryError, match="cancelled"):
         visit.table("SELECT * FROM walks.steps", explored_lake.snapshot("walks"))
+
+
+def test_a_query_of_a_page_ends_when_its_reader_leaves(explored_lake):
+    visit = Visit(explored_lake, Links(), QueryMemory(), ProfileMemory(), {"name": "walks"}, {})
+    # Some minutes of one thread, if nothing ends it.
+    slow = "SELECT max(sin(a.range * b.range)) AS x FROM range(100000) a, range(1000000) b"
+    left = threading.Timer(0.2, visit.cancellation.cancel)
+    left.start()
+    with pytest.raises(QueryError, match=r"^the query was cancelled\.$"):
+        visit.sql(slow)
+    left.join()
+    # The connections that all queries share still answer.
+    assert explored_lake.sql("SELECT 1 AS x").to_pylist() == [{"x": 1}]
+    with pytest.raises(QueryError, match="cancelled"):
+        explored_lake.sql("SELECT count(*) FROM walks.steps", cancellation=visit.cancellation)
 
 
 def _chart(reader, query):

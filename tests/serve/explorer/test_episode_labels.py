@@ -84,6 +84,29 @@ def test_a_label_is_set_with_who_and_when(reader):
     assert "SameSite=strict" in answer.headers["set-cookie"]
 
 
+def test_episodes_of_a_lake_on_s3_are_labeled(bucket, episode_maker, reader_type):
+    lake = open_lake(f"s3://{bucket}/team a/lake", create=True)
+    lake.dataset("walks").append([episode_maker(f"w/{n}", n + 3, seed=n) for n in range(3)])
+    reader = reader_type(lake)
+    address = reader.app._links("datasets", "walks", "next", sort="return")
+    answer = reader.client.get(address, follow_redirects=False)
+    answer = _set(reader, None, path=answer.headers["location"])
+    assert _labels(reader, 0) == {"verdict": "bad"}
+    # Another process has labeled the episode that this page shows.
+    fields = reader.fields(_page(1), "labels")
+    label_episode(
+        lake, "walks", "verdict", "good", by="Bo", episode_id="w/1", agent_id="", seen=None
+    )
+    refused = reader.post(LABEL, {**fields, "by": "Ada", "value": "bad"})
+    assert refused.status_code == 409
+    assert _labels(reader, 1) == {"verdict": "good"}
+    undo = {"by": "Ada", "undo": "2", "id": "w/0"}
+    fields = {"form_token": reader.app._form_tokens.issue(b""), **undo}
+    assert reader.post(LABEL, fields).status_code == 303
+    assert _labels(reader, 0) == {}
+    assert "w/2" in reader.page("/datasets/walks/episodes").texts
+
+
 def test_a_label_of_a_list_leads_to_the_next_without_it(reader):
     page = reader.page("/datasets/walks/episodes?sort=return&order=descending")
     address = next(link for link in page.links if "/next?" in link)

@@ -5,10 +5,11 @@ import re
 import pytest
 
 pytest.importorskip("torch")
+from replaylake.datastore.errors import StorageError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
-from replaylake.serve.explorer import lineage_panel
+from replaylake.serve.explorer import lineage_panel, policies_page
 from replaylake.serve.pages.charts import flow_chart
 
 
@@ -91,6 +92,57 @@ def test_a_damaged_report_is_named_and_hides_no_other(gated):
         reader.lake.storage.delete(["_lake/evaluations/00x.json"])
     assert any(re.match("Left out: evaluation 00x: .* is damaged", text) for text in page.texts)
     assert "Gate of version 1 as champion" in page.text or "Evaluation of version" in page.text
+
+
+def test_the_newest_versions_moves_and_evaluations_are_shown(gated, monkeypatch):
+    reader, _ = gated
+    monkeypatch.setattr(policies_page, "_MAX_ROWS", 1)
+    registry = reader.lake.registry
+    registry.set_alias("p", "challenger", 1)
+    about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}
+    registry.evaluations.save("ope", {}, **about, verdict="weak")
+    page = reader.page("/policies/p")
+    assert page.texts.count("the newest 1 of 2; SQL and JSON have all") == 2
+    assert "/policies/p?below=2" in page.links
+    body = reader.json("/policies/p.json")
+    assert [one["version"] for one in body["versions"]] == [2]
+    assert len(body["moves"]) == len(body["evaluations"]) == 2
+    older = reader.page("/policies/p?below=2")
+    assert "Newest" in older.texts
+    assert [one["version"] for one in reader.json("/policies/p.json?below=2")["versions"]] == [1]
+    # Versions with an alias are part of the lineage on each of these pages.
+    assert {"p:1", "p:2"} <= set(page.texts) & set(older.texts)
+    assert reader.json("/policies/p.json?below=1")["versions"] == []
+    assert "expected the number of a version" in reader.page("/policies/p?below=x", 400).text
+
+
+def test_a_log_that_cannot_be_read_hides_no_policy(gated, monkeypatch):
+    def fail(visit, dataset):
+        raise StorageError(f"{dataset}: found no answer. Try again.")
+
+    monkeypatch.setattr(lineage_panel, "read_arms", fail)
+    page = gated[0].page("/policies/p")
+    assert "Decisions of log: log: found no answer. Try again." in page.texts
+    assert "p:1" in page.texts
+
+
+def test_decisions_of_a_lineage_are_counted_at_most_twice_a_minute(
+    served_lake, reader_type, monkeypatch
+):
+    read = []
+
+    def count(visit, dataset):
+        read.append(dataset)
+        return []
+
+    monkeypatch.setattr(lineage_panel, "read_arms", count)
+    reader = reader_type(served_lake)
+    for _ in range(2):
+        reader.page("/policies/clone")
+    assert sorted(read) == sorted(served_lake.datasets())
+    monkeypatch.setattr(lineage_panel, "_RECENT_S", -1.0)
+    reader.page("/policies/clone")
+    assert len(read) == 2 * len(served_lake.datasets())
 
 
 def test_without_an_evaluation_the_command_is_there(empty, kit, tmp_path):
