@@ -1,0 +1,113 @@
+"""Sampling: completions of prompts by a causal language model, with the log-prob of each token.
+
+For small models on one machine. An engine (vLLM, SGLang) does the same behind the gateway.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from replaylake.datastore.errors import ConfigInvalidError
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was sampled after one prompt.
+
+    token_ids: of the completion, its stop token included. log_probs: of each of them, under the
+    distribution that it was drawn from (with the temperature). finish_reason: `stop` after a stop
+    token, `length` where max_new_tokens came first.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+@torch.inference_mode()
+def sample_completions(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> list[Completion]:
+    """Return one completion of each prompt, sampled side by side with a cache of keys and values.
+
+    Args:
+        model: a causal language model of transformers, in evaluation mode.
+        prompts: token ids, one or more of each prompt; their lengths may differ.
+        max_new_tokens: most tokens of a completion.
+        stop_ids: tokens that end a completion.
+        temperature: by which logits are divided; 0: the most likely token, whose log-prob is 0.
+        generator: of torch, on the model's device; None: its default one.
+
+    Raises: ConfigInvalidError for an empty prompt, and for lengths that the model does not take.
+    Cost: a pass of the model for each token of the longest completion.
+    """
+    if not prompts:
+        return []
+    if not all(prompts) or max_new_tokens < 1 or temperature < 0:
+        raise ConfigInvalidError(
+            "sampling: found an empty prompt, max_new_tokens below 1 or a negative temperature, "
+            "expected token ids, 1 or more and 0 or more."
+        )
+    width = max(map(len, prompts))
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and width + max_new_tokens > limit:
+        raise ConfigInvalidError(
+            f"sampling: found a prompt of {width:,} tokens and max_new_tokens {max_new_tokens:,}, "
+            f"expected at most {limit:,} tokens together, which the model takes.",
+            parameter="max_new_tokens",
+        )
+    device = model.device
+    # Padded at the left: the last position of every row is the one that is sampled after.
+    ids = torch.tensor([[0] * (width - len(one)) + list(one) for one in prompts], device=device)
+    lengths = torch.tensor([len(one) for one in prompts], device=device)
+    mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
+    positions = (torch.cumsum(mask, dim=1) - 1).clamp(min=0)
+    is_open = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
+    # transformers 5.24 renamed it.
+    parameters = inspect.signature(model.forward).parameters
+    cached = "cache" if "cache" in parameters else "past_key_values"
+    tokens, log_probs, cache = [], [], None
+    for _ in range(max_new_tokens):
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{cached: cache},
+        )
+        cache, logits = output[cached], output.logits[:, -1].float()
+        if temperature:
+            scores = torch.log_softmax(logits / temperature, dim=-1)
+            ids = torch.multinomial(scores.exp(), 1, generator=generator)
+            taken = scores.gather(1, ids)[:, 0]
+        else:
+            ids = logits.argmax(dim=-1, keepdim=True)
+            taken = torch.zeros(len(prompts), device=device)
+        # Behind the end of a row -1 stands for no token.
+        tokens.append(torch.where(is_open, ids[:, 0], -1))
+        log_probs.append(taken)
+        is_open = is_open & ~torch.isin(ids[:, 0], stops)
+        if not is_open.any():
+            break
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+        positions = positions[:, -1:] + 1
+    all_tokens = torch.stack(tokens, dim=1).tolist()
+    all_log_probs = torch.stack(log_probs, dim=1).tolist()
+    found = []
+    for row, (sampled, scored) in enumerate(zip(all_tokens, all_log_probs, strict=True)):
+        kept = [token for token in sampled if token >= 0]
+        reason: Literal["stop", "length"] = "length" if bool(is_open[row]) else "stop"
+        found.append(Completion(kept, scored[: len(kept)], reason))
+    return found
