@@ -24,6 +24,7 @@ from replaylake.offline.learning.adam import FusedAdam
 from replaylake.offline.learning.options import expect
 from replaylake.offline.learning.state import pack_state, unpack_state
 from replaylake.offline.losses.policy_gradient import value_loss
+from replaylake.offline.losses.preference import direct_preference
 from replaylake.offline.losses.returns import generalized_advantages
 from replaylake.offline.losses.token_policy_gradient import (
     Baseline,
@@ -43,13 +44,15 @@ from replaylake.offline.losses.token_policy_gradient import (
 class TokenMethod:
     """What a method is made of.
 
-    baseline: of its advantages; None: a value head's (PPO), or none at all (SFT). level: of what
-    its ratio is. clip_low, clip_high: defaults of the options. needs_groups: batches hold all
-    sequences of a group.
+    loss: of the likelihood, of pairs of the best and the worst sequence of a group, or of a policy
+    gradient. baseline: of its advantages; None: those of a value head. level: of what its ratio is.
+    clip_low, clip_high: defaults of the options. needs_groups: batches hold all sequences of a
+    group.
     """
 
     summary: str
-    baseline: Baseline | None
+    loss: Literal["likelihood", "pairs", "policy_gradient"]
+    baseline: Baseline | None = None
     level: Level = "token"
     reduction: Reduction = "sequence_mean"
     clip_low: float = 0.2
@@ -60,29 +63,39 @@ class TokenMethod:
 METHODS: Final[Mapping[str, TokenMethod]] = {
     "sft": TokenMethod(
         "supervised: the tokens of the sequences become more likely",
-        None,
+        "likelihood",
         reduction="token_mean",
         needs_groups=False,
     ),
-    "grpo": TokenMethod("group mean and standard deviation (Shao et al. 2024)", "group_norm"),
+    "dpo": TokenMethod(
+        "best against worst sequence of a group (Rafailov et al. 2023)",
+        "pairs",
+    ),
+    "grpo": TokenMethod(
+        "group mean and standard deviation (Shao et al. 2024)", "policy_gradient", "group_norm"
+    ),
     "dr-grpo": TokenMethod(
         "group mean, tokens of all lengths weigh alike (Liu et al. 2025)",
+        "policy_gradient",
         "group_mean",
         reduction="constant",
     ),
     "rloo": TokenMethod(
         "mean of the other samples, ratios of whole sequences (Ahmadian et al. 2024)",
+        "policy_gradient",
         "leave_one_out",
         level="sequence",
     ),
     "reinforce++": TokenMethod(
         "mean and standard deviation of the batch (Hu 2025)",
+        "policy_gradient",
         "batch_norm",
         reduction="token_mean",
         needs_groups=False,
     ),
     "gspo": TokenMethod(
         "group mean and standard deviation, geometric mean of the ratios (Zheng et al. 2025)",
+        "policy_gradient",
         "group_norm",
         level="geometric",
         clip_low=3e-4,
@@ -90,7 +103,7 @@ METHODS: Final[Mapping[str, TokenMethod]] = {
     ),
     "ppo": TokenMethod(
         "generalized advantages of a value head (Schulman et al. 2017)",
-        None,
+        "policy_gradient",
         reduction="token_mean",
         needs_groups=False,
     ),
@@ -104,8 +117,8 @@ class TokenOptions:
     correction, correction_level, low, high: weights of tokens that other policies sampled; see
     importance_weights. clip_low, clip_high: of the ratio to the policy before the update; None: the
     method's. kl_coef: weight of the divergence from the model that the run began with. epochs:
-    passes over each batch, each in `minibatches` gradient steps. discount, lambda_, value_coef,
-    value_learning_rate: of `ppo`.
+    passes over each batch, each in `minibatches` gradient steps. beta: of `dpo`. discount, lambda_,
+    value_coef, value_learning_rate: of `ppo`.
     """
 
     learning_rate: float = 1e-5
@@ -121,13 +134,14 @@ class TokenOptions:
     high: float = 2.0
     kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    beta: float = 0.1
     discount: float = 1.0
     lambda_: float = 1.0
     value_coef: float = 0.5
     value_learning_rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "max_gradient_norm", "high", "value_learning_rate"):
+        for name in ("learning_rate", "max_gradient_norm", "high", "beta", "value_learning_rate"):
             value = getattr(self, name)
             expect(value > 0, f"method: {name}", value, "more than 0")
         for name in ("weight_decay", "low", "kl_coef", "value_coef", "clip_low", "clip_high"):
@@ -184,7 +198,7 @@ class TokenLearner:
             )
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         self._reference: Any = None
-        if options.kl_coef:
+        if options.kl_coef or self.method.loss == "pairs":
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         self._value_head: torch.nn.Linear | None = None
         groups: list[dict[str, Any]] = [
@@ -210,6 +224,12 @@ class TokenLearner:
             max_gradient_norm=options.max_gradient_norm,
         )
 
+    @property
+    def needs_log_probs(self) -> bool:
+        """Whether it learns only from tokens whose recorded log-prob is known."""
+        is_weighted = self.method.loss == "policy_gradient"
+        return is_weighted and self.options.correction != "none"
+
     def update(self, batch: TokenBatch[Array]) -> dict[str, float]:
         """Learn from a padded batch; return the metrics of the update.
 
@@ -222,7 +242,7 @@ class TokenLearner:
         totals: dict[str, float] = {}
         num = 0
         for _ in range(self.options.epochs):
-            for rows in self._split(len(batch)):
+            for rows in self._split(len(data.mask)):
                 part = data.select(rows)
                 # Weights for nothing: a part without a token to learn from makes no step.
                 if not part.mask.any():
@@ -237,7 +257,7 @@ class TokenLearner:
                 num += 1
         means = {name: total / num for name, total in totals.items()}
         means["tokens"] = float(data.mask.sum())
-        if self._name != "sft":
+        if self.method.loss != "likelihood":
             means["return"] = float(tensors.episode_returns.mean())
         return means
 
@@ -275,7 +295,7 @@ class TokenLearner:
         options, mask = self.options, batch.loss_mask.clone()
         mask[:, 0] = False  # nothing comes before it
         behavior = batch.log_probs
-        needs_behavior = self._name != "sft" and options.correction != "none"
+        needs_behavior = self.needs_log_probs
         if needs_behavior:
             if behavior is None:
                 raise SchemaMismatchError(
@@ -292,7 +312,13 @@ class TokenLearner:
             mask=mask,
             behavior=behavior if needs_behavior else None,
         )
-        if self._name == "sft":
+        if self.method.loss == "likelihood":
+            return data
+        if self.method.loss == "pairs":
+            data = data.select(_find_pairs(batch.episode_returns, batch.groups))
+            if len(data.mask):
+                with torch.no_grad():
+                    data.reference = self._forward(self._reference, data).log_probs
             return data
         is_one_step = options.epochs == options.minibatches == 1
         values = None
@@ -345,9 +371,16 @@ class TokenLearner:
         forward = self._forward(self._model, data)
         log_probs = forward.log_probs
         metrics = {"entropy": forward.entropy}
-        if self._name == "sft":
+        if method.loss == "likelihood":
             loss = reduce_tokens(-log_probs * mask, mask, method.reduction)
             return loss, metrics
+        if method.loss == "pairs":
+            assert data.reference is not None
+            log_ratios = ((log_probs - data.reference) * mask).sum(dim=1)
+            chosen, rejected = log_ratios[0::2], log_ratios[1::2]
+            metrics["margin"] = (chosen - rejected).detach().mean()
+            metrics["accuracy"] = (chosen > rejected).float().mean()
+            return direct_preference(chosen, rejected, options.beta).mean(), metrics
         assert data.advantages is not None
         proximal = log_probs.detach() if data.proximal is None else data.proximal
         weights = mask.to(log_probs.dtype)
@@ -416,8 +449,9 @@ class TokenLearner:
 
     def _split(self, num: int) -> Iterator[slice]:
         """Yield the rows of each gradient step: parts of a batch as equal as can be."""
-        parts = min(self.options.minibatches, num)
-        edges = [num * i // parts for i in range(parts + 1)]
+        unit = 2 if self.method.loss == "pairs" else 1
+        parts = min(self.options.minibatches, num // unit)
+        edges = [num // unit * i // parts * unit for i in range(parts + 1)] if parts else []
         for start, stop in pairwise(edges):
             yield slice(start, stop)
 
@@ -445,9 +479,21 @@ class _Data:
     values: torch.Tensor | None = None
     targets: torch.Tensor | None = None
 
-    def select(self, rows: slice) -> _Data:
+    def select(self, rows: slice | torch.Tensor) -> _Data:
         parts = {name: None if one is None else one[rows] for name, one in vars(self).items()}
         return _Data(**parts)  # type: ignore[arg-type]
+
+
+def _find_pairs(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Return rows: of each group the best sequence, then the worst, unless their returns agree."""
+    rows: list[int] = []
+    for group in torch.unique(groups[groups >= 0]):
+        (members,) = torch.nonzero(groups == group, as_tuple=True)
+        best = members[returns[members].argmax()]
+        worst = members[returns[members].argmin()]
+        if returns[best] > returns[worst]:
+            rows += [int(best), int(worst)]
+    return torch.tensor(rows, dtype=torch.long, device=returns.device)
 
 
 @dataclass

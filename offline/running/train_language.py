@@ -267,8 +267,8 @@ def _prepare(
     folder = check_model_folder(config.model)
     on_reading = None if callbacks is None else callbacks.on_reading
     sequences = lake.snapshot(dataset).token_sequences(config.where, on_progress=on_reading)
-    needs_log_probs = config.method != "sft" and options.correction != "none"
-    if needs_log_probs and not sequences.has_log_probs:
+    is_weighted = method.loss == "policy_gradient" and options.correction != "none"
+    if is_weighted and not sequences.has_log_probs:
         raise SchemaMismatchError(
             f"{dataset}: found no log-probs of the policy that sampled the tokens, which method "
             f"{config.method} corrects by. Record action_log_probs, or set correction=none to take "
@@ -276,7 +276,7 @@ def _prepare(
             parameter="correction",
         )
     where, remarks = config.where_sequences, []
-    if config.method != "sft":
+    if method.loss != "likelihood":
         known = f"({where}) AND {_KNOWN_RETURN}" if where else _KNOWN_RETURN
         num_unknown = sum(
             not (value is not None and math.isfinite(value))

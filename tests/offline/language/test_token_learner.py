@@ -95,6 +95,27 @@ def test_supervised_learning_takes_the_mean_over_the_tokens(model_folder, batch,
     assert metrics["tokens"] == batch.loss_mask.sum()
 
 
+def test_pairs_are_the_best_and_the_worst_of_a_group(model_folder, batch, current):
+    returns = np.arange(len(batch), dtype=np.float32)
+    returns[batch.groups == batch.groups[0]] = 1.0  # nothing to prefer in this group
+    learner = make_learner(model_folder, "dpo", learning_rate=0.01, minibatches=2)
+    ranked = replace(batch, episode_returns=returns)
+    first = learner.update(ranked)
+    # Of the four groups three have a pair; its two sequences have five tokens each.
+    assert first["tokens"] == 3 * 2 * 5
+    # The second step of the batch, of the other pairs, has begun to learn.
+    assert first["loss"] == pytest.approx(math.log(2), abs=0.05)
+    for _ in range(20):
+        last = learner.update(ranked)
+    assert last["accuracy"] == 1.0
+    assert last["margin"] > 1.0
+    assert last["loss"] < 0.6
+    alike = replace(batch, episode_returns=np.ones(len(batch), np.float32))
+    before = learner.state_dict()
+    assert learner.update(alike)["tokens"] == 0
+    assert all(np.array_equal(before[name], one) for name, one in learner.state_dict().items())
+
+
 def test_later_steps_of_a_batch_are_held_to_the_policy_before_it(model_folder, batch):
     learner = make_learner(
         model_folder, "grpo", epochs=4, minibatches=2, learning_rate=0.01, clip_low=0.01,
