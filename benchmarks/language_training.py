@@ -1,13 +1,13 @@
 """Whether language training learns: a tiny model that reverses digits, from its own samples.
 
 A model is cloned from logged answers (SFT) for a short time, so that some answers are right. Then,
-for three rounds, it samples four answers to each of 256 prompts, a checker rewards them, they are
-recorded in a lake, and the next model is trained from the lake alone. Exact match is that of greedy
-answers to 500 prompts that no round has seen. With `--stale`, all updates use samples of the model
-before the first round, with and without the correction. `dpo` makes one round: pairs of samples of
-the cloned model.
+in each round, it samples four answers to each prompt, a checker rewards them, they are recorded in
+a lake, and the next model is trained from the lake alone. Exact match is that of greedy answers to
+500 prompts that no round has seen. With `--staleness N` the samples of a round are those of the
+model N rounds before. `dpo` makes one round: pairs of samples of the cloned model.
 
-    python -m benchmarks.language_training --folder /tmp/language --seeds 5
+    python -m benchmarks.language_training --folder /tmp/language
+    python -m benchmarks.language_training --folder /tmp/stale --staleness 4 --rounds 12 ...
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from replaylake.offline.language.sampling import sample_completions
 METHODS: Final = ("dpo", "grpo", "rloo", "reinforce++", "ppo")
 DIGITS: Final = 4
 EQUALS, END, VOCABULARY = 10, 11, 12
-NUM_LOGGED, NUM_HELD_OUT, NUM_PROMPTS, NUM_SAMPLES, ROUNDS = 400, 500, 256, 4, 3
+NUM_LOGGED, NUM_HELD_OUT, NUM_SAMPLES = 400, 500, 4
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 T95: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262}
 
@@ -39,31 +39,33 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="an empty or absent folder")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--stale", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=64, help="in each round")
+    parser.add_argument("--prompts", type=int, default=512, help="in each round")
+    parser.add_argument("--staleness", type=int, default=0, help="rounds")
+    parser.add_argument("--correction", default="truncate", choices=("truncate", "mask", "none"))
     options = parser.parse_args()
     for method in options.methods:
-        variants = [("fresh", "truncate")]
-        if options.stale and method != "dpo":
-            variants += [("stale", "truncate"), ("stale", "none")]
-        for data, correction in variants:
-            begin, rows = time.perf_counter(), []
-            for seed in range(options.seeds):
-                folder = options.folder / f"{method}-{data}-{correction}-{seed}"
-                rows.append(run(folder, method, seed, data == "stale", correction))
-            gains = np.array([row[-1] - row[0] for row in rows])
-            line = {
-                "method": method,
-                "data": data,
-                "correction": correction,
-                "exact_match": np.mean(rows, axis=0).round(3).tolist(),
-                "gain": round(float(gains.mean()), 3),
-                "gain_95": [round(float(x), 3) for x in interval(gains)],
-                "seconds_a_seed": round((time.perf_counter() - begin) / options.seeds, 1),
-            }
-            print(json.dumps(line), flush=True)
+        begin = time.perf_counter()
+        rows = [
+            run(options.folder / f"{method}-{seed}", method, seed, options)
+            for seed in range(options.seeds)
+        ]
+        gains = np.array([row[-1] - row[0] for row in rows])
+        line = {
+            "method": method,
+            "staleness": options.staleness,
+            "correction": options.correction,
+            "exact_match": np.mean(rows, axis=0).round(3).tolist(),
+            "gains": gains.round(3).tolist(),
+            "gain": round(float(gains.mean()), 3),
+            "gain_95": [round(float(x), 3) for x in interval(gains)],
+            "seconds_a_seed": round((time.perf_counter() - begin) / options.seeds, 1),
+        }
+        print(json.dumps(line), flush=True)
 
 
-def run(folder: Path, method: str, seed: int, stale: bool, correction: str) -> list[float]:
+def run(folder: Path, method: str, seed: int, options: argparse.Namespace) -> list[float]:
     """Return the exact match of the cloned model and after each round."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
@@ -75,16 +77,21 @@ def run(folder: Path, method: str, seed: int, stale: bool, correction: str) -> l
     record(lake, "logged", [(number, answer(number), None) for number in logged], 0)
     train(lake, "logged", folder / "random", folder / "round-0", "sft", seed, updates=80)
     scores = [measure(folder / "round-0", held_out)]
-    for number in range(1, 1 + (1 if method == "dpo" else ROUNDS)):
-        before = folder / f"round-{number - 1}"
-        sampler = folder / "round-0" if stale else before
-        asked = others[(number - 1) * NUM_PROMPTS : number * NUM_PROMPTS]
-        samples = sample(sampler, asked, seed * 100 + number)
-        record(lake, "sampled", samples, number)
+    for number in range(1, 1 + (1 if method == "dpo" else options.rounds)):
+        sampler = folder / f"round-{max(0, number - 1 - options.staleness)}"
+        asked = others[(number - 1) * options.prompts : number * options.prompts]
+        record(lake, "sampled", sample(sampler, asked, seed * 100 + number), number)
         train(
-            lake, "sampled", before, folder / f"round-{number}", method, seed,
-            updates=32, where=f"min_policy_version = {number}", correction=correction,
-        )  # fmt: skip
+            lake,
+            "sampled",
+            folder / f"round-{number - 1}",
+            folder / f"round-{number}",
+            method,
+            seed,
+            updates=options.updates,
+            where=f"min_policy_version = {number}",
+            correction=options.correction,
+        )
         scores.append(measure(folder / f"round-{number}", held_out))
     return scores
 
@@ -140,6 +147,8 @@ def train(
 ) -> None:  # fmt: skip
     needs_groups = method in ("dpo", "grpo", "rloo")
     rate = 2e-3 if method == "sft" else 1e-4
+    if method == "dpo":
+        options["beta"] = 0.5
     config = rl.LanguageConfig(
         model=str(model),
         output=str(output),
