@@ -7,7 +7,8 @@ shell is a fork of a process that has imported all of it (`fork_server.py`):
   file instead.
 - `bash` runs in the page's shell and has to succeed, or to exit with 3 where the block says
   "exit code 3"; either, where it says "exit code 3 if". After a server was started in the
-  background, the next block waits for it.
+  background, the next block waits for it. What follows a `sleep` waits for no time: it is run
+  until it succeeds and prints what is shown.
 - `console` runs each line after `$ `. `$ cat FILE` of a file that is not there writes the file.
 - `sql` runs through `lake.sql` on the lake that the page's entry in `_PAGES` prepares.
 - `text` directly below one of these is its output. Other `text` is only shown.
@@ -334,6 +335,8 @@ class Processes:
             assert self._shell.poll() is None, f"the shell ended: {text}: {err.read_text()}"
             assert time.monotonic() < until, f"still running: {text}: {err.read_text()}"
             time.sleep(0.01)
+        for port in re.findall(r"engine\.py (\d+) &", text):
+            self._wait_listening(int(port))
         for options in served:
             port = re.search(r"--port (\d+)", options)
             self._wait_ready(port[1] if port else str(self._port("3000")), err)
@@ -342,6 +345,14 @@ class Processes:
         if "d-F-" in stdout and self.decision_id == "d-F...":
             self.decision_id = re.findall(r"d-F-[\w.-]+", stdout)[0]
         return stdout, err.read_text(), codes
+
+    def _wait_listening(self, port: int) -> None:
+        """Wait until an engine that the page started in the background listens."""
+        until = time.monotonic() + 60
+        with socket.socket() as probe:
+            while probe.connect_ex(("127.0.0.1", port)) != 0:
+                assert time.monotonic() < until, f"nothing listens on port {port}"
+                time.sleep(0.02)
 
     def _wait_ready(self, port: str, err: Path) -> None:
         """Wait until the server that the page started in the background answers."""
@@ -424,23 +435,38 @@ class Runner:
     def _run_command(
         self, where: str, command: str, shown: str, figures_vary: bool, text: str
     ) -> None:
-        out, err, codes = self._processes.run_shell(command)
         says_no = "exit code 3" in text or "not supported: " in text
         allowed = {3} if says_no else {1} if re.search(r"(?m)^error: ", shown) else set()
         may_pass = "exit code 3 if " in text
+        first, *later = re.split(r"(?m)^sleep \d+\n", command, maxsplit=1)
+        out, err, codes = self._processes.run_shell(first)
+        if later:
+            # A reader waits for what servers do in the background; here it is seen that they did.
+            until = time.monotonic() + 60
+            while True:
+                told, said, failed = self._processes.run_shell(later[0])
+                if not {*codes, *failed} - allowed and self._match(
+                    shown, out + told, err + said, figures_vary
+                ):
+                    break
+                assert time.monotonic() < until, f"{where}: {command}\n{out}{told}\n{err}{said}"
+            out, err, codes = out + told, err + said, codes + failed
         is_expected = {*codes} <= allowed if may_pass else {*codes} == allowed
         assert is_expected, f"{where}: {command}\nexit codes {codes}\n{out}\n{err}"
         self._compare(f"{where}: {command}", shown, out, err, figures_vary)
 
-    def _compare(self, where: str, shown: str, out: str, err: str, figures_vary: bool) -> None:
-        if not shown:
-            return
+    def _match(self, shown: str, out: str, err: str, figures_vary: bool) -> bool:
+        """Return whether that is what a page shows, and remember its ids."""
         for text in (out, err, err + out):
-            ids = _match_ids(shown, text, figures_vary)
+            ids = _match_ids(shown, text, figures_vary) if shown else {}
             if ids is not None:
                 self._processes.ids |= ids
-                return
-        pytest.fail(f"{where}\nshown:\n{shown}\nprinted:\n{out}\nstderr:\n{err}", pytrace=False)
+                return True
+        return False
+
+    def _compare(self, where: str, shown: str, out: str, err: str, figures_vary: bool) -> None:
+        if not self._match(shown, out, err, figures_vary):
+            pytest.fail(f"{where}\nshown:\n{shown}\nprinted:\n{out}\nstderr:\n{err}", pytrace=False)
 
 
 def _parse(language: str, text: str) -> None:

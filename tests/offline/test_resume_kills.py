@@ -9,6 +9,7 @@ import pytest
 
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.package import check_package, load_learner_weights
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import read_curves
 
 NUM_KILLS = int(os.environ.get("REPLAYLAKE_TRAINING_KILLS", "12"))
@@ -46,6 +47,14 @@ class Life:
             time.sleep(0.005)
         raise AssertionError(self.path.read_text())
 
+    def wait_for_update(self, lake, run_id, update):
+        """Wait for a checkpoint of this update or a later one, or for the end."""
+        checkpoints = Checkpoints(lake.storage, run_id)
+        deadline = time.monotonic() + 240
+        while max(checkpoints.updates(), default=0) < update and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.path.read_text()
+            time.sleep(0.005)
+
     def kill(self):
         self.process.kill()
         self.process.wait()
@@ -78,16 +87,16 @@ def test_killed_again_and_again_it_ends_with_the_same_weights(
     lake = open_lake(tmp_path / "lake", create=True)
     kind = "continuous" if algorithm == "iql" else "discrete"
     lake.dataset("line").append(line_world(num_episodes=12, action_space=kind))
-    began = time.monotonic()
     Life(fork_command, lake, tmp_path, *arguments(algorithm, "whole")).end()
-    whole_s = time.monotonic() - began
+    num_updates = int(OPTIONS[algorithm][0].removeprefix("updates="))
     rng = random.Random(7)
     life = Life(fork_command, lake, tmp_path, *arguments(algorithm, "killed"))
     run_id = life.wait_for(r"run (\w{26})").group(1)
     num_kills = 0
-    for _ in range(most_kills):
+    for number in range(most_kills):
         # From before the data are read to after the policy is registered; the first two before it.
-        time.sleep(rng.uniform(0, 2 * whole_s / most_kills))
+        life.wait_for_update(lake, run_id, (number + rng.random()) / (most_kills - 1) * num_updates)
+        time.sleep(rng.uniform(0, 0.05))
         num_kills += life.process.poll() is None
         life.kill()
         life = Life(fork_command, lake, tmp_path, "--resume", run_id)

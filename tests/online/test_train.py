@@ -193,7 +193,7 @@ def test_an_interrupted_run_goes_on_with_all_that_it_collected(lake):
             lake,
             "live",
             request(steps=2000),
-            callbacks=Callbacks(on_progress=told, should_end=lambda: _steps(lake) > 0),
+            callbacks=Callbacks(on_progress=told, should_end=lambda: bool(seen and seen[-1] > 0)),
         )
     before = _steps(lake)
     assert 0 < before < 2000
@@ -213,14 +213,22 @@ def test_an_interrupted_run_goes_on_with_all_that_it_collected(lake):
 
 @pytest.mark.slow
 def test_steps_are_taken_once_over_an_interrupt(lake):
-    points = []
+    points, seen = [], []
     ppo = request(
         algorithm="ppo", steps=6000, log_steps=200, evaluate_steps=2000,
         min_size=1, batch_size=None,
         options={"hidden_sizes": [16], "num_sequences": 4, "length": 16},
     )  # fmt: skip
     with pytest.raises(RunInterrupted) as interrupted:
-        train_online(lake, "live", ppo, callbacks=Callbacks(should_end=lambda: _steps(lake) > 3000))
+        train_online(
+            lake,
+            "live",
+            ppo,
+            callbacks=Callbacks(
+                on_progress=lambda progress: seen.append(progress.num_steps),
+                should_end=lambda: bool(seen and seen[-1] > 3000),
+            ),
+        )
     result = resume_online(
         lake,
         interrupted.value.run_id,

@@ -1,5 +1,6 @@
 """Runs on Ray: real actors, a real object store, and the lake between them."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -43,12 +44,16 @@ def counted(lake):
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_workers_collect_what_the_learner_learns_from(lake, mode):
-    points = {}
+def test_workers_collect_what_the_learner_learns_from(lake, mode, toys, tmp_path):
+    points, folder = {}, tmp_path / "workers"
+    folder.mkdir()
+    # One worker could be done with all of it before the other has started.
+    env_args = {"folder": str(folder), "num": 2, "apart": os.getpid()}
+    asked = replace(request(mode=mode), env="replaylake_faults:Meeting", env_args=env_args)
     result = train_online(
         lake,
         "live",
-        request(mode=mode),
+        asked,
         callbacks=Callbacks(on_metrics=lambda _, values: points.update(values)),
     )
     row = counted(lake)
@@ -81,15 +86,20 @@ def test_a_learner_in_an_actor_is_interrupted_and_goes_on(lake):
         train_online(
             lake,
             "live",
-            request(learner="ray", steps=4000),
+            request(learner="ray", steps=100_000),
             callbacks=Callbacks(
                 on_progress=lambda progress: seen.append(progress.update),
                 should_end=lambda: bool(seen) and seen[-1] > 50,
             ),
         )
-    assert 200 < counted(lake)["n"] < 4000
+    num_steps = counted(lake)["n"] + 1000
+    assert 1200 < num_steps < 100_000
+    (run,) = lake.registry.runs()
+    # As if it had been asked for no more.
+    run["request"]["config"]["steps"] = num_steps
+    lake.registry.record_run(run["run_id"], {k: v for k, v in run.items() if k != "run_id"})
     result = resume_online(lake, interrupted.value.run_id)
-    assert 4000 <= counted(lake)["n"] == result.num_steps < 4010
+    assert num_steps <= counted(lake)["n"] == result.num_steps < num_steps + 10
 
 
 @pytest.mark.parametrize(

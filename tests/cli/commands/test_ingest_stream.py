@@ -43,7 +43,7 @@ def _started(lake: Path, source: str, *flags: str) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_steps(lake: Path, least: int) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         opened = open_lake(lake, create=True).dataset("live")
         if opened.exists() and opened.snapshot().num_steps >= least:

@@ -5,6 +5,7 @@ import json
 import math
 import time
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -229,12 +230,19 @@ def test_waiting_is_said_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress_module, "_LINE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    out = err = ""
     with WaitingReport("running the query") as waiting:
-        time.sleep(0.3)
+        while err.count("\n") < 3:
+            time.sleep(0.01)
+            captured = capsys.readouterr()
+            out, err = out + captured.out, err + captured.err
         waiting.end()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert set(captured.err.splitlines()) == {"running the query, 0 s"}
+    assert out == ""
+    assert set(err.splitlines()) == {"running the query, 0 s"}
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
 
 
 def test_waiting_says_nothing_of_what_is_quick(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,9 +148,12 @@ def test_a_live_view_stays_in_its_process(lake: Lake, make_episode: Make) -> Non
         data = ReplayIterable(view, uniform, seed=0, num_batches=2)
         assert len(list(data)) == 2
         loader = DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context="fork")
+        iterator = iter(loader)
         with pytest.raises(
             ConfigInvalidError, match="a view that follows a dataset in a worker process"
         ):
-            list(loader)
+            next(iterator)
+        # Left to the garbage collector, its worker is waited for 5 s in some later test.
+        iterator._shutdown_workers()
     finally:
         view.close()

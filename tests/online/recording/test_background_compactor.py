@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,14 +121,17 @@ def test_a_round_ends_with_the_run(
 ) -> None:
     for number in range(6):
         dataset.append([piece(number)])
-    monkeypatch.setattr(
-        background_compactor, "_start_process", lambda *_: child("import time; time.sleep(60)")
-    )
-    started = time.monotonic()
+    begun = threading.Event()
+
+    def start_process(*_: object) -> subprocess.Popen[bytes]:
+        begun.set()
+        return child("import time; time.sleep(120)")
+
+    monkeypatch.setattr(background_compactor, "_start_process", start_process)
     keeper = BackgroundCompactor(lake.url, dataset, new_shards=5, look_s=0.01)
-    time.sleep(0.5)
+    assert begun.wait(60)
     keeper.close()
-    assert time.monotonic() - started < 10
+    # One that had been waited for would have ended without a report.
     assert keeper.rounds == []
 
 

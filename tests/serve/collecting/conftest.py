@@ -14,7 +14,9 @@ import pytest
 
 from replaylake.datastore.feedback.journal import JournalConfig
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.serve.collecting import collector as collector_module
 from replaylake.serve.collecting.collector import Collector, CollectorConfig, create_collector
+from replaylake.serve.recording import outcome_log
 
 
 def wait_until(condition, seconds=120):
@@ -132,8 +134,12 @@ def collect_in(app_client):
     def start(lake, dataset="agents", **options):
         journal = JournalConfig(flush_interval_s=0.05)
         collector = Collector(CollectorConfig(str(lake), dataset, journal=journal, **options))
-        with app_client(create_collector(collector)) as client:
-            yield InProcess(client, collector)
+        with pytest.MonkeyPatch.context() as patch:
+            # Rows and reports are moved at once, as tests of what is stored would wait for it.
+            patch.setattr(collector_module, "_ROUND_S", 0.02)
+            patch.setattr(outcome_log, "_APPLY_S", 0.02)
+            with app_client(create_collector(collector)) as client:
+                yield InProcess(client, collector)
 
     return start
 

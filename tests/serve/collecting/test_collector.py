@@ -169,7 +169,7 @@ def test_reports_are_applied_for_at_most_a_quarter_of_the_time(collect_in, tmp_p
 
     def apply_slowly(dataset, **options):
         begun = time.monotonic()
-        time.sleep(0.4)
+        time.sleep(0.1)
         done = apply(dataset, **options)
         rounds.append((begun, time.monotonic()))
         return done

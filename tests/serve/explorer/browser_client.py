@@ -117,6 +117,11 @@ class Browser:
         # The script runs before the load event; what it draws, in the frame after.
         self.run("new Promise(done => requestAnimationFrame(() => setTimeout(done, 30)))")
 
+    def wait_for_frames(self) -> None:
+        """Wait until what has changed is drawn, and what is drawn in the frame after that."""
+        two = "requestAnimationFrame(() => requestAnimationFrame(done))"
+        self.run(f"new Promise(done => {two})")
+
     def run(self, script: str) -> Any:
         """Evaluate JavaScript and return its value; a promise is waited for."""
         result = self.call(
@@ -125,7 +130,7 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait_until(self, script: str, seconds: float = 20.0) -> None:
+    def wait_until(self, script: str, seconds: float = 60.0) -> None:
         """Wait until JavaScript is true."""
         deadline = time.monotonic() + seconds
         while not self.run(f"Boolean({script})"):

@@ -102,7 +102,9 @@ PROMPT_COMMAND = """
 import functools
 from replaylake.cli.main import run
 from replaylake.serve.gateway import server
+from replaylake.serve.recording import outcome_log
 server.JournalConfig = functools.partial(server.JournalConfig, flush_interval_s=0.05)
+outcome_log._APPLY_S = 0.02
 run()
 """
 

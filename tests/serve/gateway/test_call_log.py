@@ -276,7 +276,8 @@ def find_duplicates(lake):
     return lake.sql(text).to_pylist()
 
 
-def test_no_step_is_written_twice_after_a_restart_that_knows_old_steps(lake, open_log):
+def test_no_step_is_written_twice_after_a_restart_that_knows_old_steps(lake, open_log, monkeypatch):
+    real, real_ns = time.time, time.time_ns
     log, dialogue = open_log(), []
     take_turn(log, dialogue, "root")
     root = list(dialogue)
@@ -284,10 +285,11 @@ def test_no_step_is_written_twice_after_a_restart_that_knows_old_steps(lake, ope
     for _ in range(2):
         take_turn(log, list(root), "branch")
     log.journal.flush()
-    time.sleep(1.0)
+    monkeypatch.setattr(time, "time", lambda: real() + 1200)
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + 1200 * 10**9)
     take_turn(log, dialogue, "recent")
     log.journal.flush()
-    log = open_log(idle_s=0.8)
+    log = open_log(idle_s=600)
     take_turn(log, list(root), "branch again")
     take_turn(log, dialogue, "main again")
     rows = read(lake, log)

@@ -261,7 +261,7 @@ def test_one_episode_without_an_answer_does_not_end_the_run(
 
     endpoint.reply = reply
     # The other answers have to come within the time.
-    config = quick(concurrency=1, timeout_s=1.0, retry_s=0.3)
+    config = quick(concurrency=1, timeout_s=0.5, retry_s=0.3)
     judge = JudgeScorer(endpoint.url, "qwen", config)
     receipt = score(math_lake, "math", judge)
     ((failed, reason),) = receipt.failures
