@@ -65,6 +65,7 @@ from replaylake.datastore.query.table_files import (
     fetch_files,
     from_clause,
     query_arrow,
+    query_rows,
     scan_connection,
 )
 from replaylake.datastore.storage.table.table import TableSnapshot
@@ -118,6 +119,63 @@ class _MovePlan:
     runs: list[list[_Step]] = field(default_factory=list)
     waits: Waits = field(default_factory=Waits)
     conflicting: int = 0
+
+
+@dataclass(frozen=True)
+class EpisodePosition:
+    """How far an agent's steps have come: all below next_step are stored, and it is not.
+
+    episode_id: the client's. ended: whether one of them ended the episode.
+    """
+
+    episode_id: str
+    agent_id: str
+    next_step: int
+    ended: bool
+
+
+def find_positions(dataset: Dataset, episode_ids: Sequence[str]) -> list[EpisodePosition]:
+    """Return how far received episodes have come, by the ids of their clients, in their order.
+
+    An episode has one position for each of its agents; one that is unknown is at step 0 of the
+    agent "". Counted are steps that are committed, moved into the dataset or not yet. Cost: a scan
+    of the ids of the received steps and of the dataset's. Raises: StorageError, ShardCorruptError.
+    """
+    names = pa.table({"e": [f"{PREFIX}{name}" for name in dict.fromkeys(episode_ids)]})
+    found: dict[str, list[EpisodePosition]] = {}
+    for episode, agent, next_step, ended in _read_positions(dataset, names):
+        name = episode.removeprefix(PREFIX)
+        found.setdefault(name, []).append(EpisodePosition(name, agent, next_step, ended))
+    return [
+        position
+        for name in dict.fromkeys(episode_ids)
+        for position in found.get(name, [EpisodePosition(name, "", 0, False)])
+    ]
+
+
+def _read_positions(dataset: Dataset, names: pa.Table) -> list[tuple[str, str, int, bool]]:
+    with ExitStack() as stack:
+        connection = stack.enter_context(scan_connection({"names": names}))
+        sources = []
+        for table in (dataset.received, dataset.table):
+            if table.exists() and (snapshot := table.snapshot()).files:
+                paths = stack.enter_context(fetch_files(snapshot, snapshot.files))
+                sources.append(
+                    f"SELECT {EPISODE_ID} AS e, CAST({AGENT_ID} AS VARCHAR) AS a, {STEP} AS s, "
+                    f"{TERMINATED} OR {TRUNCATED} AS ends FROM {from_clause(snapshot, paths)} "
+                    f"SEMI JOIN names ON names.e = {EPISODE_ID}"
+                )
+        if not sources:
+            return []
+        return query_rows(
+            connection,
+            f"WITH steps AS ({' UNION ALL '.join(sources)}), "
+            "known AS (SELECT e, a, s, bool_or(ends) AS ends FROM steps GROUP BY ALL), "
+            "placed AS (SELECT *, row_number() OVER (PARTITION BY e, a ORDER BY s) - 1 AS place "
+            "FROM known) "
+            "SELECT e, a, count(*) FILTER (s = place), coalesce(bool_or(ends) FILTER (s = place), "
+            "false) FROM placed GROUP BY e, a ORDER BY e, a",
+        )
 
 
 def move_received(dataset: Dataset, *, now_s: float, window_s: float) -> ReceivedResult:

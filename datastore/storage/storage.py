@@ -82,6 +82,13 @@ class Storage(Protocol):
         """Return blobs as `get` does, in the order of `paths`, read at the same time."""
         ...
 
+    def read_ends(self, blobs: Sequence[Blob], num_bytes: int) -> list[bytes | None]:
+        """Return the last bytes of blobs of known size, all of a shorter one; None if one is gone.
+
+        No copy is made, and nothing is checked.
+        """
+        ...
+
     def names(self, folder: str, *, after: str = "") -> list[str]:
         """Return the names directly under a folder, sorted; empty if it does not exist.
 
@@ -207,6 +214,20 @@ class LocalStorage:
     def get_many(self, paths: Sequence[str]) -> list[bytes | None]:
         """Read one after the other."""
         return [self.get(path) for path in paths]
+
+    def read_ends(self, blobs: Sequence[Blob], num_bytes: int) -> list[bytes | None]:
+        """Read the ends of files, one after the other."""
+        return [self._read_end(blob, num_bytes) for blob in blobs]
+
+    def _read_end(self, blob: Blob, num_bytes: int) -> bytes | None:
+        target = self.local(blob.path)
+        with _translate_os_errors(target):
+            try:
+                with target.open("rb") as file:
+                    file.seek(max(0, blob.size_bytes - num_bytes))
+                    return file.read(num_bytes)
+            except FileNotFoundError:
+                return None
 
     def names(self, folder: str, *, after: str = "") -> list[str]:
         """List a folder."""

@@ -84,6 +84,7 @@ from replaylake.datastore.query.table_files import (
     query_rows,
     scan_connection,
 )
+from replaylake.datastore.storage.table.column_ranges import select_shards
 from replaylake.online.recorders.producer import NUMBER_DIGITS, Producer
 
 REFUSE: Final = "refuse"
@@ -111,7 +112,8 @@ _GIVEN: Final = frozenset(_SAMPLED) | {
 _STORED: Final = f"""
 SELECT {EPISODE_ID}, CAST({AGENT_ID} AS VARCHAR), {RECORD_HASH}, {TERMINATED} OR {TRUNCATED},
        epoch_us(greatest({TIMESTAMP}, {{rewarded_at}}))
-FROM {{steps}} WHERE starts_with({EPISODE_ID}, '{{prefix}}') AND {RECORD_HASH} IS NOT NULL
+FROM {{steps}} WHERE {EPISODE_ID} >= '{{prefix}}' AND {EPISODE_ID} < '{{below}}'
+AND {RECORD_HASH} IS NOT NULL
 AND NOT contains(substr({EPISODE_ID}, {{start}}), '/')
 ORDER BY {EPISODE_ID}, {AGENT_ID}, {STEP}
 """
@@ -152,8 +154,9 @@ def record_language(
         facts: values for all rollouts, such as run_id and policy.
 
     Raises: ConfigInvalidError if the producer is malformed, or recording in another process;
-    SchemaMismatchError for a dataset of other steps or another tokenizer; StorageError. Cost: a
-    scan of the short columns of the dataset, where `producer` is given.
+    SchemaMismatchError for a dataset of other steps or another tokenizer; StorageError. Cost:
+    where `producer` is given, the end of each shard, and a scan of the short columns of those that
+    may have rollouts of this producer; and of all if rewards were reported.
     """
     if not isinstance(lake, Lake):
         lake = open_lake(lake, create=True)
@@ -880,10 +883,12 @@ def _read_recorded(dataset: Dataset, prefix: str) -> tuple[dict[str, _RecordedRo
     recorded: dict[str, _RecordedRollout] = {}
     newest = 0
     # Not those of another producer whose name goes on after this one: `run` and `run/rank3`.
+    below = prefix[:-1] + chr(ord(prefix[-1]) + 1)
     text = _STORED.replace("{prefix}", prefix).replace("{start}", str(len(prefix) + 1))
+    text = text.replace("{below}", below)
     has_rewards = REWARDED_AT in dataset.table.snapshot().schema.names
     text = text.replace("{rewarded_at}", REWARDED_AT if has_rewards else TIMESTAMP)
-    for episode, agent, content, ends, time_us in _query(dataset, text):
+    for episode, agent, content, ends, time_us in _query(dataset, text, prefix, below):
         rollout = recorded.setdefault(episode, _RecordedRollout())
         rollout.hashes.setdefault(agent, array("q")).append(content)
         if ends:
@@ -896,7 +901,9 @@ def _read_contexts(dataset: Dataset, name: str) -> dict[str, _Context]:
     """Return the ids up to the last recorded step of each agent of a rollout."""
     contexts: dict[str, _Context] = {}
     text = _CONTEXT.replace("{episode}", name.replace("'", "''"))
-    for agent, step, read, sampled, is_continuation, has_parent in _query(dataset, text):
+    for agent, step, read, sampled, is_continuation, has_parent in _query(
+        dataset, text, name, f"{name}\0"
+    ):
         context = contexts.setdefault(agent, _Context())
         before = context.after(step - 1) if step else np.zeros(0, np.int32)
         if is_continuation is False:
@@ -911,11 +918,15 @@ def _read_contexts(dataset: Dataset, name: str) -> dict[str, _Context]:
     return contexts
 
 
-def _query(dataset: Dataset, text: str) -> list[tuple[Any, ...]]:
+def _query(dataset: Dataset, text: str, least: str, below: str) -> list[tuple[Any, ...]]:
+    """Query the shards that may have episodes whose ids are from `least` to before `below`."""
     snapshot = dataset.table.snapshot()
-    if not snapshot.files:
+    entries = list(snapshot.files)
+    if snapshot.storage.is_metered:  # else DuckDB reads the footers of all sooner
+        entries = select_shards(snapshot, EPISODE_ID, least, below)
+    if not entries:
         return []
-    with fetch_files(snapshot, snapshot.files) as paths, scan_connection() as connection:
+    with fetch_files(snapshot, entries) as paths, scan_connection() as connection:
         return query_rows(connection, text.replace("{steps}", from_clause(snapshot, paths)))
 
 

@@ -2,6 +2,7 @@
 
     POST /episodes   episodes that were acted elsewhere: steps, decisions, dialogues
     POST /v1/traces  spans of OpenTelemetry, of which the calls of models become steps
+    POST /watermark  how far episodes have come, for a producer that continues
     POST /feedback   rewards and ends of what was sent, at once or later
     GET  /livez /readyz /metrics
 
@@ -17,9 +18,9 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Final
 
@@ -34,11 +35,17 @@ from replaylake.datastore.errors import (
     ConfigInvalidError,
     ReplayLakeError,
     SchemaMismatchError,
+    StorageError,
 )
 from replaylake.datastore.feedback.call_outcomes import find_corrected
 from replaylake.datastore.feedback.decisions import DEFAULT_WINDOW_S
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
-from replaylake.datastore.feedback.received_steps import ReceivedResult, move_received
+from replaylake.datastore.feedback.received_steps import (
+    EpisodePosition,
+    ReceivedResult,
+    find_positions,
+    move_received,
+)
 from replaylake.datastore.feedback.recorded_calls import ensure_calls_dataset
 from replaylake.datastore.interchange.formats.generations.rows import EXTRAS
 from replaylake.datastore.interchange.ingest.received_spans import (
@@ -48,14 +55,16 @@ from replaylake.datastore.interchange.ingest.received_spans import (
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.storage.locations import check_shareable
-from replaylake.serve.api.bodies import read_fields
+from replaylake.serve.api.bodies import check_fields, check_name, read_fields
 from replaylake.serve.api.episodes import EpisodesEndpoint
+from replaylake.serve.api.values import invalid_value_error
 from replaylake.serve.collecting.spans import RESULTS, SPANS_FORM, SpanLog, SpansEndpoint
 from replaylake.serve.http.connections import NUM_REFUSED, RECEIVED, limit_connections
 from replaylake.serve.http.listener import open_server, run_app, shorten_thread_turns
 from replaylake.serve.http.request_handler import HandlerState
 from replaylake.serve.http.routed_app import RoutedApp
 from replaylake.serve.messages import (
+    RETRY_LATER,
     Endpoint,
     Request,
     RequestRefusedError,
@@ -80,6 +89,8 @@ _ROUND_S: Final = 1.0
 # A round scans the ids of all that was received: at most a quarter of the time.
 _PAUSE_FACTOR: Final = 3.0
 _MAX_PAUSE_S: Final = 10.0
+# Episodes whose position one request may ask for.
+_MAX_POSITIONS: Final = 1000
 _logger = logging.getLogger(__name__)
 
 
@@ -198,6 +209,15 @@ class Collector:
         """Return the journal of received steps."""
         return self._received
 
+    def find_positions(self, episode_ids: Sequence[str]) -> list[EpisodePosition]:
+        """Return how far episodes have come, as of all that was acknowledged by now.
+
+        Raises: ReplayLakeError where what is acknowledged cannot be committed. Cost: that commit,
+        and that of `find_positions`.
+        """
+        self._received.journal.flush()
+        return find_positions(self.dataset, episode_ids)
+
     def move(self) -> bool:
         """Move what was received into the dataset; return whether steps were added.
 
@@ -277,6 +297,23 @@ def create_collector(
         assert collector.outcomes is not None, "requests come after the start"
         return json_response(collector.outcomes.accept(read_fields(request)), 202)
 
+    async def find_watermark(request: Request) -> Response:
+        fields = read_fields(request)
+        check_fields(fields, ("episode_ids",))
+        names = fields.get("episode_ids")
+        if not isinstance(names, list) or not 0 < len(names) <= _MAX_POSITIONS:
+            raise invalid_value_error(
+                "episode_ids", names, f"a list of 1 to {_MAX_POSITIONS:,} strings"
+            )
+        for place, name in enumerate(names):
+            check_name("" if name is None else name, f"episode_ids[{place}]")
+        try:
+            found = await run_in_threadpool(collector.find_positions, names)
+        except StorageError as error:
+            message = f"what was received cannot be committed now: {error}"
+            raise RequestRefusedError(503, "log", message, headers=RETRY_LATER) from error
+        return json_response({"episodes": list(map(asdict, found))})
+
     async def refuse_policy(request: Request) -> Response:
         message = (
             "no policy is served here: this server only collects, into the dataset "
@@ -309,6 +346,7 @@ def create_collector(
                 collector.clock,
             ),
         ),
+        "/watermark": ("POST", find_watermark),
         "/act": ("POST", refuse_policy),
         "/policy": ("GET", refuse_policy),
         "/livez": ("GET", livez),

@@ -35,6 +35,7 @@ _TABLE_ROLES_OF_ROUTE: Final[Mapping[str, tuple[str, ...]]] = {
     "/episodes": (WRITER,),
     "/feedback": (LABELER,),
     "/v1/traces": (WRITER,),
+    "/watermark": (WRITER,),
     "/v2/models/{name}/infer": (WRITER,),
     "/v2/models/{name}/versions/{version}/infer": (WRITER,),
     # What infer takes: for who sends it, and for who reads /policy.
@@ -50,6 +51,7 @@ _ROLE_OF_ROUTE: Final[Mapping[str, str | None]] = {
     "/feedback": "feedback",
     "/episodes": "feedback",
     "/v1/traces": "feedback",
+    "/watermark": "feedback",
     "/v2": None,
     "/v2/health/live": None,
     "/v2/health/ready": None,

@@ -200,13 +200,15 @@ def _count_lines(folder: Path) -> int:
 
 
 def _compare(folder: Path, killed: int) -> None:
+    from open_exports import make_tokenizer
+
     import replaylake as rl
 
     rows = (
         rl.open(folder / "lake")
         .sql(
             "select episode_id, attempt, train_step, observation_tokens, action_tokens, "
-            "action_log_probs, reward, terminated or truncated as ended "
+            "action_log_probs, reward, terminated, truncated, terminated or truncated as ended "
             "from rollouts.steps"
         )
         .to_pylist()
@@ -238,6 +240,9 @@ def _compare(folder: Path, killed: int) -> None:
     different = {(key[0], *sorted(contents)) for key, contents in attempts.items()}
     if len({*ids}) != len(ids) or len(different) != len(attempts):
         sys.exit(f"found {len(attempts)} batches, {len(different)} different, expected each once")
+    eos = make_tokenizer().eos_token_id
+    if any(row["truncated"] is not (row["action_tokens"][-1] != eos) for row in rows):
+        sys.exit("found a rollout that ends a text and is truncated, or the other way round")
     if not all(row["ended"] and row["reward"] is not None for row in rows):
         sys.exit("found rollouts without an end or a reward, expected whole ones")
     # Recorded, and killed before the trainer had written them down: at most a batch a kill.

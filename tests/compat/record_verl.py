@@ -33,7 +33,7 @@ class TransformersEngine:
     """Generates as verl's client of an engine does: ids, and a log-prob for each."""
 
     def __init__(self, model: Any, eos: int) -> None:
-        self._model, self._eos = model, eos
+        self._model, self._eos, self._num_cut = model, eos, 0
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], **_: Any) -> Any:
         from verl.workers.rollout.replica import TokenOutput
@@ -44,6 +44,10 @@ class TransformersEngine:
                 logits = self._model(torch.tensor([prompt_ids + ids])).logits[0, -1]
                 one = int(torch.multinomial(logits.softmax(-1), 1))
                 ids.append(one)
+                if len(ids) == _LENGTH and one != self._eos:
+                    self._num_cut += 1
+                    if self._num_cut % 2 == 0:  # its end comes with the last id that it may have
+                        one = ids[-1] = self._eos
                 log_probs.append(float(logits.log_softmax(-1)[one]))
         extra = {"global_steps": 3, "min_global_steps": 3, "max_global_steps": 3}
         return TokenOutput(token_ids=ids, log_probs=log_probs, extra_fields=extra)
@@ -113,7 +117,8 @@ def main(folder: Path) -> None:
     worker._recorder.close()
     rows = rl.open(folder / "lake").sql(
         "select observation_tokens, action_tokens, action_log_probs, reward, group_id, split, "
-        "policy_version, truncated, action, reward_components from math.steps"
+        "policy_version, terminated, truncated, finish_reason, action, reward_components "
+        "from math.steps"
     ).to_pylist()  # fmt: skip
     found = sorted((r["group_id"], r["observation_tokens"], r["action_tokens"]) for r in rows)
     returned, worst = [], 0.0
@@ -133,6 +138,15 @@ def main(folder: Path) -> None:
             sys.exit(f"found the reward {row['reward']}, expected {one['rm_scores'].sum()}")
     if found != sorted(returned) or worst > 1e-6:
         sys.exit(f"found the rollouts {found}, {worst} away, expected {sorted(returned)}")
+    eos = tokenizer.eos_token_id
+    for row in rows:
+        ends = row["action_tokens"][-1] == eos
+        reason = "stop" if ends else "length"
+        if (row["terminated"], row["truncated"], row["finish_reason"]) != (ends, not ends, reason):
+            sys.exit(f"found {row}, expected the end of {reason}")
+    at_limit = {row["truncated"] for row in rows if len(row["action_tokens"]) == _LENGTH}
+    if at_limit != {True, False}:
+        sys.exit(f"found {at_limit} of rollouts of {_LENGTH} ids, expected ended and cut ones")
     if {row["policy_version"] for row in rows} != {3} or {row["split"] for row in rows} != {
         "train"
     }:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +18,9 @@ from replaylake.datastore.storage.log.state import FileEntry
 from replaylake.datastore.storage.table.delta_schema import plain_type
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
+
+# Of a shard, what is read for its footer; a longer one is read again.
+_END_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,43 @@ def column_ranges(snapshot: TableSnapshot) -> dict[str, ColumnRange]:
     return merge_ranges(shards, snapshot)
 
 
+def select_shards(snapshot: TableSnapshot, column: str, least: str, below: str) -> list[FileEntry]:
+    """Return the shards that may have texts of a column from `least` to before `below`.
+
+    Cost: reads the end of each shard, of a remote one too. Raises: ShardCorruptError,
+    StorageError.
+    """
+    blobs = [blob_of(snapshot.root, entry) for entry in snapshot.files]
+    ends = snapshot.storage.read_ends(blobs, _END_BYTES)
+    found = []
+    for blob, entry, end in zip(blobs, snapshot.files, ends, strict=True):
+        if end is None:
+            found.append(entry)  # whoever reads it says that it is missing
+            continue
+        num_bytes = 8 + int.from_bytes(end[-8:-4], "little")  # the footer, its length, `PAR1`
+        if len(end) < num_bytes < entry.size_bytes:
+            (longer,) = snapshot.storage.read_ends([blob], num_bytes)
+            end = longer or end
+        if _may_hold(_read_footer(pa.BufferReader(end), blob.path), column, least, below):
+            found.append(entry)
+    return found
+
+
+def _may_hold(metadata: pq.FileMetaData, column: str, least: str, below: str) -> bool:
+    for name, part, _ in _leaves(metadata):
+        if name == column:
+            known = part.statistics
+            if known is None or not known.has_min_max or (known.min < below and known.max >= least):
+                return True
+    return False
+
+
 def read_shard_columns(path: Path, entry: FileEntry, schema: pa.Schema) -> dict[str, ShardColumn]:
     """Return what a shard's footer says of each column of a table. Raises: ShardCorruptError.
 
     A list that is empty, and a struct whose first leaf is null, count as rows without a value.
     """
-    try:
-        metadata = pq.read_metadata(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ShardCorruptError(
-            f"{path}: {error}. Restore it from a copy of the lake, or repair the dataset."
-        ) from error
+    metadata = _read_footer(path, path)
     bounds: dict[str, list[Any]] = {name: [] for name in schema.names}
     num_missing = dict.fromkeys(schema.names, 0)
     seen = set()
@@ -115,6 +144,15 @@ def merge_ranges(
             else None,
         )
     return ranges
+
+
+def _read_footer(source: Path | pa.NativeFile, path: Path | str) -> pq.FileMetaData:
+    try:
+        return pq.read_metadata(source)
+    except (pa.ArrowException, OSError) as error:
+        raise ShardCorruptError(
+            f"{path}: {error}. Restore it from a copy of the lake, or repair the dataset."
+        ) from error
 
 
 def _leaves(metadata: pq.FileMetaData) -> Iterator[tuple[str, pq.ColumnChunkMetaData, bool]]:

@@ -183,6 +183,41 @@ def test_a_sequence_counts_once_also_after_a_restart(lake):
         assert recorder.record(**sample(3)) == "run/1/0"
 
 
+def blank_others(lake, producer):
+    """Overwrite the rows of every shard that has none of a producer, up to its footer."""
+    table = lake.dataset("math").table
+    snapshot, num_blanked = table.snapshot(), 0
+    for entry in snapshot.files:
+        path = f"{table.root}/{entry.path}"
+        data = table.storage.get(path)
+        if producer.encode() not in data:
+            footer = 8 + int.from_bytes(data[-8:-4], "little")
+            table.storage.put(path, b"PAR1" + bytes(len(data) - 4 - footer) + data[-footer:])
+            table.storage.forget([path])
+            num_blanked += 1
+    return num_blanked
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("object store", marks=pytest.mark.slow)])
+def test_a_recorder_that_opens_reads_no_rows_of_other_producers(request, tmp_path, kind):
+    at = tmp_path / "lake" if kind == "folder" else f"s3://{request.getfixturevalue('bucket')}/lake"
+    producers = [f"run/rank{rank}" for rank in (*range(5), 33)]
+    for producer in producers:
+        with rl.record_language(at, "math", producer=producer) as recorder:
+            for _ in range(2):
+                recorder.record(**sample(3, completion=producer), terminated=False)
+                recorder.flush()
+    lake = rl.open(at)
+    assert blank_others(lake, "run/rank3/") == 10
+    with rl.record_language(lake, "math", producer="run/rank3") as recorder:
+        recorder.record(**sample(3, completion="run/rank3"), terminated=False, sequence=1)
+        assert recorder.record(**sample(4)) == "run/rank3/2"
+        rollout = recorder.begin(1, resume=True)
+        assert rollout.step(prompt_ids=[3, 1, 4, 2, 9], completion_ids=[5]) == 1
+    with pytest.raises(rl.ReplayLakeError):  # the others' rows are gone indeed
+        read(lake, where="episode_id like 'run/rank4/%'")
+
+
 def test_a_producer_whose_name_begins_another_has_its_own_rollouts(lake):
     with rl.record_language(lake, "math", producer="run/rank3") as recorder:
         recorder.record(**sample(3), sequence=7)

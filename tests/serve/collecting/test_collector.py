@@ -256,3 +256,60 @@ def test_requests_of_a_collector_are_spans(collectors, tmp_path, otlp_receiver):
     assert attributes["http.response.status_code"] == 422
     otlp_receiver.wait_for_metric("replaylake_collector_spans")
     otlp_receiver.wait_for_metric("replaylake_requests")
+
+
+def numbered(name, numbers, **changes):
+    """Return a piece of an episode of numbers, from its first step on."""
+    return {
+        "episode_id": name,
+        "first_step": numbers[0],
+        "observations": [f"see {number}" for number in numbers],
+        "actions": [f"say {number}" for number in numbers],
+        "rewards": [0.0] * len(numbers),
+        **changes,
+    }
+
+
+def test_a_producer_asks_where_it_has_to_continue(collector):
+    def ask(*names):
+        answer = collector.post("/watermark", {"episode_ids": names})
+        assert answer.status_code == 200, answer.text
+        rows = answer.json()["episodes"]
+        return [
+            (one["episode_id"], one["agent_id"], one["next_step"], one["ended"]) for one in rows
+        ]
+
+    assert ask("mark/new") == [("mark/new", "", 0, False)]
+    pieces = [
+        numbered("mark", [0, 1]),
+        numbered("mark", [3]),  # after a gap
+        numbered("mark", [0], agent_id="other", truncated=True),
+    ]
+    assert collector.post("/episodes", {"episodes": pieces}).status_code == 202
+    expected = [("mark", "", 2, False), ("mark", "other", 1, True), ("mark/new", "", 0, False)]
+    assert ask("mark", "mark/new", "mark") == expected  # at once, whatever has moved by then
+    collector.read(num=3, where="source_episode_id = 'mark'")
+    assert ask("mark", "mark/new") == expected
+    last = numbered("mark", [2, 3], terminated=True)
+    last |= {"observations": ["see 2", "see 3"], "actions": ["say 2", "say 3"]}
+    assert collector.post("/episodes", {"episodes": [last]}).status_code == 409  # 3 had no end
+    assert collector.post("/episodes", {"episodes": [numbered("mark", [2])]}).status_code == 202
+    assert ask("mark")[0] == ("mark", "", 4, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({}, "episode_ids"),
+        ({"episode_ids": []}, "episode_ids"),
+        ({"episode_ids": "a"}, "episode_ids"),
+        ({"episode_ids": ["a"] * 1001}, "episode_ids"),
+        ({"episode_ids": ["a", 1]}, "episode_ids[1]"),
+        ({"episode_ids": [None]}, "episode_ids[0]"),
+        ({"episode_ids": ["a"], "other": 1}, "other"),
+    ],
+)
+def test_a_malformed_question_for_a_position_is_refused(collector, body, place):
+    answer = collector.post("/watermark", body)
+    assert answer.status_code == 422
+    assert answer.json()["error"]["field"] == place

@@ -103,28 +103,56 @@ def test_a_restarted_gateway_continues_the_dialogues_of_its_dataset(engines, kit
 
 
 @pytest.mark.slow
-def test_two_gateways_on_two_hosts_write_one_lake_on_s3(engines, gateways, bucket, tmp_path):
+def test_two_gateways_on_two_hosts_write_one_lake_on_s3(engines, gateways, bucket, kit, tmp_path):
+    """Each is killed while both write; the other goes on, and nothing counts twice."""
     engine, lake = engines("vllm"), f"s3://{bucket}/lake"
 
     def start(host):
         own = {"REPLAYLAKE_STATE": tmp_path / host, "REPLAYLAKE_CACHE": tmp_path / f"{host}-cache"}
         return gateways(engine.url, lake, environment={k: str(v) for k, v in own.items()})
 
+    class Writer(threading.Thread):
+        def __init__(self, gateway, name):
+            super().__init__(daemon=True)
+            self.gateway, self.sent, self.is_stopped = gateway, [], False
+            self.name = name
+            self.start()
+
+        def run(self):
+            while not self.is_stopped:
+                text = f"{self.name} {len(self.sent)}"
+                try:
+                    answer = post(self.gateway, text, stream=len(self.sent) % 2 == 1)
+                except httpx.TransportError:
+                    return  # it was killed meanwhile
+                assert answer.status_code == 200
+                self.sent.append(text)
+
+        def wait_for(self, num):
+            goal = len(self.sent) + num
+            kit.wait_until(lambda: len(self.sent) >= goal)
+
     hosts = {name: start(name) for name in ("one", "two")}
     sent = []
-    for number, victim in enumerate(("one", "two", "one")):
-        for name, gateway in hosts.items():
-            for call in range(3):
-                sent.append(f"{name} {number} {call}")
-                assert post(gateway, sent[-1]).status_code == 200
-        hosts[victim].kill()  # at once: its last calls are in its journal alone
-        if number < 2:
-            hosts[victim] = start(victim)
-    hosts["one"] = start("one")
+    for round_number, victim in enumerate(("one", "two", "one")):
+        writers = {name: Writer(hosts[name], f"{name} {round_number}") for name in hosts}
+        for writer in writers.values():
+            writer.wait_for(3)
+        hosts[victim].kill()  # at any moment: its last calls are in its journal alone
+        (other,) = (writer for name, writer in writers.items() if name != victim)
+        other.wait_for(3)
+        other.is_stopped = True
+        for writer in writers.values():
+            writer.join(30)
+            sent += writer.sent
+        hosts[victim] = start(victim)
     assert [gateway.stop() for gateway in hosts.values()] == [0, 0]
     rows = open_lake(lake).sql("select * from agents.steps").to_pylist()
-    assert sorted(row["observation"] for row in rows) == sorted(f"user: {text}" for text in sent)
-    assert len({(row["episode_id"], row["agent_id"], row["step"]) for row in rows}) == len(sent)
+    found = [row["observation"].removeprefix("user: ") for row in rows]
+    # Of each killed gateway, one more may have been recorded, whose answer did not arrive.
+    assert {*sent} <= {*found}
+    assert len(found) == len({*found}) <= len(sent) + 3
+    assert len({(row["episode_id"], row["agent_id"], row["step"]) for row in rows}) == len(rows)
 
 
 def test_an_engine_that_fails_within_a_stream_is_seen_by_the_client_and_recorded(gateway, kit):

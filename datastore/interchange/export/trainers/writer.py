@@ -34,10 +34,11 @@ from replaylake.datastore.interchange.sources.source import SourceFile
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.conditions import episodes_where
 from replaylake.datastore.query.expressions import canonical_expression
-from replaylake.datastore.query.group_views import preference_pairs_sql
+from replaylake.datastore.query.group_views import groups_sql, preference_pairs_sql
 from replaylake.datastore.replay.view_query import explain_sql_errors
 
 _BEST_AGAINST_WORST: Final = "pair = 1"
+_NOT_SELECTED: Final = "no sample is in a selected pair"
 # Number of tokens of the samples whose branches one query finds.
 _BATCH_TOKENS: Final = 1 << 18
 _FOLDER_FILES: Final = ("state.json", "trajectory-000000.json")
@@ -93,9 +94,11 @@ class TargetWriter:
         self.name, self.is_folder = target.name, target.is_folder
         self._context = RowContext(snapshot.dataset, options.label, options.threshold or 0.0)
         self._agents = find_agents(snapshot, selection)
-        self._pairs = {}
+        self._pairs, self._absence = {}, _NOT_SELECTED
         if target.unit == "pair":
             self._pairs = _plan_pairs(snapshot, selection, options.where_pairs)
+            if not self._pairs:
+                self._absence = _explain_no_pairs(snapshot, selection)
         self._num_incomplete = 0
         self._num_rows = self._num_episodes = self._num_steps = 0
         self._num_forked = self._num_mismatched = self._num_unsupported = 0
@@ -109,7 +112,7 @@ class TargetWriter:
         """Write the rows of episodes, whose ids are the store's. Raises: EmptyReplayError."""
         self._target.write_rows(self._rows(self._samples(episodes)), path)
         if not self._num_rows:
-            reasons = "; ".join(self._notes()) or "no sample is in a selected pair"
+            reasons = "; ".join(self._notes()) or self._absence
             raise EmptyReplayError(
                 f"{self._context.dataset}: found no row for {self.name}, expected at least one: "
                 f"{reasons}. Nothing was written."
@@ -219,10 +222,7 @@ def _plan_pairs(
     snapshot: Snapshot, selection: ExportSelection, where: str | None
 ) -> dict[str, _PairPlan]:
     """Return the pairs of the selected episodes by the id of each of their episodes."""
-    names, steps = snapshot.table.schema.names, "steps"
-    if selection.where is not None:
-        selected = episodes_where(selection.where, names)
-        steps = f"(SELECT steps.* FROM steps SEMI JOIN ({selected}) AS s USING (episode_id))"
+    names, steps = snapshot.table.schema.names, _select_steps(snapshot, selection)
     pairs = preference_pairs_sql(steps, snapshot.table.schema, names)
     condition = where or _BEST_AGAINST_WORST
     with explain_sql_errors("where_pairs", condition):
@@ -232,6 +232,33 @@ def _plan_pairs(
         ).to_pylist()
     plans = [_PairPlan(**row) for row in rows]
     return {side: plan for plan in plans for side in (plan.chosen, plan.rejected)}
+
+
+def _select_steps(snapshot: Snapshot, selection: ExportSelection) -> str:
+    """Return a FROM item of the steps of the selected episodes."""
+    if selection.where is None:
+        return "steps"
+    selected = episodes_where(selection.where, snapshot.table.schema.names)
+    return f"(SELECT steps.* FROM steps SEMI JOIN ({selected}) AS s USING (episode_id))"
+
+
+def _explain_no_pairs(snapshot: Snapshot, selection: ExportSelection) -> str:
+    """Return why the selected episodes make no pair, and what would make one."""
+    groups = groups_sql(_select_steps(snapshot, selection), snapshot.table.schema.names)
+    (found,) = snapshot.sql(
+        "SELECT count(*) FILTER (num_episodes > 1) AS num_groups, "
+        "coalesce(sum(num_episodes), 0) AS num_episodes, coalesce(sum(n), 0) AS num_known, "
+        f"count(*) FILTER (best > worst) AS num_different FROM ({groups})"
+    ).to_pylist()
+    if found["num_different"]:
+        return _NOT_SELECTED
+    return (
+        "a pair is two episodes of one group whose rewards are known and differ, and there are "
+        f"{found['num_groups']:,} groups of several episodes, and "
+        f"{found['num_known']:,} of {found['num_episodes']:,} episodes in groups have known "
+        "rewards. Give the samples of a prompt one group_id and report their rewards "
+        '(docs/GATEWAY.md, "Rewards"), or export dialogues without pairs (trl-sft)'
+    )
 
 
 def _find_prompts(samples: Iterator[Sample]) -> Iterator[Sample]:

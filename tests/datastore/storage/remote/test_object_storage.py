@@ -43,6 +43,8 @@ def test_put_replaces_and_put_if_absent_does_not(storage: Storage) -> None:
     assert storage.put_if_absent("a/b", b"three") is False
     assert storage.put_if_absent("a/c", b"three", private=True) is True
     assert storage.get_many(["a/c", "a/none", "a/b"]) == [b"three", None, b"two"]
+    blobs = [Blob("a/c", 5), Blob("a/none", 5), Blob("a/b", 3)]
+    assert storage.read_ends(blobs, 4) == [b"hree", None, b"two"]
 
 
 def test_what_is_not_there_is_none_or_empty(storage: Storage) -> None:

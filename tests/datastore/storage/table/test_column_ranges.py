@@ -10,7 +10,8 @@ import pytest
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete
 from replaylake.datastore.lake.lake import Lake
-from replaylake.datastore.storage.table.column_ranges import column_ranges
+from replaylake.datastore.storage.table import column_ranges as column_ranges_module
+from replaylake.datastore.storage.table.column_ranges import column_ranges, select_shards
 
 
 def test_ranges(lake: Lake, make_episode: Callable[..., Episode]) -> None:
@@ -39,3 +40,27 @@ def test_structs_have_no_range(lake: Lake) -> None:
     found = column_ranges(lake.dataset("d").snapshot().table)
     assert (found["observation"].least, found["observation"].missing) == (None, 0)
     assert found["final_observation"].missing == 1
+
+
+def test_shards_are_selected_by_the_texts_that_they_may_hold(
+    lake: Lake, make_episode: Callable[..., Episode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = lake.dataset("d")
+    dataset.create(Box((2,)), Discrete(2))
+    for names in (["a/1", "a/2"], ["b/1"], ["a/3", "c/1"]):
+        dataset.append([make_episode(name, 2) for name in names])
+    snapshot = dataset.snapshot().table
+    first, second, third = snapshot.files
+
+    def select(least: str, below: str) -> list[object]:
+        return list(select_shards(snapshot, "episode_id", least, below))
+
+    assert select("a/", "a0") == [first, third]
+    assert select("b/1", "b/1\0") == [second, third]  # the last may: it has texts on both sides
+    assert select("a/2\0", "a/3") == []
+    assert select("d", "e") == select("", "a") == []
+    monkeypatch.setattr(column_ranges_module, "_END_BYTES", 64)  # less than a footer has
+    assert select("b/", "b0") == [second, third]
+    assert select("a/", "a0") == [first, third]
+    (snapshot.storage.local(f"{snapshot.root}/{second.path}")).unlink()
+    assert select("d", "e") == [second]  # whoever reads it says that it is missing

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import replaylake as rl
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import (
     AlreadyExistsError,
@@ -470,6 +471,24 @@ def test_pairs_of_other_prompts_are_left_out(
     )
     with pytest.raises(EmptyReplayError, match="1 pairs are left out, because their prompts"):
         export(lake, "talks", tmp_path / "out", format="trl-dpo")
+
+
+def test_an_export_of_pairs_without_rewards_says_what_makes_one(lake: Lake, tmp_path: Path) -> None:
+    def add(completion: str, reward: float | None) -> None:
+        with rl.record_language(lake, "notes", producer="run") as recorder:
+            recorder.record(prompt="Say.", completion=completion, reward=reward, group_id="g")
+
+    def write() -> ExportReceipt:
+        return export(lake, "notes", tmp_path / "out", format="trl-dpo")
+
+    add("a", None)
+    with pytest.raises(EmptyReplayError, match=r"there are 0 groups .* 0 of 1 episodes in groups"):
+        write()
+    add("b", 1.0)
+    with pytest.raises(EmptyReplayError, match=r"there are 1 groups .* 1 of 2 episodes in groups"):
+        write()
+    add("c", 0.0)
+    assert write().num_rows == 1
 
 
 def test_desirable(chats: Lake, tmp_path: Path) -> None:
