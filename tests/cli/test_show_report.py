@@ -20,7 +20,7 @@ _SECTIONS = [
     "Propensities",
     "Policy versions",
     "Missing values",
-    "Door checks",
+    "Checks at ingest",
 ]
 
 
