@@ -28,6 +28,7 @@ from replaylake.cli.output.command_output import (
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
+    from replaylake.datastore.lake.profile.episode_report import EpisodeReport
     from replaylake.datastore.lake.profile.profile import Profile
 
 # Letters of a text in the range of a column.
@@ -137,8 +138,13 @@ def show(
             body = store.snapshot(name).describe()
         report.print_result(body, _dataset_lines(body))
         return
-    profile = _write_page(store, name, page, report)
-    body = {**profile.summary, "report": str(page), "profile": profile.to_json()}
+    profile, episodes = _write_page(store, name, page, report)
+    body = {
+        **profile.summary,
+        "report": str(page),
+        "profile": profile.to_json(),
+        "episodes": episodes.to_json(),
+    }
     report.print_result(body, [*_dataset_lines(profile.summary), f"  report       {page}"])
 
 
@@ -165,17 +171,21 @@ def _show_episode(
     report.print_result(body, dialogue_lines(dialogue, tokens))
 
 
-def _write_page(store: Lake, name: str, page: Path, report: CommandOutput) -> Profile:
+def _write_page(
+    store: Lake, name: str, page: Path, report: CommandOutput
+) -> tuple[Profile, EpisodeReport]:
     from replaylake.cli.output.page import html
+    from replaylake.datastore.lake.profile.episode_report import report_episodes
     from replaylake.datastore.lake.profile.profile import compute_profile
     from replaylake.datastore.storage.storage import atomic_write
 
     snapshot = store.snapshot(name)
     with report.progress("profiled", "steps") as progress:
         profile = compute_profile(snapshot, store.dataset(snapshot.dataset).history(), progress)
+    episodes = report_episodes(snapshot)
     with atomic_write(page) as stream:
-        stream.write(html(profile).encode())
-    return profile
+        stream.write(html(profile, episodes).encode())
+    return profile, episodes
 
 
 def _dataset_lines(body: Mapping[str, Any]) -> Iterator[str]:

@@ -6,7 +6,9 @@ of them is called: 0.4 s, more than decoding 1M steps takes (2 cores, 2026-11).
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from typing import Any, Final
 
@@ -39,13 +41,26 @@ def keep_pandas_unloaded() -> None:
         sys.meta_path.remove(finder)
 
 
+# A parameter of glibc's mallopt (malloc.h).
+_M_ARENA_MAX: Final = -8
+
+
 def return_freed_memory() -> None:
     """Let Arrow take memory from the system's allocator, which gives freed blocks back at once.
 
     Only for processes of our own that are to be small rather than fast: Arrow's default keeps what
-    it frees, 80 to 100 MiB after the pages of a million episodes (2026-11).
+    it frees, 80 to 100 MiB after the pages of a million episodes (2026-11). glibc would keep as
+    much again in an arena for each thread; with one arena, threads wait for each other a little.
     """
     pa.set_memory_pool(pa.system_memory_pool())
+    # Another C library has no such function.
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def release_unused_memory() -> None:
+    """Give back what Arrow took for a moment, where that is more than what stays."""
+    pa.default_memory_pool().release_unused()
 
 
 class _PandasRefuser(MetaPathFinder):

@@ -404,7 +404,7 @@ PANELS: Final = (
     list_versions,
     list_learners,
     list_refused,
-    _section_panel("Door checks"),
+    _section_panel("Checks at ingest"),
 )
 
 

@@ -64,13 +64,13 @@ def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs:
             total = count(sum(nums.values()), "decision")
             stages[3].setdefault(dataset, FlowNode(dataset, total, address))
             links.add((2, version, dataset))
-    note = "What led to what; `replaylake lineage` also has the ingests and single decisions."
+    note = "Each line leads from a source to a result. The page of a decision has its own path."
     if len(entries) > len(shown):
         note = f"The newest {_MAX_VERSIONS} versions, and those with an alias. {note}"
     titled = list(zip(_STAGES, stages, strict=True))
     chart = flow_chart(titled, sorted(links), label=f"Lineage of {name}")
     visit.take_queries()
-    return Panel("Lineage", [chart, unreadable], note=note.replace("`", ""))
+    return Panel("Lineage", [chart, unreadable], note=note)
 
 
 def _read_recent_arms(visit: Visit, dataset: str) -> list[dict[str, Any]]:

@@ -190,7 +190,7 @@ def _facts(visit: Visit, run: RunSummary) -> list[tuple[str, Child]]:
         facts.append(("mean return", number_text(run.mean_return)))
     if run.policy is not None:
         facts.append(("policy", _policy_link(visit, run.policy)))
-    facts.append(("started", time_tag(_time(run.started_ms))))
+    facts.append(("started", time_tag(_time(run.started_ms)) or "unknown"))
     facts.append(("took", duration_text(run.duration_s) or "unknown"))
     return facts
 
@@ -315,9 +315,7 @@ def _metrics_panel(runs: Sequence[RunSummary], curves: Sequence[Mapping[str, Cur
                 row += [number_text(float(curve.values[-1])), number_text(best[1]), f"{best[0]:,}"]
         rows.append(row)
     body: Child = table(columns, rows, label="Metrics")
-    note = (
-        "Of points: a point of a training metric is the mean of the updates since the one before."
-    )
+    note = "A point of a training metric is the mean of the updates since the point before."
     if not rows:
         body, note = empty_state("No metrics yet."), ""
     return Panel("Metrics", body, note=note or None, is_wide=len(runs) > 1)
@@ -333,7 +331,7 @@ def _differences_panel(records: Sequence[Mapping[str, Any]], runs: Sequence[RunS
             for name, values in differences.items()
         ]
         body = table(["Option", *(run.run_id for run in runs)], rows, label="Differences")
-    return Panel("What differs", body)
+    return Panel("Differences", body)
 
 
 def _data_panel(
@@ -380,7 +378,7 @@ def _diff_links(visit: Visit, records: Sequence[Mapping[str, Any]]) -> Markup | 
             a, b = versions
             address = visit.link("datasets", name, "diff", a=a, b=b)
             links.append(tag("a", f"{name}@{a} and {name}@{b}", href=address))
-    return tag("p", "What differs in the data: ", join_list(links)) if links else None
+    return tag("p", "Differences in the data: ", join_list(links)) if links else None
 
 
 def selection_link(visit: Visit, used: Mapping[str, Any]) -> Child:

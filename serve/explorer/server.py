@@ -38,6 +38,9 @@ def run_explorer(
     ConfigInvalidError if other machines could read or write it without a token, and for a
     tokenizer that is none.
     """
+    # Before anything starts a thread. pandas takes 48 MiB, and half a second of the first page.
+    keep_pandas_unloaded()
+    return_freed_memory()
     token_texts = TokenTexts(config.tokenizers)
     lake = open_lake(config.lake)
     tokens = config.read_tokens(os.environ)
@@ -55,9 +58,6 @@ def run_explorer(
         # Whoever looks may wait; trainers and policy servers of this machine must not.
         os.nice(_NICE)
         limit_threads(1)
-        # It takes 48 MiB, and half a second of the first page.
-        keep_pandas_unloaded()
-        return_freed_memory()
         server.announce(f"{lake.url} is at {server.config.url}")
         with keep_spare_sandbox():
             run_app(

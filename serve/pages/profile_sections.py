@@ -48,7 +48,7 @@ def profile_sections(profile: Profile, link: EpisodeLink | None = None) -> list[
         Section("Propensities", _propensities(profile)),
         Section("Policy versions", _policies(profile)),
         Section("Missing values", _missing(profile)),
-        Section("Door checks", _checks(profile)),
+        Section("Checks at ingest", _checks(profile)),
     ]
 
 
@@ -102,7 +102,7 @@ def _rewards(profile: Profile) -> Iterator[Child]:
         yield _note("no step has a reward")
         return
     yield _note(
-        f"{reward.share_zero:.1%} of {count(reward.num, 'reward')} are zero; from "
+        f"{count(reward.num, 'reward')}, {reward.share_zero:.1%} of them zero; from "
         f"{number_text(reward.minimum)} to {number_text(reward.maximum)}, mean "
         f"{number_text(reward.mean)}"
     )
@@ -240,7 +240,7 @@ def _checks(profile: Profile) -> Iterator[Child]:
             [one.check, one.outcome, f"{one.num_episodes:,}", f"{one.num_rows:,}", one.example]
             for one in profile.checks
         ]
-        yield table(columns, rows, label="Door checks")
+        yield table(columns, rows, label="Checks at ingest")
     if profile.left_out:
         yield _note(f"not drawn: {', '.join(profile.left_out)}")
 

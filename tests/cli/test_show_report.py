@@ -13,6 +13,8 @@ from replaylake.datastore.lake.lake import open_lake
 
 _SECTIONS = [
     "Episodes",
+    "Quantiles",
+    "Best and worst episodes",
     "Rewards",
     "Actions",
     "Observations",
@@ -20,7 +22,7 @@ _SECTIONS = [
     "Propensities",
     "Policy versions",
     "Missing values",
-    "Door checks",
+    "Checks at ingest",
 ]
 
 
@@ -119,7 +121,75 @@ def test_odd_numbers_make_a_page_too(
     dataset.append([episode])
     path = tmp_path / "report.html"
     assert run("show", "d", "--report", path).code == 0
-    assert _page(path).headings == _SECTIONS
+    # Without a known return there is no best episode.
+    is_known = bool(np.isfinite(rewards).all())
+    expected = [one for one in _SECTIONS if is_known or one != "Best and worst episodes"]
+    assert _page(path).headings == expected
+
+
+def test_episodes_have_quantiles_extremes_days_and_sources(
+    run: Any, lake: Path, tmp_path: Path
+) -> None:
+    # Returns 0, 1, ..., 8, on three days, from two sources.
+    day_us, first_us = 86_400_000_000, 1_700_000_000_000_000
+    episodes = [
+        Episode(
+            f"{'robot' if n < 6 else 'sim'}/{n}",
+            observations=np.zeros((n + 1, 1)),
+            actions=np.zeros((n + 1, 1)),
+            rewards=np.array([0.0] * n + [float(n)]),
+            terminated=True,
+            timestamps=first_us + (n // 3) * day_us + np.arange(n + 1),
+        )
+        for n in range(9)
+    ]
+    dataset = open_lake(lake, create=True).dataset("d")
+    dataset.create(Box((1,), "float64"), Box((1,), "float64"))
+    dataset.append(episodes)
+    path = tmp_path / "report.html"
+    body = run("show", "d", "--report", path, "--json").json["episodes"]
+    assert body["return_quantiles"] == pytest.approx([0, 0.4, 2, 4, 6, 7.6, 8])
+    assert body["length_quantiles"] == pytest.approx([1, 1.4, 3, 5, 7, 8.6, 9])
+    assert [one["return"] for one in body["best"]] == [8, 7, 6, 5, 4]
+    assert body["worst"][0]["episode_id"] == "robot/0"
+    days = [(one["name"], one["num_episodes"], one["mean"]) for one in body["days"]]
+    assert days == [("2023-11-14", 3, 1.0), ("2023-11-15", 3, 4.0), ("2023-11-16", 3, 7.0)]
+    sources = [(one["name"], one["num_episodes"], one["mean"]) for one in body["sources"]]
+    assert sources == [("robot", 6, 2.5), ("sim", 3, 7.0)]
+    assert (body["sources"][1]["low"], body["sources"][1]["high"]) == (6.5, 7.5)
+    page = _page(path)
+    assert page.headings[1:5] == [
+        "Quantiles",
+        "Best and worst episodes",
+        "Returns by day",
+        "Returns by source",
+    ]
+    assert {"robot/0", "sim/8", "2023-11-15", "4 of 3 episodes", "2.5 of 6 episodes"} <= set(
+        page.texts
+    )
+
+
+def test_a_bandit_log_has_the_reward_by_action(run: Any, lake: Path, tmp_path: Path) -> None:
+    rewards = {0: [0.0, 1.0], 1: [2.0, 2.0, 5.0], 2: [7.0]}
+    episodes = [
+        Episode(f"b/{a}{n}", np.zeros((1, 1)), np.array([a]), np.array([reward]), terminated=True)
+        for a, found in rewards.items()
+        for n, reward in enumerate(found)
+    ]
+    open_lake(lake, create=True).dataset("d").append(episodes)
+    path = tmp_path / "report.html"
+    body = run("show", "d", "--report", path, "--json").json["episodes"]["action_rewards"]
+    assert [(one["action"], one["num_steps"], one["mean"]) for one in body] == [
+        ("0", 2, 0.5),
+        ("1", 3, 3.0),
+        ("2", 1, 7.0),
+    ]
+    # The standard deviation of 2, 2 and 5 is the root of 3, of which the root of 3 is the error 1.
+    assert body[1]["error"] == pytest.approx(1.0)
+    assert body[2]["error"] is None
+    page = _page(path)
+    assert "Reward by action" in page.headings
+    assert "3 of 3 steps" in page.texts
 
 
 @pytest.mark.slow

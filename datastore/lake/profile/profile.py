@@ -24,7 +24,7 @@ from replaylake.datastore.lake.profile.shard_statistics import (
 )
 from replaylake.datastore.lake.profile.vectors import ValueCounts
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.datastore.storage.arrow_values import numbers
+from replaylake.datastore.storage.arrow_values import numbers, release_unused_memory
 from replaylake.datastore.storage.table.column_ranges import ShardColumn, merge_ranges
 
 # Bins of `policies over time`, and at most so many policies by name.
@@ -125,6 +125,8 @@ def compute_profile(
     columns = statistics.read_columns(snapshot.table.schema)
     policies, by_timestamp = _policies(statistics)
     returns, lengths = _episode_histograms(snapshot)
+    # Of the shards that were counted, their statistics alone stay.
+    release_unused_memory()
     return Profile(
         summary=snapshot.describe(merge_ranges(columns, snapshot.table)),
         returns=returns,

@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from typing import Generic, Protocol, Self, TypeVar
 
-import pyarrow as pa
-
 from replaylake.datastore.errors import ReplayLakeError
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.storage.arrow_values import release_unused_memory
 from replaylake.datastore.storage.storage import Storage
 
 
@@ -89,7 +88,7 @@ class DerivedFile(Generic[_Data]):
             if (data := self._decode(content)) is not None:
                 del content
                 self._put_in_cache(storage, root, (last, data))
-                _release_memory()
+                release_unused_memory()
                 return data
         return None
 
@@ -104,7 +103,7 @@ class DerivedFile(Generic[_Data]):
             self.remember(storage, root, data)
             return False
         self._put_in_cache(storage, root, written)
-        _release_memory()
+        release_unused_memory()
         return True
 
     def remember(self, storage: Storage, root: str, data: _Data) -> None:
@@ -166,11 +165,6 @@ class DerivedFile(Generic[_Data]):
             cached = self._cache
             while cached and sum(d.num_bytes for _, d in cached.values()) > self._max_cached_bytes:
                 cached.popitem(last=False)
-
-
-def _release_memory() -> None:
-    """Give back what Arrow took for a moment, which is more than what stays."""
-    pa.default_memory_pool().release_unused()
 
 
 def _filter_existing(storage: Storage, root: str, shards: Sequence[str]) -> set[str]:

@@ -138,7 +138,7 @@ class PlotGroup {
     const plot = new uPlot(
       {
         width: canvas.clientWidth, height: this.height(),
-        scales: { x: { time: false } },
+        scales: { x: { time: false }, y: { range: chooseRange } },
         axes: [
           // Steps and updates are whole numbers.
           { ...axis, size: 28, incrs: WHOLE_INCREMENTS },
@@ -236,6 +236,14 @@ function startPlots() {
 // followed, or a proxy is in the way), and in a window that is not seen, the page is read again.
 const HIDDEN_PAUSE_S = 60;
 const FOCUSABLE = "a[href], button, input, select, summary, textarea, [tabindex]";
+
+// A line of one value lies in the middle: uPlot's own range of a 0 goes up to 100.
+function chooseRange(_, low, high) {
+  if (low === null) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  const margin = Math.max(1, Math.abs(low) / 10);
+  return [low - margin, high + margin];
+}
 
 class Follower {
   // The first event comes at once. Where it does not, a proxy holds events back.

@@ -138,3 +138,17 @@ def test_sessions_use_as_many_threads_as_they_may(monkeypatch: pytest.MonkeyPatc
     for num in (3, 1):
         limit_threads(num)
         assert (count(True), count(False)) == (num, num)
+
+
+def test_a_process_with_a_limit_of_threads_keeps_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_shared", {})
+    monkeypatch.setattr(connections, "_num_threads", None)
+    query = "SELECT current_setting('allocator_flush_threshold') AS kept"
+    with session() as connection:
+        before = connection.execute(query).fetchall()
+    connections.limit_threads(1)
+    for keeps_order in (True, False):
+        with session(keeps_order=keeps_order) as connection:
+            assert connection.execute(query).fetchall() != before

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -341,3 +343,46 @@ def test_nothing_of_a_shard_that_was_purged_is_written_again(
     monkeypatch.setattr(type(storage), "put", purge_then_put)
     summaries._FILE.save(storage, "d", summary)
     assert files(dataset) == []
+
+
+def test_columns_of_few_values_take_a_byte_in_memory_and_none_of_it_is_in_the_file(
+    dataset: Dataset, make_episode: Make
+) -> None:
+    dataset.append([make_episode(f"more/{n}", 10, terminated=True) for n in range(200)])
+    snapshot = dataset.snapshot()
+    summaries.refresh(snapshot.table)
+    made = summaries._FILE.load(snapshot.table.storage, snapshot.table.root)
+    summaries._FILE.forget()
+    read = summaries._FILE.load(snapshot.table.storage, snapshot.table.root)
+    assert made is not None
+    assert read is not None
+    for summary in (made, read):
+        kinds = {field.name: str(field.type) for field in summary.pieces.schema}
+        assert kinds["num_steps"] == "dictionary<values=int64, indices=int8, ordered=0>"
+        assert kinds["episode_id"] == "string"  # there are 203
+        assert summary.num_bytes < summaries._expand(summary.pieces).nbytes
+    assert made.pieces.to_pylist() == read.pieces.to_pylist()
+    (path,) = files(dataset)
+    # As earlier releases write and read it.
+    assert {str(one) for one in pq.read_schema(path).types} <= {
+        "string",
+        "int32",
+        "int64",
+        "double",
+        "bool",
+        "timestamp[us, tz=UTC]",
+    }
+    dataset.append([make_episode("last", 20)])
+    summaries.refresh(dataset.snapshot().table)
+    assert covered(dataset.snapshot()) == 4
+
+
+def test_pieces_that_are_dropped_free_their_memory(dataset: Dataset, make_episode: Make) -> None:
+    dataset.append([make_episode(f"{'x' * 2000}/{n}", 8) for n in range(200)])
+    before = pa.total_allocated_bytes()
+    pieces = summaries._pieces(dataset.snapshot().table)
+    # Of Arrow's own memory: that of DuckDB's result is one block, which each column would retain.
+    assert pa.total_allocated_bytes() - before >= pieces.nbytes
+    kept = pieces.select(["num_steps"])
+    del pieces
+    assert pa.total_allocated_bytes() - before < 4 * kept.nbytes + 10_000

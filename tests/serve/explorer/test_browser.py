@@ -474,6 +474,10 @@ def test_the_slider_moves_the_cursor_of_all_curves(browser, address):
     values = "[...document.querySelectorAll('.series .value')].map(e => e.textContent)"
     browser.wait_until(f"String({values}.slice(0, 2)) === '3,63'")
     _open(browser, address + "/datasets/images/episode?id=i/0")
+    # A curve of one value, of 1 and of 0, has it in its middle.
+    ranges = "[...plotGroups.values()][0].plots.map(p => [p.scales.y.min, p.scales.y.max])"
+    assert [0, 2] in browser.run(ranges)
+    assert [-1, 1] in browser.run(ranges)
     browser.run("document.querySelector('#scrub').focus()")
     browser.press("ArrowRight")
     browser.wait_until("document.querySelector('img').src.endsWith('&step=1')")
