@@ -56,6 +56,16 @@ def test_a_repeat_is_one_step_and_outranks_an_answer_that_was_lost(logged):
     assert (step["policy"], step["policy_version"]) == ("fallback", 7)
 
 
+def test_a_report_by_id_outranks_an_answer_that_comes_late(logged):
+    one = {**DECISION, "age_s": 0}
+    (decision_id,) = logged.post("/decisions", json={"decisions": [one]}).json()["decision_ids"]
+    logged.post("/act", json={"observation": OBSERVATION, "request_id": "r1"})
+    report = {"decision_id": decision_id, "reward": 1.0, "terminated": True}
+    assert logged.post("/feedback", json=report).status_code == 200
+    (step,) = read_steps(logged, 1)
+    assert (step["policy"], step["decision_id"]) == ("fallback", decision_id)
+
+
 def test_decisions_of_an_episode_are_ordered_with_those_of_act(logged):
     names = {"episode_id": "visit"}
     for number in range(4):
