@@ -60,10 +60,14 @@ def check_no_other_options(*beside: object) -> None:
         )
 
 
-def check_project(wandb: str | None) -> None:
+def check_project(wandb: str | None, mlflow: str | None = None) -> None:
     """Refuse an empty name. Raises: typer.BadParameter."""
     if wandb is not None and not wandb.strip():
         raise typer.BadParameter("found an empty one, expected a project.", param_hint="--wandb")
+    if mlflow is not None and not mlflow.strip():
+        raise typer.BadParameter(
+            "found an empty one, expected an experiment.", param_hint="--mlflow"
+        )
 
 
 @contextmanager

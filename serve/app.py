@@ -1,6 +1,7 @@
 """The HTTP API: one Starlette app, run by BentoML (serve/service.py) or any ASGI server as it is.
 
     POST /act        observation(s) in, action(s) with log-probabilities and decision ids out
+    POST /decisions  decisions that a client took while no server answered
     POST /feedback   what a decision led to
     POST /episodes   episodes that were acted elsewhere
     GET  /policy     which policy answers, its spaces and its origin
@@ -28,6 +29,7 @@ from starlette.concurrency import run_in_threadpool
 
 from replaylake.serve.api.about import About
 from replaylake.serve.api.act import ActEndpoint
+from replaylake.serve.api.decisions import DecisionsEndpoint
 from replaylake.serve.api.episodes import EpisodesEndpoint
 from replaylake.serve.api.feedback import FeedbackEndpoint
 from replaylake.serve.api.open_inference import PREFIX, OpenInference, encode_error
@@ -66,6 +68,7 @@ def create_app(load: Callable[[], ServingState]) -> Starlette:
     inference = OpenInference(worker.get, worker.is_ready, act).endpoints()
     endpoints: dict[str, tuple[str, Endpoint]] = {
         "/act": ("POST", act),
+        "/decisions": ("POST", DecisionsEndpoint(worker.get, metrics, clock)),
         "/feedback": ("POST", FeedbackEndpoint(worker.get, metrics, clock)),
         "/episodes": ("POST", EpisodesEndpoint(worker.get, metrics, clock)),
         "/policy": ("GET", about.policy),

@@ -1,25 +1,28 @@
-"""Client: a served policy from Python, with nothing but the standard library and numpy.
+"""Clients: a served policy from Python, with nothing but the standard library and numpy.
 
-    with Client("http://127.0.0.1:3000") as client:
+    with PolicyClient("http://127.0.0.1:3000") as client:
         chosen = client.act([0, 0, 0.02, 0], episode_id="visit-1", step=0)
         client.feedback(1.0, decision_id=chosen.decision_id, terminated=True)
 
 Any number of threads may use one client: each has a connection of its own, which is kept alive. A
 request that is lost on the way (the server was killed, the connection cut) or answered with 503 is
 sent again, after what Retry-After says: everything here means the same when it comes twice. A
-decision carries a request_id, so that a repeat is one step.
+decision carries a request_id, so that a repeat is one step. With a fallback (fallback.py), a policy
+on this machine acts where no server answers; its decisions are logged once one does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
-import json
 import ssl
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from urllib.parse import urlencode
 
 import numpy as np
@@ -27,8 +30,13 @@ from numpy.typing import NDArray
 
 from replaylake.serve.transport import RequestFailedError as RequestFailedError
 from replaylake.serve.transport import ServerUnreachableError as ServerUnreachableError
-from replaylake.serve.transport import Transport
+from replaylake.serve.transport import Transport, to_json
 
+if TYPE_CHECKING:
+    from replaylake.serve.fallback import FallbackPolicy, SpoolSender
+
+_Result = TypeVar("_Result")
+_SERVER_ERROR: Final = 500
 _NPY: Final = "application/x-npy"
 # Above so many numbers an array is sent as its bytes.
 _SMALL: Final = 64
@@ -83,7 +91,7 @@ class Actions:
         return len(self.decision_ids)
 
 
-class Client:
+class PolicyClient:
     """A server, by its URL. Close it, or use it as a context manager."""
 
     def __init__(
@@ -94,6 +102,7 @@ class Client:
         timeout_s: float = 10.0,
         retry_s: float = 30.0,
         context: ssl.SSLContext | None = None,
+        fallback: FallbackPolicy | None = None,
     ) -> None:
         """Connect with the first request.
 
@@ -103,13 +112,24 @@ class Client:
             timeout_s: of one attempt.
             retry_s: how long a request is sent again before it fails; 0 for never.
             context: for https with other than the system's certificates.
+            fallback: acts where the server does not answer, or with a status of 500 or above. Then
+                act and feedback wait for it no longer than `fallback.after_s`, twice.
 
         Raises: ConfigInvalidError if the URL is none of http or https.
         """
         self.url = url.rstrip("/")
         self._transport = Transport(url, token, timeout_s, retry_s, context)
+        # Without a fallback both are one; with one, nobody waits for a server for long.
+        self._urgent = self._transport
+        self._fallback = fallback
+        self._sender: SpoolSender | None = None
+        if fallback is not None:
+            # It tries again by itself, and closes without waiting for a server that is gone.
+            self._sender = fallback.start_sender(Transport(url, token, timeout_s, 0.0, context))
+            quick_s = min(timeout_s, fallback.after_s)
+            self._urgent = Transport(url, token, quick_s, fallback.after_s, context)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> PolicyClient:
         return self
 
     def __exit__(
@@ -121,8 +141,20 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections of all threads; another request opens one anew."""
+        """Close the connections of all threads; another request opens one anew.
+
+        With a fallback: send what it spooled, if the server answers; the next process sends the
+        rest. Then this client is at its end.
+        """
+        if self._sender is not None:
+            self._sender.close()
+            self._urgent.close()
         self._transport.close()
+
+    @property
+    def num_spooled(self) -> int:
+        """How many decisions and reports a fallback has still to send."""
+        return 0 if self._fallback is None else self._fallback.spool.num_pending
 
     def act(
         self,
@@ -168,7 +200,7 @@ class Client:
             "q_values": q_values or None,
             "state": state,
         }
-        answer = self._act("observation", observation, fields, {"action_mask": action_mask})
+        answer = self._act_or_fall_back(observation, fields, action_mask)
         return Action(
             action=answer["action"],
             log_prob=answer["log_prob"],
@@ -218,7 +250,7 @@ class Client:
             "action_masks": action_masks,
             "states": states,
         }
-        answer = self._act("observations", observations, fields, columns)
+        answer = self._act_on_batch(observations, fields, columns)
         num = len(answer["decision_ids"])
         return Actions(
             actions=_as_array(answer["actions"]),
@@ -279,14 +311,14 @@ class Client:
             "mode": None if mode == "last" else mode,
             "feedback_id": feedback_id,
         }
-        self._post("/feedback", _drop_none(report))
+        self._report([_drop_none(report)])
 
     def feedback_batch(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Send several reports, each the arguments of feedback as a mapping; all or none is taken.
 
         A sum needs a feedback_id of its own. Raises: RequestFailedError, ServerUnreachableError.
         """
-        self._post("/feedback", {"feedback": [_drop_none(report) for report in reports]})
+        self._report([_drop_none(report) for report in reports], is_batch=True)
 
     def episodes(self, episodes: Sequence[Mapping[str, Any]]) -> int:
         """Send whole episodes, or pieces of them, that were acted elsewhere; return their steps.
@@ -314,6 +346,77 @@ class Client:
         """Whether the server answers and can log; asked once."""
         return self._transport.status("/readyz") == 200
 
+    def _act_or_fall_back(
+        self, observation: Any, fields: Mapping[str, Any], action_mask: Any
+    ) -> dict[str, Any]:
+        if self._fallback is None or self._sender is None:
+            return self._act("observation", observation, fields, {"action_mask": action_mask})
+        if not self._sender.is_down:
+            try:
+                return self._act("observation", observation, fields, {"action_mask": action_mask})
+            except (RequestFailedError, ServerUnreachableError) as error:
+                if not _is_unavailable(error):
+                    raise
+                self._sender.report_failure()
+        if fields["state"] is not None:
+            raise ServerUnreachableError(
+                f"{self.url}/act: no server answers, and a `state` of the server's is nothing to "
+                "the fallback. Start a new episode without it."
+            )
+        known = {name: value for name, value in fields.items() if name != "state"}
+        known["q_values"] = bool(known["q_values"])
+        return self._fallback.act(observation, action_mask=action_mask, **known)
+
+    def _act_on_batch(
+        self, observations: Any, fields: Mapping[str, Any], columns: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if self._sender is None:
+            return self._act("observations", observations, fields, columns)
+        if not self._sender.is_down:
+            try:
+                return self._act("observations", observations, fields, columns)
+            except (RequestFailedError, ServerUnreachableError) as error:
+                if not _is_unavailable(error):
+                    raise
+                self._sender.report_failure()
+        answers = []
+        for row, observation in enumerate(observations):
+            own = {
+                **fields,
+                "request_id": f"{fields['request_id']}/{row}",
+                "episode_id": _at(columns["episode_ids"], row),
+                "step": _at(columns["steps"], row),
+                "state": _at(columns["states"], row),
+            }
+            mask = _at(columns["action_masks"], row)
+            answers.append(self._act_or_fall_back(observation, own, mask))
+        names = {"action": "actions", "log_prob": "log_probs", "decision_id": "decision_ids"}
+        names |= {"policy": "policies", "version": "versions", "q_values": "q_values"}
+        names |= {"action_name": "action_names"}
+        return {
+            plural: [answer[name] for answer in answers]
+            for name, plural in names.items()
+            if all(name in answer for answer in answers)
+        }
+
+    def _report(self, reports: Sequence[Mapping[str, Any]], *, is_batch: bool = False) -> None:
+        """Send reports, or spool them where no server answers or others wait before them."""
+        sender = self._sender
+        if sender is not None and sender.holds_back:
+            for report in reports:
+                sender.add_report(report)
+            return
+        if sender is not None:
+            reports = [sender.name_decision(report) for report in reports]
+        try:
+            self._post("/feedback", {"feedback": reports} if is_batch else reports[0])
+        except (RequestFailedError, ServerUnreachableError) as error:
+            if sender is None or not _is_unavailable(error):
+                raise
+            sender.report_failure()
+            for report in reports:
+                sender.add_report(report)
+
     def _act(
         self, name: str, raw: Any, fields: Mapping[str, Any], columns: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -323,11 +426,97 @@ class Client:
             query = {key: _in_query(value) for key, value in body.items()}
             # One more dimension than an observation has makes it many.
             path = f"/act?{urlencode(query)}"
-            return self._transport.request("POST", path, _npy(raw), _NPY)
-        return self._post("/act", {name: raw, **body, **rows})
+            return self._urgent.request("POST", path, _npy(raw), _NPY)
+        return self._urgent.request("POST", "/act", to_json({name: raw, **body, **rows}))
 
     def _post(self, path: str, content: Any) -> dict[str, Any]:
-        return self._transport.request("POST", path, _to_json(content))
+        transport = self._transport if path == "/episodes" else self._urgent
+        return transport.request("POST", path, to_json(content))
+
+
+class AsyncPolicyClient:
+    """A PolicyClient for asyncio: the same arguments, methods, retries and fallback, awaited.
+
+    Each request runs in one of `max_connections` threads with a connection of its own, so that the
+    event loop never waits. A cancelled call may still be sent: what it would do, it does once.
+    """
+
+    def __init__(self, url: str, *, max_connections: int = 16, **options: Any) -> None:
+        """Connect with the first request.
+
+        max_connections: requests at once; further ones wait. options: those of PolicyClient.
+        Raises: as PolicyClient.
+        """
+        self._client = PolicyClient(url, **options)
+        self._threads = ThreadPoolExecutor(max_connections, "replaylake-client")
+        self.url = self._client.url
+
+    async def __aenter__(self) -> AsyncPolicyClient:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def num_spooled(self) -> int:
+        """How many decisions and reports a fallback has still to send."""
+        return self._client.num_spooled
+
+    async def act(self, observation: Any, **options: Any) -> Action:
+        """Ask for one action, as PolicyClient.act."""
+        return await self._run(self._client.act, observation, **options)
+
+    async def act_batch(self, observations: Any, **options: Any) -> Actions:
+        """Ask for B actions at once, as PolicyClient.act_batch."""
+        return await self._run(self._client.act_batch, observations, **options)
+
+    async def feedback(self, reward: float, **options: Any) -> None:
+        """Report what a decision led to, as PolicyClient.feedback."""
+        await self._run(self._client.feedback, reward, **options)
+
+    async def feedback_batch(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Send several reports, as PolicyClient.feedback_batch."""
+        await self._run(self._client.feedback_batch, reports)
+
+    async def episodes(self, episodes: Sequence[Mapping[str, Any]]) -> int:
+        """Send whole episodes, as PolicyClient.episodes."""
+        return await self._run(self._client.episodes, episodes)
+
+    async def policy(self) -> dict[str, Any]:
+        """Return what the server says of its policy."""
+        return await self._run(self._client.policy)
+
+    async def ready(self) -> bool:
+        """Whether the server answers and can log; asked once."""
+        return await self._run(self._client.ready)
+
+    async def close(self) -> None:
+        """Finish the requests that were begun, and close, as PolicyClient.close."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._threads.shutdown)
+        await loop.run_in_executor(None, self._client.close)
+
+    async def _run(self, call: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(call, *arguments, **options))
+
+
+# The name of earlier releases.
+Client = PolicyClient
+
+
+def _is_unavailable(error: RequestFailedError | ServerUnreachableError) -> bool:
+    """Whether it is the server that cannot, and not the request that is wrong."""
+    return isinstance(error, ServerUnreachableError) or error.status >= _SERVER_ERROR
+
+
+def _at(column: Sequence[Any] | NDArray[Any] | None, row: int) -> Any:
+    return None if column is None else column[row]
 
 
 def _drop_none(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,17 +539,6 @@ def _npy(array: NDArray[Any]) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
     return file.getvalue()
-
-
-def _to_json(content: Any) -> bytes:
-    """Return JSON. Raises: ValueError for NaN and infinity, which it has not."""
-    return json.dumps(content, default=_plain, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    raise TypeError(f"found {type(value).__name__}, expected numbers, texts, arrays or lists")
 
 
 def _as_array(values: list[Any]) -> Any:

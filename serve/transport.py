@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
 
 JSON: Final = "application/json"
@@ -125,9 +127,9 @@ class Transport:
                     f"{self._retry_s:g} s of retries. Check that the server runs and "
                     "that this is its URL."
                 ) from failure
-            time.sleep(wait_s)
-            # Not all at once: many clients wait for one server.
-            pause_s = min(2 * pause_s, _MAX_BACKOFF_S) * random.uniform(0.75, 1.25)
+            # Not all at once: many clients wait for one server. Nor before it asked to be.
+            time.sleep(wait_s * random.uniform(1.0, 1.25))
+            pause_s = min(2 * pause_s, _MAX_BACKOFF_S)
 
     def _once(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
@@ -170,6 +172,17 @@ class Transport:
             connection.close()
             with self._lock:
                 self._open.discard(connection)
+
+
+def to_json(content: Any) -> bytes:
+    """Return JSON. Raises: ValueError for NaN and infinity, which it has not."""
+    return json.dumps(content, default=_plain, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"found {type(value).__name__}, expected numbers, texts, arrays or lists")
 
 
 def _seconds(retry_after: str | None, otherwise_s: float) -> float:

@@ -157,6 +157,14 @@ def offline(
             "--wandb", metavar="PROJECT", help="Weights & Biases project to report metrics to."
         ),
     ] = None,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(
+            "--mlflow",
+            metavar="EXPERIMENT",
+            help="MLflow experiment to report metrics to, at MLFLOW_TRACKING_URI.",
+        ),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -192,7 +200,7 @@ def offline(
     values = {key: value for key, value in values.items() if value is not None}
     if resume is not None:
         check_no_other_options(datasets, config, assignments, *values.values())
-    check_project(wandb)
+    check_project(wandb, mlflow)
     options = read_options(config, assignments or []) | values
     if resume is None:
         _check_required(datasets, options.get("policy"))
@@ -215,7 +223,7 @@ def offline(
         return training.train(store, pinned, settings, callbacks=callbacks)
 
     with (
-        watchers(report, store, wandb_project=wandb) as watch,
+        watchers(report, store, wandb_project=wandb, mlflow_experiment=mlflow) as watch,
         print_resume_hint(report, "train offline", without="from the beginning"),
     ):
         result = _run_with_progress(report, watch, run)

@@ -249,6 +249,15 @@ def online(
             rich_help_panel=_MONITORING,
         ),
     ] = None,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(
+            "--mlflow",
+            metavar="EXPERIMENT",
+            help="MLflow experiment to report metrics to, at MLFLOW_TRACKING_URI.",
+            rich_help_panel=_MONITORING,
+        ),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -264,7 +273,7 @@ def online(
       replaylake train online --env Pendulum-v1 --algorithm sac --dataset pendulum --policy sac
       replaylake train online --resume 01m7xx37q2a1tjwqb8trpt4zek
     """
-    check_project(wandb)
+    check_project(wandb, mlflow)
     flags: dict[str, Any] = {
         "algorithm": algorithm,
         "env": env,
@@ -318,7 +327,9 @@ def online(
         return training.train_online(store, dataset or "", settings, callbacks=callbacks)
 
     with ExitStack() as stack:
-        watch = stack.enter_context(watchers(report, store, wandb_project=wandb))
+        watch = stack.enter_context(
+            watchers(report, store, wandb_project=wandb, mlflow_experiment=mlflow)
+        )
         server = _metrics_server(report, stack, metrics_port)
         with print_resume_hint(report, "train online", without="from what was collected"):
             result = _run_with_progress(report, store, watch, server, run)

@@ -1,4 +1,4 @@
-"""Watch: a run's metrics, as they come, for TensorBoard and, where asked for, Weights & Biases.
+"""Watch: a run's metrics, as they come, for TensorBoard, and for W&B and MLflow where asked for.
 
 The lake has them too (datastore/lake/runs/metrics.py). What is here are tools to look on with, so
 that no failure of theirs ends a run once it goes on: it is said, and that tool hears no more.
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from replaylake.cli.output.command_output import CommandOutput
+from replaylake.cli.output.mlflow_run import MlflowError, MlflowRun
 from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError
 from replaylake.datastore.interchange.formats.rlds.tfrecord import mask_crc
 from replaylake.datastore.lake.runs.metrics import RUNS
@@ -42,7 +43,13 @@ _POLYNOMIAL: Final = 0x82F63B78  # Castagnoli's, reflected
 class Watchers:
     """What `watchers` returns: `begin` it with the run, then call it with each point."""
 
-    def __init__(self, report: CommandOutput, lake: Lake, wandb_project: str | None) -> None:
+    def __init__(
+        self,
+        report: CommandOutput,
+        lake: Lake,
+        wandb_project: str | None,
+        mlflow_experiment: str | None = None,
+    ) -> None:
         self._report = report
         self._lake = lake
         self._wandb_project = wandb_project
@@ -50,6 +57,10 @@ class Watchers:
         self._closing: dict[str, Callable[[], None]] = {}
         # Before anything is read or learned: a library that is not there is no reason to lose that.
         self._wandb: Any = None if wandb_project is None else _wandb()
+        self._status = "FINISHED"
+        self._mlflow: MlflowRun | None = None
+        if mlflow_experiment is not None:
+            self._mlflow = MlflowRun(mlflow_experiment, lambda reason: self._say("MLflow", reason))
 
     def __enter__(self) -> Watchers:
         return self
@@ -60,6 +71,8 @@ class Watchers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._status = "FAILED" if isinstance(error, Exception) else "KILLED"
         for name, close in self._closing.items():
             self._attempt(name, close)
 
@@ -70,13 +83,15 @@ class Watchers:
             run_id: as the registry has it.
             resumed_after: the update of the checkpoint that a resumed run goes on from.
 
-        Raises: ConfigInvalidError where W&B refuses the run.
+        Raises: ConfigInvalidError where W&B or MLflow refuses the run.
         """
         folder = self._lake.storage.state_folder(f"{RUNS}/{run_id}")
         if not self._lake.storage.shares_state:
             self._report.print_message(f"event files in {folder / 'tensorboard'}")
         if self._wandb is not None:
             self._begin_wandb(folder, run_id)
+        if self._mlflow is not None:
+            self._begin_mlflow(self._mlflow, run_id)
         self._attempt("TensorBoard", lambda: self._begin_tensorboard(folder, resumed_after))
 
     def __call__(self, update: int, values: Mapping[str, float]) -> None:
@@ -90,16 +105,32 @@ class Watchers:
         self._listeners["TensorBoard"] = events.add
         self._closing["TensorBoard"] = events.close
 
+    def _begin_mlflow(self, mlflow: MlflowRun, run_id: str) -> None:
+        try:
+            mlflow.begin(run_id, self._find_record(run_id))
+        except MlflowError as error:
+            raise ConfigInvalidError(
+                f"MLflow: {str(error).rstrip('.')}, expected to begin run {run_id}. Check "
+                "MLFLOW_TRACKING_URI and its credentials, or leave out --mlflow: TensorBoard's "
+                "event files are written either way."
+            ) from error
+        self._report.print_message(f"at MLflow: {mlflow.url}")
+        self._listeners["MLflow"] = mlflow.log
+        self._closing["MLflow"] = lambda: mlflow.close(self._status)
+
+    def _find_record(self, run_id: str) -> Mapping[str, Any]:
+        records = (run for run in self._lake.registry.runs() if run["run_id"] == run_id)
+        return next(records, {})
+
     def _begin_wandb(self, folder: Path, run_id: str) -> None:
         wandb = self._wandb
-        records = [run for run in self._lake.registry.runs() if run["run_id"] == run_id]
         folder.mkdir(parents=True, exist_ok=True)
         try:
             run = wandb.init(
                 project=self._wandb_project,
                 id=run_id,
                 dir=str(folder),
-                config=records[0] if records else {},
+                config=dict(self._find_record(run_id)),
                 resume="allow",
                 # Its own talk would stand between our lines, and our output is no part of the run.
                 settings=wandb.Settings(silent=True, console="off"),
@@ -120,15 +151,23 @@ class Watchers:
         try:
             call()
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self._report.print_message(
-                f"{name}: {reason}; the run goes on, and its metrics are in the lake"
-            )
+            self._say(name, " ".join(str(error).split()) or type(error).__name__)
             return False
         return True
 
+    def _say(self, name: str, reason: str) -> None:
+        self._report.print_message(
+            f"{name}: {reason}; the run goes on, and its metrics are in the lake"
+        )
 
-def watchers(report: CommandOutput, lake: Lake, *, wandb_project: str | None = None) -> Watchers:
+
+def watchers(
+    report: CommandOutput,
+    lake: Lake,
+    *,
+    wandb_project: str | None = None,
+    mlflow_experiment: str | None = None,
+) -> Watchers:
     """Return a context manager that shows a run while it goes on.
 
     TensorBoard's event files are always written: into the run's folder, `_lake/runs/<run_id>/
@@ -139,9 +178,10 @@ def watchers(report: CommandOutput, lake: Lake, *, wandb_project: str | None = N
             watch.begin(run_id)
             ...  # watch(update, metrics) as they come
 
-    Raises: ExtraMissingError for a W&B project where the library is not installed.
+    Raises: ExtraMissingError for a W&B project where the library is not installed;
+    ConfigInvalidError for an MLflow experiment without a tracking server.
     """
-    return Watchers(report, lake, wandb_project)
+    return Watchers(report, lake, wandb_project, mlflow_experiment)
 
 
 def _make_wandb_logger(run: Any) -> OnMetrics:

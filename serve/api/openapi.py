@@ -28,6 +28,7 @@ from replaylake.datastore.feedback.reports import MAX_REWARD
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.version import VERSION
 from replaylake.serve.api.bodies import MAX_NAME_CHARS, MSGPACK, NPY
+from replaylake.serve.api.decisions import MAX_AGE_S, MAX_VERSION
 from replaylake.serve.api.episodes import list_token_fields, takes_dialogues
 from replaylake.serve.api.json_schema import Schema, example_of, observation_schema, schema_of
 from replaylake.serve.api.open_inference import MODEL_PATHS, PARAMETERS, Model, find_models
@@ -140,6 +141,7 @@ def document(serving: ServingState) -> dict[str, Any]:
         },
         "paths": {
             "/act": {"post": _act_operation(serving, spec)},
+            "/decisions": {"post": _decisions_operation(serving, spec)},
             "/feedback": {"post": _feedback_operation(serving, spec)},
             "/episodes": {"post": _episodes_operation(serving, spec)},
             "/policy": {
@@ -226,6 +228,32 @@ def _feedback_operation(serving: ServingState, spec: PolicySpec) -> dict[str, An
             **_refusals((*_ALWAYS, 404, 409, 410, 415, 422)),
         },
         "x-max-reports": serving.limits.batch,
+    }
+
+
+def _decisions_operation(serving: ServingState, spec: PolicySpec) -> dict[str, Any]:
+    schema = object_of({"decisions": many_of(ref("Decision"))})
+    content: dict[str, Any] = {kind: {"schema": schema} for kind in (JSON, MSGPACK)}
+    decision = {
+        "request_id": "click-17",
+        "observation": example_of(spec.observation_space),
+        "action": example_of(spec.action_space),
+        "log_prob": -0.7,
+        "policy": serving.router.one.name,
+        "version": serving.router.one.version,
+        "age_s": 2.5,
+    }
+    content[JSON]["examples"] = {"one": {"value": {"decisions": [decision]}}}
+    ids: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+    return {
+        "operationId": "decisions",
+        "summary": "Send decisions that were taken while no server answered.",
+        "requestBody": {"required": True, "content": content},
+        "responses": {
+            "200": _answer("Logged.", object_of({"decision_ids": ids})),
+            **_refusals((*_ALWAYS, 404, 415, 422)),
+        },
+        "x-max-decisions": serving.limits.batch,
     }
 
 
@@ -453,6 +481,7 @@ def _schemas(spec: PolicySpec, columns: DatasetSpec | None) -> dict[str, Schema]
             },
             "additionalProperties": False,
         },
+        "Decision": _decision_schema(spec),
         "Episode": _episode_schema(spec, columns),
         "Policy": {
             "type": "object",
@@ -469,6 +498,34 @@ def _schemas(spec: PolicySpec, columns: DatasetSpec | None) -> dict[str, Schema]
         "Error": object_of({"error": error}),
         **_inference_schemas(),
     }
+
+
+def _decision_schema(spec: PolicySpec) -> Schema:
+    num = num_actions(spec.action_space)
+    mask: Schema = {"type": ["array", "null"], "items": {"type": "boolean"}}
+    mask = {"type": "null"} if num is None else {**mask, "minItems": num, "maxItems": num}
+    return object_of(
+        {
+            "request_id": {**_NAME, "type": "string"},
+            "episode_id": _NAME,
+            "step": _STEP,
+            "observation": ref("Observation"),
+            "action": ref("Action"),
+            "log_prob": _LOG_PROB,
+            "policy": {"type": "string", "minLength": 1, "maxLength": 63},
+            "version": {"type": "integer", "minimum": 0, "maximum": MAX_VERSION},
+            "deterministic": {**_FLAG, "description": "Nothing was left to chance."},
+            "age_s": {
+                "type": "number",
+                "minimum": 0,
+                "maximum": MAX_AGE_S,
+                "description": "Seconds since the decision.",
+            },
+            "action_mask": mask,
+            "package_sha256": {"type": ["string", "null"], "pattern": "^[0-9a-f]{64}$"},
+        },
+        required=("request_id", "observation", "action", "policy", "version", "age_s"),
+    )
 
 
 def _act_request_schemas(spec: PolicySpec) -> dict[str, Schema]:

@@ -90,6 +90,7 @@ _MAX_SHIFTS: Final = 64
 # What clients post to: an alert watches what they are answered.
 _ALERTED_ROUTES: Final = (
     "/act",
+    "/decisions",
     "/feedback",
     "/episodes",
     "/v2/models/{name}/infer",

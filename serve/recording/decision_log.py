@@ -130,6 +130,13 @@ class DecisionLog:
             return None
         return records
 
+    def write_received(self, decided: Sequence[DecisionBatch]) -> None:
+        """Write decisions that were taken elsewhere, all or none.
+
+        Raises: StorageError, whatever `on_failure` says: who sends them can send them again.
+        """
+        self.decisions.append([record for one in decided for record in encode_records(one)])
+
     def _count_lost(self, num: int, error: StorageError) -> None:
         with self._loss_lock:
             self.num_lost += num

@@ -32,6 +32,7 @@ _MAX_FILE_BYTES: Final = 1 << 16
 # Roles of the role table by route, of which one suffices; of others a reader or an operator.
 _TABLE_ROLES_OF_ROUTE: Final[Mapping[str, tuple[str, ...]]] = {
     "/act": (WRITER,),
+    "/decisions": (WRITER,),
     "/episodes": (WRITER,),
     "/feedback": (LABELER,),
     "/v1/traces": (WRITER,),
@@ -48,6 +49,7 @@ _OTHER_TABLE_ROLES: Final = (READER, OPERATOR)
 # Probes carry no token, and a refusal of a path tells nothing. What is not listed is the admin's.
 _ROLE_OF_ROUTE: Final[Mapping[str, str | None]] = {
     "/act": "act",
+    "/decisions": "act",
     "/feedback": "feedback",
     "/episodes": "feedback",
     "/v1/traces": "feedback",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from replaylake.datastore.version import VERSION as __version__
 
 __all__ = [
+    "AsyncPolicyClient",
     "Batch",
     "Box",
     "Callbacks",
@@ -20,6 +21,7 @@ __all__ = [
     "EpisodeWriter",
     "Episodes",
     "EvaluationConfig",
+    "FallbackPolicy",
     "FunctionScorer",
     "Hindsight",
     "JudgeConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "MultiBinary",
     "MultiDiscrete",
     "OnlineConfig",
+    "PolicyClient",
     "QueryLimits",
     "ReadOptions",
     "ReplayIterable",
@@ -156,9 +159,12 @@ if TYPE_CHECKING:
     from replaylake.online.rollout import rollout
     from replaylake.online.train import resume_online, train_online
     from replaylake.online.training.config import OnlineConfig
+    from replaylake.serve.client import AsyncPolicyClient, PolicyClient
+    from replaylake.serve.fallback import FallbackPolicy
 
 # Where each public name lives: (module, name there).
 _LOCATIONS = {
+    "AsyncPolicyClient": ("serve.client", "AsyncPolicyClient"),
     "Batch": ("datastore.episodes.batch", "Batch"),
     "Box": ("datastore.episodes.spaces", "Box"),
     "Callbacks": ("offline.callbacks", "Callbacks"),
@@ -169,6 +175,7 @@ _LOCATIONS = {
     "EpisodeWriter": ("datastore.lake.episode_writer", "EpisodeWriter"),
     "Episodes": ("datastore.replay.items.episodes", "Episodes"),
     "EvaluationConfig": ("offline.evaluation.evaluate", "EvaluationConfig"),
+    "FallbackPolicy": ("serve.fallback", "FallbackPolicy"),
     "FunctionScorer": ("datastore.maintenance.scoring.function_scorer", "FunctionScorer"),
     "Hindsight": ("datastore.replay.items.hindsight", "Hindsight"),
     "JudgeConfig": ("datastore.maintenance.scoring.judge", "JudgeConfig"),
@@ -179,6 +186,7 @@ _LOCATIONS = {
     "MultiBinary": ("datastore.episodes.spaces", "MultiBinary"),
     "MultiDiscrete": ("datastore.episodes.spaces", "MultiDiscrete"),
     "OnlineConfig": ("online.training.config", "OnlineConfig"),
+    "PolicyClient": ("serve.client", "PolicyClient"),
     "QueryLimits": ("datastore.query.untrusted", "QueryLimits"),
     "ReadOptions": ("datastore.interchange.formats.format", "ReadOptions"),
     "ReplayIterable": ("datastore.replay.data_loader", "ReplayIterable"),

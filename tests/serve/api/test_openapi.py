@@ -141,7 +141,7 @@ def test_examples_work_and_answers_are_as_it_says(logged):
             assert answer.status_code in (200, 202), (path, example, answer.text)
             _check(found, operation, answer)
             count += 1
-    assert count == 8
+    assert count == 9
     for path, operations in found["paths"].items():
         if "get" in operations and path != "/metrics":
             _check(found, operations["get"], logged.get(_fill(path)))
@@ -153,6 +153,7 @@ def test_refusals_are_as_it_says(logged):
         ("/act", {"observation": [1]}),
         ("/feedback", {"decision_id": "d1", "reward": 1}),
         ("/episodes", {"episodes": [{}]}),
+        ("/decisions", {"decisions": [{}]}),
         ("/v2/models/{name}/infer", {"inputs": [{}]}),
     ):
         answer = logged.post(_fill(path), json=body)

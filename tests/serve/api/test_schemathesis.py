@@ -31,6 +31,7 @@ OPERATIONS = [
     ("POST", "/act", 80),
     ("POST", "/feedback", 60),
     ("POST", "/episodes", 40),
+    ("POST", "/decisions", 40),
     ("GET", "/policy", 5),
     ("GET", "/livez", 5),
     ("GET", "/readyz", 5),

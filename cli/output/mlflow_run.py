@@ -1,0 +1,263 @@
+"""MLflow: a run's parameters and metrics sent to a tracking server, by its REST API.
+
+A thread sends them, so that training never waits for the network. Its library would bring a web
+server and a database; what is needed of it are six requests. They go to the server that
+MLFLOW_TRACKING_URI names, with MLflow's own variables for its credentials.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import urlencode, urlsplit
+
+from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
+from replaylake.datastore.version import VERSION
+
+_API: Final = "/api/2.0/mlflow"
+_TIMEOUT_S: Final = 10.0
+# How long the end of a run waits for what is not sent yet.
+_CLOSE_TIMEOUT_S: Final = 15.0
+_ROUND_S: Final = 1.0
+# Limits of the API for one request, and for one value.
+_MAX_METRICS: Final = 1000
+_MAX_PARAMS: Final = 100
+_MAX_PARAM_CHARS: Final = 6000
+_NOT_FOUND: Final = 404
+# Refusals for now; another one is the same the next time.
+_TRANSIENT: Final = frozenset((408, 429, 500, 502, 503, 504))
+_RUN_TAG: Final = "replaylake.run_id"
+# Of a run's record, what changes while it runs, or is no parameter.
+_NO_PARAMETERS: Final = frozenset(
+    ("run_id", "status", "started_ms", "ended_ms", "policy_version", "metrics", "evaluation")
+)
+
+
+class MlflowError(ReplayLakeError):
+    """The tracking server refused a request, or did not answer. status: None without an answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class MlflowRun:
+    """One run of a tracking server; from `log` on, a thread sends what it gets."""
+
+    def __init__(self, experiment: str, on_failure: Callable[[str], None]) -> None:
+        """Read the environment. on_failure: hears once why nothing more is sent.
+
+        Raises: ConfigInvalidError if MLFLOW_TRACKING_URI is no URL of http or https.
+        """
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip().rstrip("/")
+        parts = urlsplit(uri)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigInvalidError(
+                f"MLflow: MLFLOW_TRACKING_URI: found {uri!r}, expected the URL of a tracking "
+                "server, for example http://127.0.0.1:5000. Set it."
+            )
+        self._uri, self._experiment, self._on_failure = uri, experiment, on_failure
+        self._headers = {"Content-Type": "application/json", "User-Agent": f"replaylake/{VERSION}"}
+        if authorization := _read_credentials():
+            self._headers["Authorization"] = authorization
+        self._points: queue.Queue[tuple[int, int, Mapping[str, float]] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._is_closing, self._num_unsent = threading.Event(), 0
+        self.run_id: str | None = None
+        self.url: str | None = None
+
+    def begin(self, run_id: str, record: Mapping[str, Any]) -> None:
+        """Create the run, or continue the one that this run has there already.
+
+        record: that of the registry, whose fields become parameters. Raises: MlflowError.
+        """
+        experiment_id = self._find_experiment()
+        known = self._find_run(experiment_id, run_id)
+        if known is None:
+            tags = {
+                _RUN_TAG: run_id,
+                "mlflow.source.name": "replaylake",
+                "mlflow.source.type": "LOCAL",
+            }
+            body = {
+                "experiment_id": experiment_id,
+                "run_name": run_id,
+                "start_time": _now_ms(),
+                "tags": [{"key": key, "value": value} for key, value in tags.items()],
+            }
+            self.run_id = self._request("runs/create", body)["run"]["info"]["run_id"]
+            self._log_parameters(record)
+        else:
+            self.run_id = known
+            self._request("runs/update", {"run_id": known, "status": "RUNNING"})
+        self.url = f"{self._uri}/#/experiments/{experiment_id}/runs/{self.run_id}"
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def log(self, update: int, values: Mapping[str, float]) -> None:
+        """Send the metrics of an update soon."""
+        self._points.put((update, _now_ms(), dict(values)))
+
+    def close(self, status: str = "FINISHED") -> None:
+        """Send the rest, and end the run as FINISHED, FAILED or KILLED.
+
+        Raises: MlflowError where that does not succeed within 15 s.
+        """
+        if self._thread is None:
+            return
+        self._is_closing.set()
+        self._points.put(None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        num = self._num_unsent + self._points.qsize()
+        if self._thread.is_alive() or num:
+            raise MlflowError(f"{self._uri}: {num:,} points of metrics were not sent")
+        body = {"run_id": self.run_id, "status": status, "end_time": _now_ms()}
+        self._request("runs/update", body)
+
+    def _run(self) -> None:
+        pending: list[dict[str, Any]] = []
+        is_last = False
+        deadline = math.inf
+        while not (is_last and not pending):
+            is_last = self._collect(pending) or is_last
+            if is_last and deadline == math.inf:
+                deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+            try:
+                while pending:
+                    body = {"run_id": self.run_id, "metrics": pending[:_MAX_METRICS]}
+                    self._request("runs/log-batch", body)
+                    del pending[:_MAX_METRICS]
+            except MlflowError as error:
+                self._num_unsent = len(pending)
+                if error.status is not None and error.status not in _TRANSIENT:
+                    self._on_failure(str(error))
+                    return
+                if time.monotonic() > deadline:
+                    return
+                self._is_closing.wait(_ROUND_S)
+            self._num_unsent = len(pending)
+
+    def _collect(self, pending: list[dict[str, Any]]) -> bool:
+        """Add the points that came, waiting for the first; return whether they are the last."""
+        try:
+            point = self._points.get(timeout=_ROUND_S)
+            while point is not None:
+                update, at_ms, values = point
+                pending += [
+                    {
+                        "key": _clean_key(name),
+                        "value": _to_number(value),
+                        "timestamp": at_ms,
+                        "step": update,
+                    }
+                    for name, value in values.items()
+                ]
+                point = self._points.get_nowait()
+        except queue.Empty:
+            return False
+        return True
+
+    def _find_experiment(self) -> str:
+        query = urlencode({"experiment_name": self._experiment})
+        try:
+            found = self._request(f"experiments/get-by-name?{query}")["experiment"]
+        except MlflowError as error:
+            if error.status != _NOT_FOUND:
+                raise
+            return str(
+                self._request("experiments/create", {"name": self._experiment})["experiment_id"]
+            )
+        return str(found["experiment_id"])
+
+    def _find_run(self, experiment_id: str, run_id: str) -> str | None:
+        body = {
+            "experiment_ids": [experiment_id],
+            "filter": f"tags.`{_RUN_TAG}` = '{run_id}'",
+            "max_results": 1,
+        }
+        runs = self._request("runs/search", body).get("runs") or []
+        return runs[0]["info"]["run_id"] if runs else None
+
+    def _log_parameters(self, record: Mapping[str, Any]) -> None:
+        fields = {key: value for key, value in record.items() if key not in _NO_PARAMETERS}
+        found = [
+            {"key": _clean_key(name), "value": text[:_MAX_PARAM_CHARS]}
+            for name, text in _flatten(fields)
+        ]
+        for begin in range(0, len(found), _MAX_PARAMS):
+            body = {"run_id": self.run_id, "params": found[begin : begin + _MAX_PARAMS]}
+            self._request("runs/log-batch", body)
+
+    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self._uri}{_API}/{path}", data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+                answer: dict[str, Any] = json.loads(response.read() or b"{}")
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = _read_reason(error.read(4096)) or error.reason
+            text = f"{self._uri}: {path.partition('?')[0]}: status {error.code}, {reason}"
+            raise MlflowError(text, error.code) from error
+        except (OSError, ValueError) as error:
+            raise MlflowError(f"{self._uri}: {path.partition('?')[0]}: {error}") from error
+        return answer
+
+
+def _read_credentials() -> str | None:
+    """Return the header for the credentials in MLflow's variables, None without any."""
+    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+        return f"Bearer {token}"
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    if not user:
+        return None
+    pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
+    return f"Basic {base64.b64encode(pair.encode()).decode()}"
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the leaves of a run's record, by names such as `config.batch_size`."""
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from _flatten(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, str):
+        yield name, value
+    else:
+        yield name, json.dumps(value, default=str)
+
+
+def _clean_key(name: str) -> str:
+    """Return a name with `_` in place of each character that MLflow refuses in one."""
+    return "".join(
+        letter if letter.isascii() and (letter.isalnum() or letter in "_-. /") else "_"
+        for letter in name
+    )[:250]
+
+
+def _to_number(value: float) -> float | str:
+    """Return a number as protobuf's JSON has it, which MLflow reads."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    return float(value)
+
+
+def _read_reason(data: bytes) -> str:
+    try:
+        return str(json.loads(data)["message"])[:300]
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

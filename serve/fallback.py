@@ -1,0 +1,345 @@
+"""Fallback: a policy package that decides where a client is, while no server answers.
+
+Each decision is written to a spool before it is returned, with its propensity, version and time,
+and sent to POST /decisions once a server answers again. Rewards wait behind them. Both carry names
+under which a repeat counts once, so a crash at any point loses and doubles nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from replaylake.datastore.episodes.spaces import Box, as_values, gather
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    EpisodeInvalidError,
+    SpaceUnsupportedError,
+    StorageError,
+)
+from replaylake.datastore.lake.policies.exploration import parse_exploration
+from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.names import check_policy_name
+from replaylake.serve.spool import Spool
+from replaylake.serve.transport import (
+    RequestFailedError,
+    ServerUnreachableError,
+    Transport,
+    to_json,
+)
+
+LOCAL: Final = "local:"
+DECISION: Final = "decision"
+REPORT: Final = "report"
+_MAX_SENT: Final = 256
+# Ids of the server's that are remembered, for reports that come later: about 15 MB.
+_MAX_IDS: Final = 65_536
+# Refusals of one item, which no repeat would change. Others are of the server's configuration.
+_FINAL_STATUSES: Final = (400, 409, 410, 413, 422)
+_WITHOUT_DENSITY: Final = ("deterministic", "sampled")
+_ALWAYS_DRAWN: Final = ("uniform", "sampled")
+_logger = logging.getLogger(__name__)
+
+
+class FallbackPolicy:
+    """A policy package on this machine's disk, for a client whose server does not answer.
+
+    One client uses it; close that, and it is closed.
+    """
+
+    def __init__(
+        self,
+        package: str | Path,
+        spool: str | Path,
+        *,
+        policy: str | None = None,
+        version: int | None = None,
+        explore: str | None = None,
+        after_s: float = 0.5,
+        probe_s: float = 1.0,
+        manifest_sha256: str | None = None,
+    ) -> None:
+        """Load the package, and open the spool.
+
+        Args:
+            package: the directory of a policy package.
+            spool: a directory for what is not sent yet; several processes may share it.
+            policy: what decisions are logged under; by default the package's own name.
+            version: by default the package's own.
+            explore: `epsilon=E` or `temperature=T`, as `serve` has it; by default the mode.
+            after_s: how long an attempt of `act` waits for the server; two attempts are made.
+            probe_s: how often a server that is away is tried again.
+            manifest_sha256: what the package's manifest has to have.
+
+        Raises: PackageInvalidError, NotFoundError, StorageError; SpaceUnsupportedError for a policy
+        that remembers, whose state the server signs; ConfigInvalidError where a package has no name
+        and none is given.
+        """
+        self._policy = load_policy(Path(package), manifest_sha256)
+        manifest, spec = self._policy.manifest, self._policy.spec
+        if spec.state_size:
+            raise SpaceUnsupportedError(
+                f"package {package}: found a policy with a state, expected one without: the state "
+                "of an episode is the server's."
+            )
+        name = manifest.body.get("name") if policy is None else policy
+        number = manifest.body.get("version") if version is None else version
+        if name is None or number is None:
+            raise ConfigInvalidError(
+                f"package {package}: found no name and version of a registered policy in it, "
+                "expected `policy` and `version`.",
+                parameter="policy",
+            )
+        self.name, self.version = check_policy_name(name), int(number)
+        self._sha256 = manifest.sha256
+        self._exploration = parse_exploration(explore)
+        if self._exploration.epsilon and isinstance(spec.action_space, Box):
+            raise SpaceUnsupportedError("explore: epsilon applies to discrete actions.")
+        self.after_s, self.probe_s = after_s, probe_s
+        self._rng, self._lock = np.random.default_rng(), threading.Lock()
+        self.spool = Spool(Path(spool))
+
+    def act(
+        self,
+        observation: Any,
+        *,
+        request_id: str,
+        episode_id: str | None = None,
+        step: int | None = None,
+        deterministic: bool | None = None,
+        temperature: float | None = None,
+        epsilon: float | None = None,
+        seed: int | None = None,
+        action_mask: Any = None,
+        q_values: bool = False,
+    ) -> dict[str, Any]:
+        """Decide, spool the decision, and return what the server would answer.
+
+        Raises: EpisodeInvalidError for an observation or a mask of another form; StorageError where
+        the decision cannot be spooled: an action whose propensity is lost teaches nothing.
+        """
+        spec = self._policy.spec
+        raw = _to_plain(observation)
+        encoding = spec.encoding
+        if encoding is not None and encoding.fields and isinstance(raw, dict):
+            if (fault := encoding.find_mismatch(raw)) is not None:
+                name, found, expected = fault
+                raise EpisodeInvalidError(
+                    f"observation.{name}: found {found!r}, expected {expected}."
+                )
+            raw = np.asarray(encoding.encode_one(raw)).tolist()
+        space = spec.observation_space
+        values = as_values(space, gather(space, [raw]), "observation", 1)
+        mask = None if action_mask is None else np.asarray([action_mask], dtype=bool)
+        mode, heat, share = self._resolve_mode(deterministic, temperature, epsilon)
+        with self._lock:
+            rng = self._rng if seed is None else np.random.default_rng(seed)
+            act = self._policy.act(
+                values,
+                rng=rng,
+                deterministic=mode,
+                temperature=heat,
+                epsilon=share,
+                action_mask=mask,
+            )
+        log_prob = None if act.log_probs is None else float(act.log_probs[0])
+        action = act.actions[0].tolist()
+        is_certain = mode or heat == 0 or spec.head == "deterministic"
+        self.spool.append(
+            {
+                "kind": DECISION,
+                "at_s": time.time(),
+                "request_id": request_id,
+                "episode_id": episode_id,
+                "step": step,
+                "observation": raw,
+                "action": action,
+                "log_prob": log_prob,
+                "policy": self.name,
+                "version": self.version,
+                "deterministic": is_certain and not share and spec.head not in _ALWAYS_DRAWN,
+                "action_mask": None if mask is None else mask[0].tolist(),
+                "package_sha256": self._sha256,
+            }
+        )
+        answer: dict[str, Any] = {
+            "policy": self.name,
+            "version": self.version,
+            "action": action,
+            "log_prob": log_prob,
+            "decision_id": f"{LOCAL}{request_id}",
+        }
+        if q_values and act.q_values is not None:
+            answer["q_values"] = act.q_values[0].tolist()
+        if encoding is not None and encoding.action_names is not None:
+            answer["action_name"] = encoding.action_name(action)
+        return answer
+
+    def start_sender(self, transport: Transport) -> SpoolSender:
+        """Start to send what is spooled whenever the server answers."""
+        return SpoolSender(self, transport)
+
+    def _resolve_mode(
+        self, deterministic: bool | None, temperature: float | None, epsilon: float | None
+    ) -> tuple[bool, float, float]:
+        """Return (take the mode, temperature, epsilon), as the server does for such a request."""
+        spec, exploration = self._policy.spec, self._exploration
+        if (epsilon and isinstance(spec.action_space, Box)) or (
+            temperature and spec.head in _WITHOUT_DENSITY
+        ):
+            raise SpaceUnsupportedError(
+                f"act: found epsilon {epsilon} and temperature {temperature}, which a policy of "
+                f"head {spec.head} and its actions cannot be explored with. Leave them out."
+            )
+        mode = deterministic
+        if temperature is None and epsilon is None:
+            if mode is None:
+                mode = not exploration.is_on
+            if not mode:
+                epsilon = exploration.epsilon
+                mode = epsilon > 0
+        elif mode is None:
+            mode = not temperature
+        if temperature is None:
+            temperature = 1.0 if exploration.temperature is None else exploration.temperature
+        return mode, temperature, epsilon or 0.0
+
+
+class SpoolSender:
+    """Sends what a fallback spooled, in a thread of its own, whenever the server answers."""
+
+    def __init__(self, fallback: FallbackPolicy, transport: Transport) -> None:
+        self._fallback, self._spool, self._transport = fallback, fallback.spool, transport
+        self._wake, self._is_stopping = threading.Event(), False
+        self._ids: OrderedDict[str, str] = OrderedDict()  # the server's, by request_id
+        # What an earlier process left is sent before anything else is requested.
+        self.is_down = self._spool.num_pending > 0
+        self._thread = threading.Thread(target=self._run, name="replaylake-spool", daemon=True)
+        self._thread.start()
+        if self.is_down:
+            self._wake.set()
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether reports have to wait behind what is spooled."""
+        return self.is_down or self._spool.num_pending > 0
+
+    def report_failure(self) -> None:
+        """Act by the fallback from now on, until the server has taken what is spooled."""
+        self.is_down = True
+        self._wake.set()
+
+    def add_report(self, report: Mapping[str, Any]) -> None:
+        """Spool a report of POST /feedback. Raises: StorageError."""
+        self._spool.append({"kind": REPORT, **report})
+        self._wake.set()
+
+    def name_decision(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a report with the server's name of a decision that was taken here.
+
+        By its id, where that is known: the decision is then the step, even if the server logs its
+        own answer to the same request later than this one.
+        """
+        decision_id = report.get("decision_id")
+        if not isinstance(decision_id, str) or not decision_id.startswith(LOCAL):
+            return dict(report)
+        request_id = decision_id.removeprefix(LOCAL)
+        if (known := self._ids.get(request_id)) is not None:
+            return {**report, "decision_id": known}
+        return {**_without(report, "decision_id"), "request_id": request_id}
+
+    def close(self) -> None:
+        """Try once more, then leave the rest to the next process."""
+        self._is_stopping = True
+        self._wake.set()
+        self._thread.join()
+        if self._spool.num_pending:
+            self._try_to_send()
+        self._spool.close()
+        self._transport.close()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._wake.wait()
+            self._wake.clear()
+            while self.holds_back and not self._try_to_send() and not self._is_stopping:
+                self._wake.wait(self._fallback.probe_s)
+                self._wake.clear()
+
+    def _try_to_send(self) -> bool:
+        """Send all of it; return whether the server has it."""
+        if self._transport.status("/readyz") != 200:
+            return False
+        try:
+            while items := self._spool.peek(_MAX_SENT):
+                for kind, group in groupby(items, key=lambda item: item["kind"]):
+                    self._send(kind, list(group))
+        except (RequestFailedError, ServerUnreachableError, StorageError) as error:
+            _logger.warning(
+                "%d decisions and rewards are not sent yet, will retry: %s",
+                self._spool.num_pending,
+                error,
+            )
+            return False
+        except Exception:  # a fault must not end what nobody watches
+            _logger.exception("decisions and rewards are not sent yet, will retry")
+            return False
+        self.is_down = False
+        return True
+
+    def _send(self, kind: str, items: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            self._post(kind, items)
+        except RequestFailedError as error:
+            if error.status not in _FINAL_STATUSES:
+                raise
+            if len(items) > 1:
+                for item in items:
+                    self._send(kind, [item])
+                return
+            _logger.error("%s %s: refused, kept beside the spool: %s", kind, items[0], error)
+            self._spool.refuse(items[0], str(error))
+        self._spool.drop(len(items))
+
+    def _post(self, kind: str, items: Sequence[Mapping[str, Any]]) -> None:
+        if kind == REPORT:
+            reports = [self.name_decision(_without(item, "kind")) for item in items]
+            self._transport.request("POST", "/feedback", to_json({"feedback": reports}))
+            return
+        now_s = time.time()
+        decisions = [
+            {**_without(item, "kind", "at_s"), "age_s": max(0.0, now_s - item["at_s"])}
+            for item in items
+        ]
+        answer = self._transport.request("POST", "/decisions", to_json({"decisions": decisions}))
+        ids = answer.get("decision_ids")
+        if not isinstance(ids, list) or len(ids) != len(items):
+            message = f"found {len(items)} decisions and another number of ids. Check the URL"
+            raise RequestFailedError(502, "answer", message)
+        for item, decision_id in zip(items, ids, strict=True):
+            self._ids[item["request_id"]] = decision_id
+        while len(self._ids) > _MAX_IDS:
+            self._ids.popitem(last=False)
+
+
+def _without(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name not in names and value is not None}
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {name: _to_plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(part) for part in value]
+    return value

@@ -1,0 +1,121 @@
+"""A run of `replaylake train` at a real MLflow server, read back by MLflow's own client.
+
+python tests/compat/log_to_mlflow.py PYTHON: an interpreter that has mlflow.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import urllib.request
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+_LOG = _ROOT / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"
+_READ = """
+    import json, sys
+    from mlflow import MlflowClient
+    client = MlflowClient(sys.argv[1])
+    experiment = client.get_experiment_by_name("cart poles")
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "policy_loss")
+    probe = client.get_metric_history(run.info.run_id, "probe")
+    print(json.dumps({
+        "status": run.info.status,
+        "name": run.info.run_name,
+        "params": run.data.params,
+        "metrics": run.data.metrics,
+        "tags": run.data.tags,
+        "steps": [one.step for one in history],
+        "probe": [repr(one.value) for one in probe],
+    }))
+"""
+_PROBE = """
+    import sys
+    from replaylake.cli.output.mlflow_run import MlflowRun
+    run = MlflowRun("cart poles", print)
+    run.begin(sys.argv[1], {})
+    run.log(1, {"probe": float("nan")})
+    run.log(2, {"probe": float("inf")})
+    run.log(3, {"probe": 0.5})
+    run.close()
+"""
+
+
+def main(python: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        home = Path(folder)
+        command = [python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"]
+        command += ["--default-artifact-root", str(home / "artifacts"), "--workers", "1"]
+        with (home / "server.log").open("w") as log:
+            # A group of its own: the server starts workers.
+            server = subprocess.Popen(
+                command, stdout=log, stderr=log, cwd=home, start_new_session=True
+            )
+        try:
+            uri = f"http://127.0.0.1:{port}"
+            _await(uri, server, home / "server.log")
+            _check(python, uri, home)
+        finally:
+            os.killpg(server.pid, 15)
+            server.wait(30)
+
+
+def _await(uri: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{uri}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    sys.exit(f"no MLflow server:\n{log.read_text()[-4000:]}")
+
+
+def _check(python: str, uri: str, home: Path) -> None:
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": uri, "REPLAYLAKE_LAKE": str(home / "lake")}
+    ours = Path(sys.executable)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(ours.with_name("replaylake")), *words]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if ran.returncode:
+            sys.exit(ran.stderr)
+        return ran
+
+    run("ingest", str(_LOG), "--dataset", "cartpole")
+    options = ("--algorithm", "bc", "--policy", "clone", "--updates", "40")
+    options += ("--set", "log_updates=10")
+    trained = run("train", "offline", "cartpole", *options, "--mlflow", "cart poles", "--json")
+    run_id = json.loads(trained.stdout)["run_id"]
+    assert f"at MLflow: {uri}/#/experiments/" in trained.stderr, trained.stderr
+    probe = [str(ours), "-c", textwrap.dedent(_PROBE), run_id]
+    subprocess.run(probe, env=environment, check=True)
+    read = [python, "-c", textwrap.dedent(_READ), uri]
+    found = json.loads(subprocess.run(read, check=True, capture_output=True, text=True).stdout)
+    assert (found["status"], found["name"]) == ("FINISHED", run_id), found
+    assert found["tags"]["replaylake.run_id"] == run_id
+    assert found["params"]["config.algorithm"] == "bc", found["params"]
+    assert found["steps"] == [10, 20, 30, 40], found
+    # Its database has no infinity.
+    assert found["probe"] == ["nan", "1.7976931348623157e+308", "0.5"], found
+    version = subprocess.run(
+        [python, "-c", "import mlflow; print(mlflow.__version__)"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    names = ", ".join(sorted(found["metrics"])[:6])
+    print(f"MLflow {version}: {len(found['params'])} parameters; {names}; probe {found['probe']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,135 @@
+"""POST /decisions: decisions taken elsewhere are logged once, and found by their request_id."""
+
+import time
+
+import pytest
+
+from replaylake.datastore.errors import StorageError
+from replaylake.datastore.feedback.join import join_feedback
+
+OBSERVATION = [0.0, 0.5, -0.25, 1.0]
+DECISION = {
+    "request_id": "r1",
+    "observation": OBSERVATION,
+    "action": 1,
+    "log_prob": -0.25,
+    "policy": "fallback",
+    "version": 7,
+    "age_s": 2.5,
+}
+
+
+def read_steps(logged, num):
+    """Join once the journal's rows are in the lake, and return the steps."""
+    logged.log.close()
+    join_feedback(logged.lake, "d", window_s=60)
+    steps = logged.lake.sql("select * from d.steps order by source_episode_id, step").to_pylist()
+    assert len(steps) == num, steps
+    return steps
+
+
+def test_a_decision_is_a_step_with_its_propensity_version_and_time(logged):
+    before = time.time()
+    decision = {**DECISION, "action_mask": [False, True], "package_sha256": "ab" * 32}
+    answer = logged.post("/decisions", json={"decisions": [decision]})
+    assert answer.status_code == 200
+    (decision_id,) = answer.json()["decision_ids"]
+    report = {"request_id": "r1", "reward": 2.0, "terminated": True}
+    assert logged.post("/feedback", json=report).status_code == 202
+    (step,) = read_steps(logged, 1)
+    assert (step["action"], step["reward"]) == (1, 2.0)
+    assert step["behavior_log_prob"] == -0.25
+    assert (step["policy"], step["policy_version"]) == ("fallback", 7)
+    assert (step["decision_id"], step["request_id"]) == (decision_id, "r1")
+    assert step["action_mask"] == [False, True]
+    assert before - 2.6 < step["timestamp"].timestamp() < time.time() - 2.4
+
+
+def test_a_repeat_is_one_step_and_outranks_an_answer_that_was_lost(logged):
+    lost = logged.post("/act", json={"observation": OBSERVATION, "request_id": "r1"}).json()
+    assert lost["policy"] == "p"
+    for age_s in (0.0, 0.0):
+        one = {**DECISION, "age_s": age_s}
+        assert logged.post("/decisions", json={"decisions": [one]}).status_code == 200
+    logged.post("/feedback", json={"request_id": "r1", "reward": 1.0, "terminated": True})
+    (step,) = read_steps(logged, 1)
+    assert (step["policy"], step["policy_version"]) == ("fallback", 7)
+
+
+def test_a_report_by_id_outranks_an_answer_that_comes_late(logged):
+    one = {**DECISION, "age_s": 0}
+    (decision_id,) = logged.post("/decisions", json={"decisions": [one]}).json()["decision_ids"]
+    logged.post("/act", json={"observation": OBSERVATION, "request_id": "r1"})
+    report = {"decision_id": decision_id, "reward": 1.0, "terminated": True}
+    assert logged.post("/feedback", json=report).status_code == 200
+    (step,) = read_steps(logged, 1)
+    assert (step["policy"], step["decision_id"]) == ("fallback", decision_id)
+
+
+def test_decisions_of_an_episode_are_ordered_with_those_of_act(logged):
+    names = {"episode_id": "visit"}
+    for number in range(4):
+        request = f"r{number}"
+        if number in (1, 2):
+            one = {**DECISION, **names, "request_id": request, "step": number, "age_s": 0}
+            logged.post("/decisions", json={"decisions": [one]})
+        else:
+            fields = {**names, "request_id": request, "step": number}
+            logged.post("/act", json={"observation": OBSERVATION, **fields})
+        report = {"request_id": request, "reward": number, "terminated": number == 3}
+        logged.post("/feedback", json=report)
+    steps = read_steps(logged, 4)
+    assert [step["reward"] for step in steps] == [0, 1, 2, 3]
+    assert [step["policy"] for step in steps] == ["p", "fallback", "fallback", "p"]
+    assert len({step["episode_id"] for step in steps}) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"request_id": None}, "request_id"),
+        ({"request_id": ""}, "request_id"),
+        ({"observation": [1.0]}, "observation"),
+        ({"action": 2}, "action"),
+        ({"action": 0.5}, "action"),
+        ({"log_prob": 0.5}, "log_prob"),
+        ({"log_prob": True}, "log_prob"),
+        ({"policy": "No Name"}, "policy"),
+        ({"policy": 3}, "policy"),
+        ({"version": -1}, "version"),
+        ({"version": 2**31}, "version"),
+        ({"age_s": -1}, "age_s"),
+        ({"age_s": 1e12}, "age_s"),
+        ({"step": -1}, "step"),
+        ({"deterministic": 1}, "deterministic"),
+        ({"action_mask": [True]}, "action_mask"),
+        ({"action_mask": [True, False]}, "action_mask"),
+        ({"package_sha256": "ABC"}, "package_sha256"),
+        ({"reward": 1.0}, "reward"),
+    ],
+)
+def test_a_decision_at_fault_is_named_and_none_is_logged(logged, refused, change, field):
+    answer = logged.post("/decisions", json={"decisions": [DECISION, {**DECISION, **change}]})
+    refused(answer, 422, f"decisions[1].{field}")
+    assert logged.log.decisions.num_pending == 0
+
+
+@pytest.mark.parametrize("body", [{}, {"decisions": []}, {"decisions": {}}, {"decisions": [3]}])
+def test_a_body_without_decisions_is_refused(logged, body):
+    assert logged.post("/decisions", json=body).status_code == 422
+
+
+def test_more_than_a_batch_is_refused(limited_client, refused):
+    answer = limited_client.post("/decisions", json={"decisions": [DECISION] * 17})
+    refused(answer, 413, "decisions")
+    refused(limited_client.post("/decisions", json={"decisions": [DECISION]}), 404, "path")
+
+
+def test_a_full_disk_is_an_error_whatever_becomes_of_acts(logged, monkeypatch):
+    def refuse(records):
+        raise StorageError("no space left")
+
+    logged.log.on_failure = "serve"
+    monkeypatch.setattr(logged.log.decisions, "append", refuse)
+    answer = logged.post("/decisions", json={"decisions": [DECISION]})
+    assert answer.status_code == 503
