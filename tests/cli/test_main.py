@@ -73,6 +73,7 @@ COMMANDS = [
     "policies protect",
     "policies unprotect",
     "policies delete",
+    "policies import",
     "policies package",
     "serve",
     "maintain run",
