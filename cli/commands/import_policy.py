@@ -51,7 +51,7 @@ def import_policy(
         typer.Option(
             "--head",
             metavar="HEAD",
-            help="What the outputs of an ONNX model are: categorical, multi_categorical, q_values, "
+            help="Meaning of the outputs of an ONNX model: categorical, multi_categorical, q_values, "
             "gaussian, squashed_gaussian, deterministic, probabilities or choices.",
         ),
     ] = None,
