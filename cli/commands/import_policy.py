@@ -43,7 +43,7 @@ def import_policy(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Format of the file: sb3, d3rlpy or onnx; by default it is recognized.",
+            help="Format of the file: sb3, d3rlpy, cleanrl or onnx; by default it is recognized.",
         ),
     ] = "auto",
     head: Annotated[
@@ -51,8 +51,8 @@ def import_policy(
         typer.Option(
             "--head",
             metavar="HEAD",
-            help="Meaning of the outputs of an ONNX model: categorical, multi_categorical, q_values, "
-            "gaussian, squashed_gaussian, deterministic, probabilities or choices.",
+            help="Meaning of the outputs of an ONNX model: categorical, multi_categorical, "
+            "q_values, gaussian, squashed_gaussian, deterministic, probabilities or choices.",
         ),
     ] = None,
     outputs: Annotated[
@@ -82,6 +82,14 @@ def import_policy(
             help="Number of observations, one after another, that the policy acts on.",
         ),
     ] = 1,
+    activation: Annotated[
+        str | None,
+        typer.Option(
+            "--activation",
+            metavar="NAME",
+            help="Activation of the perceptron of a CleanRL script, if it was changed.",
+        ),
+    ] = None,
     expect: Annotated[
         Path | None,
         typer.Option(
@@ -124,6 +132,7 @@ def import_policy(
         outputs=tuple(name.strip() for name in outputs.split(",")) if outputs else (),
         normalization=normalization,
         frame_stack=frame_stack,
+        activation=activation,
     )
     result = import_file(
         open_lake(lake),

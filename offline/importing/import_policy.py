@@ -47,6 +47,7 @@ from replaylake.datastore.lake.policies.policy import HEAD_OUTPUTS, NEXT_STATE, 
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import check_policy_name
+from replaylake.offline.importing.cleanrl import convert_state_dict
 from replaylake.offline.importing.d3rlpy_model import convert_model, is_model
 from replaylake.offline.importing.networks import Conversion
 from replaylake.offline.importing.onnx_model import add_normalization, convert_onnx
@@ -55,10 +56,11 @@ from replaylake.offline.importing.weights import read_entry, read_file
 from replaylake.offline.networks.frame_stack import stack_space
 
 AUTO: Final = "auto"
-FORMATS: Final = ("sb3", "d3rlpy", "onnx")
+FORMATS: Final = ("sb3", "d3rlpy", "onnx", "cleanrl")
 # The formats that an option is for; every format has the others.
 _FORMATS_OF_OPTION: Final = {
-    "frame_stack": ("sb3",),
+    "activation": ("cleanrl",),
+    "frame_stack": ("sb3", "cleanrl"),
     "head": ("onnx",),
     "outputs": ("onnx",),
 }
@@ -79,7 +81,8 @@ class ImportOptions:
     `onnx_model.MODEL_HEADS`; outputs: their names in the model, in the order of the head.
     normalization: an `.npz` file with the statistics that observations were normalized by, the
     arrays `mean` and `var` [*obs], and if they are others than 1e-8 and 10, `epsilon` and `clip`.
-    frame_stack: on how many observations, one after another, the policy acts.
+    frame_stack: on how many observations, one after another, the policy acts. activation: of the
+    perceptron of a CleanRL script, one of `networks.ACTIVATIONS`, if it was changed.
     """
 
     format: str = AUTO
@@ -87,6 +90,7 @@ class ImportOptions:
     outputs: tuple[str, ...] = ()
     normalization: str | Path | None = None
     frame_stack: int = 1
+    activation: str | None = None
 
 
 @dataclass(frozen=True)
@@ -241,12 +245,21 @@ def _convert(data: bytes, path: Path, spec: DatasetSpec, options: ImportOptions)
     observations, actions = spec.observation_space, spec.action_space
     kind = _detect(data, what) if options.format == AUTO else options.format
     _check_options(options, kind)
+    frames = options.frame_stack
+    stacked = stack_space(observations, frames) if frames > 1 else observations
     if kind == "sb3":
-        frames = options.frame_stack
-        stacked = stack_space(observations, frames) if frames > 1 else observations
         conversion = convert_archive(data, what, stacked, actions, frames)
     elif kind == "d3rlpy":
         conversion = convert_model(data, what, observations, actions)
+    elif kind == "cleanrl":
+        conversion = convert_state_dict(
+            data,
+            what,
+            stacked,
+            actions,
+            activation_name=options.activation,
+            num_frames=frames,
+        )
     else:
         conversion = convert_onnx(
             data, what, observations, actions, head=options.head, outputs=options.outputs
@@ -273,6 +286,8 @@ def _detect(data: bytes, what: str) -> str:
     if data[:4] == b"PK\x03\x04":
         if read_entry(data, "_stable_baselines3_version", what) is not None:
             return "sb3"
+        if what.endswith(".cleanrl_model"):
+            return "cleanrl"
     elif what.endswith(".onnx"):
         return "onnx"
     raise SourceInvalidError(

@@ -305,19 +305,29 @@ class QValueOutputs(nn.Module):
     over K atoms.
     """
 
-    def __init__(self, layer: nn.Module, num_actions: int, *, quantiles: int = 0) -> None:
+    atoms: torch.Tensor | None
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        num_actions: int,
+        *,
+        quantiles: int = 0,
+        atoms: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
         self._layer = layer
         self._num_actions = num_actions
         self._quantiles = quantiles
-        self.atoms: torch.Tensor | None = None
+        self._num_atoms = 0 if atoms is None else len(atoms)
+        self.register_buffer("atoms", atoms, persistent=False)
 
     def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = self._layer(features)
         if self._quantiles:
             values = values.reshape(-1, self._quantiles, self._num_actions).mean(dim=1)
         if self.atoms is not None:
-            logits = values.reshape(-1, self._num_actions, len(self.atoms))
+            logits = values.reshape(-1, self._num_actions, self._num_atoms)
             values = (torch.softmax(logits, dim=2) * self.atoms).sum(dim=2)
         return (values,)
 
