@@ -13,7 +13,7 @@ FUZZ_MINUTES ?= 10
 
 comma := ,
 
-.PHONY: .venv demo test test-slow browser bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-mlflow compat-recorders compat-verifiers bench ope-coverage clean
+.PHONY: .venv demo test test-slow browser bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-mlflow compat-policies compat-recorders compat-verifiers bench ope-coverage clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -120,6 +120,10 @@ compat: .venv/.installed
 # The hooks for TRL, verl and rLLM inside those frameworks: `make compat-recorders ONLY=trl`.
 compat-recorders: .venv/.installed
 	@.ci/compat-recorders $(subst $(comma), ,$(ONLY))
+
+# Policies of Stable-Baselines3, sb3-contrib and d3rlpy, imported and compared with the libraries' own actions.
+compat-policies: .venv/.installed
+	@.ci/compat-policies
 
 # Ours beside its peers, each in an environment of its own below .bench/: run it on an idle machine.
 # `make bench ONLY=append,load` runs some of the workloads.

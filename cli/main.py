@@ -38,6 +38,7 @@ from replaylake.cli.commands import (
     fsck,
     gateway,
     history,
+    import_policy,
     ingest,
     lineage,
     maintain,
@@ -258,6 +259,7 @@ _register(_policies, "note", policies.note_policy)
 _register(_policies, "protect", policies.protect_policy)
 _register(_policies, "unprotect", policies.unprotect_policy)
 _register(_policies, "delete", policies.delete_policy)
+_register(_policies, "import", import_policy.import_policy)
 _register(_policies, "package", package.package)
 _register(app, "serve", serve.serve)
 app.add_typer(_webhooks, name="webhooks")

@@ -7,7 +7,7 @@
     ├── FormatTooNewError           written by a newer ReplayLake than this one
     ├── SchemaMismatchError         columns or spaces differ from those the dataset was created with
     ├── EpisodeInvalidError         an episode that breaks the row rule or its spaces
-    ├── SourceInvalidError          a foreign file that cannot be read as episodes
+    ├── SourceInvalidError          a foreign file that cannot be read as episodes or as a policy
     ├── ShardCorruptError           bytes on disk differ from the recorded sha256, or do not parse
     ├── LogCorruptError             the commit log does not parse or has a hole
     ├── CommitConflictError         a commit lost its race for good: what it builds on has changed
@@ -68,7 +68,7 @@ class EpisodeInvalidError(ReplayLakeError):
 
 
 class SourceInvalidError(ReplayLakeError):
-    """A foreign file that cannot be read as episodes."""
+    """A foreign file that cannot be read as episodes or as a policy."""
 
 
 class ShardCorruptError(ReplayLakeError):

@@ -24,6 +24,7 @@ __all__ = [
     "FallbackPolicy",
     "FunctionScorer",
     "Hindsight",
+    "ImportOptions",
     "JudgeConfig",
     "JudgeScorer",
     "Lake",
@@ -61,6 +62,7 @@ __all__ = [
     "evaluate",
     "export",
     "fsck",
+    "import_policy",
     "ingest",
     "join_feedback",
     "load_policy",
@@ -144,6 +146,7 @@ if TYPE_CHECKING:
     from replaylake.offline.environments.recording_wrapper import record
     from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
     from replaylake.offline.evaluation.reward_model import RewardModel
+    from replaylake.offline.importing.import_policy import ImportOptions, import_policy
     from replaylake.offline.running.train import resume, train
     from replaylake.offline.running.train_language import (
         LanguageConfig,
@@ -178,6 +181,7 @@ _LOCATIONS = {
     "FallbackPolicy": ("serve.fallback", "FallbackPolicy"),
     "FunctionScorer": ("datastore.maintenance.scoring.function_scorer", "FunctionScorer"),
     "Hindsight": ("datastore.replay.items.hindsight", "Hindsight"),
+    "ImportOptions": ("offline.importing.import_policy", "ImportOptions"),
     "JudgeConfig": ("datastore.maintenance.scoring.judge", "JudgeConfig"),
     "JudgeScorer": ("datastore.maintenance.scoring.judge", "JudgeScorer"),
     "Lake": ("datastore.lake.lake", "Lake"),
@@ -214,6 +218,7 @@ _LOCATIONS = {
     "evaluate": ("offline.evaluation.evaluate", "evaluate"),
     "export": ("datastore.interchange.export.export", "export"),
     "fsck": ("datastore.maintenance.fsck.fsck", "fsck"),
+    "import_policy": ("offline.importing.import_policy", "import_policy"),
     "ingest": ("datastore.interchange.ingest.ingest", "ingest"),
     "join_feedback": ("datastore.feedback.join", "join_feedback"),
     "load_policy": ("datastore.lake.policies.package", "load_policy"),

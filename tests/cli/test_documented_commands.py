@@ -30,6 +30,7 @@ _PAGES = (
     "docs/FORMATS.md",
     "docs/GATEWAY.md",
     "docs/HTTP.md",
+    "docs/IMPORT.md",
     "docs/LABELS.md",
     "docs/LANGUAGE.md",
     "docs/LANGUAGE_TRAINING.md",

@@ -74,6 +74,7 @@ COMMANDS = [
     "policies protect",
     "policies unprotect",
     "policies delete",
+    "policies import",
     "policies package",
     "serve",
     "webhooks add",

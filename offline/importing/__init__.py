@@ -1,0 +1,1 @@
+"""Import: policies that other libraries trained, converted into policy packages."""
