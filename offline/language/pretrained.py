@@ -15,7 +15,12 @@ from typing import Any, Final, Literal
 import torch
 from safetensors import SafetensorError
 
-from replaylake.datastore.errors import ExtraMissingError, NotFoundError, SourceInvalidError
+from replaylake.datastore.errors import (
+    ExtraMissingError,
+    NotFoundError,
+    SourceInvalidError,
+    StorageError,
+)
 
 Task = Literal["sequence classifier", "causal language model"]
 TOKENIZER: Final = "tokenizer.json"
@@ -118,13 +123,21 @@ def load_pretrained(
 
 
 def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer as a folder that load_pretrained reads. Raises: OSError."""
+    """Write a model and its tokenizer as a folder that load_pretrained reads.
+
+    Raises: StorageError.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        text = " ".join(str(error).split())
+        raise StorageError(
+            f"{folder}: {text} while the model was written. Free space or correct the permission."
+        ) from error
     finally:
         logging.enable_progress_bar()
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import torch
 
 from replaylake.datastore.episodes.spaces import Array
-from replaylake.datastore.errors import SchemaMismatchError
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.tokens.token_batch import TokenBatch
 from replaylake.offline.language.pretrained import ModelFolder, load_pretrained, save_pretrained
@@ -29,6 +29,7 @@ from replaylake.offline.losses.returns import generalized_advantages
 from replaylake.offline.losses.token_policy_gradient import (
     Baseline,
     Correction,
+    Estimator,
     Level,
     Reduction,
     effective_sample_size,
@@ -115,10 +116,11 @@ class TokenOptions:
     """Options of all methods.
 
     correction, correction_level, low, high: weights of tokens that other policies sampled; see
-    importance_weights. clip_low, clip_high: of the ratio to the policy before the update; None: the
-    method's. kl_coef: weight of the divergence from the model that the run began with. epochs:
-    passes over each batch, each in `minibatches` gradient steps. beta: of `dpo`. discount, lambda_,
-    value_coef, value_learning_rate: of `ppo`.
+    importance_weights. correction_level None: of what the method's ratio is. clip_low, clip_high:
+    of the ratio to the policy before the update; None: the method's. kl_coef: weight of the
+    divergence from the model that the run began with. epochs: passes over each batch, each in
+    `minibatches` gradient steps. beta: of `dpo`. discount, lambda_, value_coef,
+    value_learning_rate: of `ppo`.
     """
 
     learning_rate: float = 1e-5
@@ -129,11 +131,11 @@ class TokenOptions:
     clip_low: float | None = None
     clip_high: float | None = None
     correction: Correction = "truncate"
-    correction_level: Level = "token"
+    correction_level: Level | None = None
     low: float = 0.5
     high: float = 2.0
     kl_coef: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Estimator = "k2"
     beta: float = 0.1
     discount: float = 1.0
     lambda_: float = 1.0
@@ -154,6 +156,19 @@ class TokenOptions:
             value = getattr(self, name)
             expect(0 <= value <= 1, f"method: {name}", value, "0 to 1")
         expect(self.low <= self.high, "method: low", self.low, f"at most high, {self.high}")
+
+
+def find_weight_level(method: str, options: TokenOptions) -> Level:
+    """Return of what the importance weights of a method are. Raises: ConfigInvalidError."""
+    level = METHODS[method].level
+    if options.correction_level == "token" and level != "token":
+        # Its loss is one number a sequence: a token cannot be weighted apart from the others.
+        raise ConfigInvalidError(
+            f"method {method}: correction_level: found 'token', expected sequence or geometric: "
+            "the ratio of this method is of whole sequences.",
+            parameter="correction_level",
+        )
+    return options.correction_level or level
 
 
 class TokenLearner:
@@ -184,6 +199,7 @@ class TokenLearner:
         longer than the model takes.
         """
         self.method, self.options = METHODS[method], options
+        self._weight_level = find_weight_level(method, options)
         self._name, self._device, self._max_tokens = method, device, max_tokens
         self._model, self._tokenizer = load_pretrained(
             folder, "causal language model", device=device
@@ -390,7 +406,7 @@ class TokenLearner:
                 log_ratios,
                 mask,
                 correction=options.correction,
-                level=options.correction_level,
+                level=self._weight_level,
                 low=options.low,
                 high=options.high,
             )

@@ -18,7 +18,7 @@ from replaylake.offline.losses.policy_gradient import clipped_surrogate
 Baseline = Literal["group_norm", "group_mean", "leave_one_out", "batch_norm"]
 Level = Literal["token", "sequence", "geometric"]
 Correction = Literal["none", "truncate", "mask"]
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k2", "k3"]
 Reduction = Literal["sequence_mean", "token_mean", "constant"]
 # What a standard deviation has at least: a group whose returns are equal has no advantages.
 _EPSILON: Final = 1e-4
@@ -136,20 +136,23 @@ def kl_penalty(
     log_probs: torch.Tensor,
     reference_log_probs: torch.Tensor,
     mask: torch.Tensor,
-    estimator: Estimator = "k3",
+    estimator: Estimator = "k2",
 ) -> torch.Tensor:
-    """Return an estimate of KL(pi || reference) at each token, float [B, T], 0 outside the mask.
+    """Return a penalty for the divergence of pi from a reference, float [B, T], 0 outside the mask.
 
     Args:
         log_probs: float [B, T], ln pi.
         reference_log_probs: float [B, T].
         mask: bool [B, T].
-        estimator: of Schulman 2020, "Approximating KL Divergence", with x = ln reference - ln pi:
-            `k1` -x, `k2` x^2 / 2, `k3` exp(x) - x - 1. It is unbiased for tokens that pi sampled.
+        estimator: with x = ln reference - ln pi, `k2` x^2 / 2 or `k3` exp(x) - x - 1.
+
+    What counts in a loss is the gradient. Over tokens that pi sampled, that of `k2` is the gradient
+    of KL(pi || reference), and that of `k3`, which GRPO uses, the gradient of KL(reference || pi).
+
+    Source: Schulman 2020, "Approximating KL Divergence"; the gradients Tang & Munos 2025, "On a few
+    pitfalls in KL divergence gradient estimation for RL".
     """
     x = torch.where(mask, reference_log_probs.detach() - log_probs, 0.0)
-    if estimator == "k1":
-        return -x
     if estimator == "k2":
         return 0.5 * x.square()
     return torch.exp(x.clamp(max=_MAX_LOG_RATIO)) - x - 1

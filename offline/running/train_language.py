@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     ConfigInvalidError,
@@ -33,7 +35,12 @@ from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
 from replaylake.offline.callbacks import Callbacks, RunStart
 from replaylake.offline.language.pretrained import ModelFolder, check_model_folder
-from replaylake.offline.language.token_learner import METHODS, TokenLearner, TokenOptions
+from replaylake.offline.language.token_learner import (
+    METHODS,
+    TokenLearner,
+    TokenOptions,
+    find_weight_level,
+)
 from replaylake.offline.learning.learner import torch_threads
 from replaylake.offline.learning.options import (
     check_keys,
@@ -116,7 +123,8 @@ class LanguageConfig:
                 "or none: staleness is policy_version minus the version of a token.",
                 parameter="max_staleness",
             )
-        self.method_options()
+        find_weight_level(self.method, self.method_options())
+        _check_device(self.device)
 
     def method_options(self) -> TokenOptions:
         """Return the options of the method. Raises: ConfigInvalidError."""
@@ -298,12 +306,13 @@ def _prepare(
         max_staleness=config.max_staleness,
         policy_version=config.policy_version,
     )
-    longest = max(sequences.table["num_tokens"].to_pylist())
     if method.needs_groups and not _has_groups(sequences):
         remarks.append(
             f"no group has two sequences: all advantages of method {config.method} are 0"
         )
-    learner = TokenLearner(folder, config.method, options, max_tokens=longest, device=config.device)
+    learner = TokenLearner(
+        folder, config.method, options, max_tokens=sampler.longest, device=config.device
+    )
     return _Job(config, folder, sequences, sampler, learner, tuple(remarks))
 
 
@@ -445,6 +454,19 @@ class _Loop:
                 )
 
 
+def _check_device(device: str) -> None:
+    """Refuse a device that is not here. Raises: ConfigInvalidError."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        text = str(error).split("\n", 1)[0]
+        raise ConfigInvalidError(
+            f"language training: device: found {device!r}, expected a device of torch that this "
+            f"machine has, such as cpu ({text}).",
+            parameter="device",
+        ) from error
+
+
 def _is_written(folder: Path, run_id: str) -> bool:
     """Whether a run was killed between writing its model and its end."""
     try:
@@ -477,10 +499,13 @@ def _write_model(job: _Job, record: RunRecord) -> str:
     try:
         job.learner.save(temporary)
         (temporary / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
-        for path in temporary.iterdir():
+        # Some tokenizers have a folder of chat templates.
+        for path in [*temporary.rglob("*"), temporary]:
+            if path.is_dir():
+                fsync_folder(path)
+                continue
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        fsync_folder(temporary)
         sha256 = check_model_folder(temporary).sha256
         temporary.rename(output)
         fsync_folder(output.parent)

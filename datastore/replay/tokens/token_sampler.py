@@ -266,6 +266,14 @@ class TokenSampler:
         """Sequences, or groups, of an epoch."""
         return self._units.num
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can be drawn."""
+        members = self._units.members
+        if members is None:
+            members = np.arange(self._units.num)
+        return int(self._source.read_lengths(members).max())
+
     def describe(self) -> dict[str, Any]:
         """Return how sequences are chosen, JSON-able, for a policy's lineage."""
         return dict(self._about)

@@ -129,6 +129,9 @@ def test_nothing_begins_that_could_not_end(recorded, model_folder, tmp_path):
         ({"model": tmp_path / "absent"}, NotFoundError, "has no config.json"),
         ({"method": "gpro"}, ConfigInvalidError, "found 'gpro', expected gspo or grpo"),
         ({"options": {"learning_rat": 1}}, ConfigInvalidError, "found option 'learning_rat'"),
+        ({"method": "gspo", "options": {"correction_level": "token"}}, ConfigInvalidError, "token"),
+        ({"device": "tpux"}, ConfigInvalidError, "device: found 'tpux'"),
+        ({"device": "cuda:9"}, ConfigInvalidError, "device: found 'cuda:9'"),
         ({"max_staleness": 2}, ConfigInvalidError, "max_staleness and policy_version"),
         ({"updates": 0}, ConfigInvalidError, "updates: found 0, expected 1 or more"),
     ):
@@ -137,6 +140,34 @@ def test_nothing_begins_that_could_not_end(recorded, model_folder, tmp_path):
             train_language(recorded, "agents", config(**values))
     assert len(recorded.registry.runs()) == num_runs
     assert list(tmp_path.iterdir()) == [tmp_path / "taken"]
+
+
+def test_only_sequences_that_are_selected_have_to_fit(model_folder, tmp_path):
+    import replaylake as rl
+
+    lake = rl.open(tmp_path / "lake", create=True)
+    with rl.record_language(lake, "agents", producer="p") as recorder:
+        for number, length in enumerate((3, 40)):
+            recorder.record(
+                prompt="p", completion="c", prompt_ids=[1, 2], completion_ids=[5] * length,
+                log_probs=[-3.0] * length, reward=float(number), group_id="g",
+            )  # fmt: skip
+    values = {"method": "sft", "updates": 1}
+    with pytest.raises(SchemaMismatchError, match="num_tokens <= 32"):
+        train_language(lake, "agents", config(model_folder, tmp_path / "out", **values))
+    values["where_sequences"] = "num_tokens <= 32"
+    result = train_language(lake, "agents", config(model_folder, tmp_path / "out", **values))
+    assert result.metrics["tokens"] == 3
+
+
+def test_a_tokenizer_with_several_templates_is_written(recorded, model_folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    train_language(recorded, "agents", config(model, tmp_path / "out", updates=1))
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").exists()
 
 
 def test_another_model_than_the_run_began_with_is_refused(recorded, model_folder, tmp_path):
