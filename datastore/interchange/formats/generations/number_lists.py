@@ -105,6 +105,8 @@ def _split(text: bytes) -> list[bytes | _Cut]:
         # Texts have brackets, too: what does not begin as numbers do is not looked at further.
         if not text[place + 1 : place + _MIN_BYTES].translate(None, _OF_NUMBERS):
             end = text.find(b"]", place)
+            if end < 0:
+                break  # no other list ends either
         if end - place > _MIN_BYTES:
             parts += [text[begin:place], _Cut(text[place + 1 : end])]
             begin = end + 1

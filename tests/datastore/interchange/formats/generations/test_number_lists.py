@@ -138,6 +138,12 @@ def test_lists_in_texts_are_texts() -> None:
     assert _check(texts) == 1
 
 
+def test_lists_without_an_end_cost_one_pass() -> None:
+    """Not one for each of them, which would take minutes."""
+    text = b'{"ids": ' + (b"[" + b"1" * 60) * 200_000
+    assert parse_lines([text]) == [None]
+
+
 @pytest.mark.parametrize(
     ("text", "is_read"),
     [
