@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import replaylake as rl
 from replaylake.online.recorders.verl import record_worker
 
-_LENGTH, _NUM_SAMPLES = 12, 2
+LENGTH, _NUM_SAMPLES = 12, 2
 
 
 class TransformersEngine:
@@ -40,11 +40,11 @@ class TransformersEngine:
 
         ids, log_probs = [], []
         with torch.no_grad():
-            while len(ids) < _LENGTH and self._eos not in ids:
+            while len(ids) < LENGTH and self._eos not in ids:
                 logits = self._model(torch.tensor([prompt_ids + ids])).logits[0, -1]
                 one = int(torch.multinomial(logits.softmax(-1), 1))
                 ids.append(one)
-                if len(ids) == _LENGTH and one != self._eos:
+                if len(ids) == LENGTH and one != self._eos:
                     self._num_cut += 1
                     if self._num_cut % 2 == 0:  # its end comes with the last id that it may have
                         one = ids[-1] = self._eos
@@ -53,11 +53,9 @@ class TransformersEngine:
         return TokenOutput(token_ids=ids, log_probs=log_probs, extra_fields=extra)
 
 
-def main(folder: Path) -> None:
+def configure(folder: Path, *more: str) -> tuple[Any, Any, Any]:
+    """Return verl's config, with further overrides, a tokenizer, and a random model."""
     import verl
-    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
-    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-    from verl.protocol import DataProto
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
@@ -78,18 +76,27 @@ def main(folder: Path) -> None:
             "ppo_trainer",
             overrides=[
                 f"actor_rollout_ref.model.path={folder / 'model'}", f"{rollout}.name=vllm",
-                f"{rollout}.prompt_length=64", f"{rollout}.response_length={_LENGTH}",
+                f"{rollout}.prompt_length=64", f"{rollout}.response_length={LENGTH}",
                 f"{rollout}.calculate_log_probs=true",
-                f"{rollout}.agent.default_agent_loop=single_turn_agent",
+                f"{rollout}.agent.default_agent_loop=single_turn_agent", *more,
             ],
         )  # fmt: skip
+    return config, tokenizer, model
+
+
+def main(folder: Path) -> None:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+    from verl.protocol import DataProto
+
+    config, tokenizer, model = configure(folder)
 
     class ScoredLoop(SingleTurnAgentLoop):
         """As agents do that score themselves; else workers of a reward loop do, in Ray."""
 
         async def run(self, *args: Any, **kwargs: Any) -> Any:
             output = await super().run(*args, **kwargs)
-            output.reward_score = len(output.response_ids) / _LENGTH
+            output.reward_score = len(output.response_ids) / LENGTH
             output.extra_fields["reward_extra_info"] = {"length": len(output.response_ids)}
             return output
 
@@ -144,9 +151,9 @@ def main(folder: Path) -> None:
         reason = "stop" if ends else "length"
         if (row["terminated"], row["truncated"], row["finish_reason"]) != (ends, not ends, reason):
             sys.exit(f"found {row}, expected the end of {reason}")
-    at_limit = {row["truncated"] for row in rows if len(row["action_tokens"]) == _LENGTH}
+    at_limit = {row["truncated"] for row in rows if len(row["action_tokens"]) == LENGTH}
     if at_limit != {True, False}:
-        sys.exit(f"found {at_limit} of rollouts of {_LENGTH} ids, expected ended and cut ones")
+        sys.exit(f"found {at_limit} of rollouts of {LENGTH} ids, expected ended and cut ones")
     if {row["policy_version"] for row in rows} != {3} or {row["split"] for row in rows} != {
         "train"
     }:

@@ -165,9 +165,11 @@ class Table:
         the table does not exist, SchemaMismatchError if a column's type differs or a required one
         is absent; ProducerEndedError after `end_producer`.
         """
-        if (commit := self.find_commit(producer, sequence)) is not None:
-            return TableCommit(commit, True, 0, 0, 0)
-        self._check_not_ended(producer, self.log.newest())  # before a shard is written for nothing
+        if self.exists():
+            state = self.log.newest()
+            if (commit := state.transactions.get(transaction_id(producer, sequence))) is not None:
+                return TableCommit(commit, True, 0, 0, 0)
+            self._check_not_ended(producer, state)  # before a shard is written for nothing
         return self.commit(
             [self.write(data)], producer=producer, sequence=sequence, operation=operation, info=info
         )
