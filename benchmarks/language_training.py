@@ -90,7 +90,7 @@ def run(folder: Path, method: str, seed: int, options: argparse.Namespace) -> li
             seed,
             updates=options.updates,
             where=f"min_policy_version = {number}",
-            correction=options.correction,
+            **({} if method == "dpo" else {"correction": options.correction}),
         )
         scores.append(measure(folder / f"round-{number}", held_out))
     return scores

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -21,7 +21,7 @@ from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.tokens.token_batch import TokenBatch
 from replaylake.offline.language.pretrained import ModelFolder, load_pretrained, save_pretrained
 from replaylake.offline.learning.adam import FusedAdam
-from replaylake.offline.learning.options import expect
+from replaylake.offline.learning.options import check_keys, expect, from_options
 from replaylake.offline.learning.state import pack_state, unpack_state
 from replaylake.offline.losses.policy_gradient import value_loss
 from replaylake.offline.losses.preference import direct_preference
@@ -39,6 +39,9 @@ from replaylake.offline.losses.token_policy_gradient import (
     reduce_tokens,
     token_surrogate,
 )
+
+# Of which the entropy is computed at once: it takes two copies of their logits.
+_ENTROPY_ROWS: Final = 256
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ class TokenOptions:
     importance_weights. correction_level None: of what the method's ratio is. clip_low, clip_high:
     of the ratio to the policy before the update; None: the method's. kl_coef: weight of the
     divergence from the model that the run began with. epochs: passes over each batch, each in
-    `minibatches` gradient steps. beta: of `dpo`. discount, lambda_, value_coef,
+    `minibatches` gradient steps; micro_batch_size: sequences of a step that are in memory at once;
+    None: all. beta: of `dpo`. discount, lambda_, value_coef,
     value_learning_rate: of `ppo`.
     """
 
@@ -128,6 +132,7 @@ class TokenOptions:
     max_gradient_norm: float = 1.0
     epochs: int = 1
     minibatches: int = 1
+    micro_batch_size: int | None = None
     clip_low: float | None = None
     clip_high: float | None = None
     correction: Correction = "truncate"
@@ -149,13 +154,49 @@ class TokenOptions:
         for name in ("weight_decay", "low", "kl_coef", "value_coef", "clip_low", "clip_high"):
             value = getattr(self, name)
             expect(value is None or value >= 0, f"method: {name}", value, "0 or more")
-        for name in ("epochs", "minibatches"):
+        for name in ("epochs", "minibatches", "micro_batch_size"):
             value = getattr(self, name)
-            expect(value >= 1, f"method: {name}", value, "1 or more")
+            expect(value is None or value >= 1, f"method: {name}", value, "1 or more")
         for name in ("discount", "lambda_"):
             value = getattr(self, name)
             expect(0 <= value <= 1, f"method: {name}", value, "0 to 1")
         expect(self.low <= self.high, "method: low", self.low, f"at most high, {self.high}")
+
+
+_COMMON_OPTIONS: Final = frozenset(
+    {
+        "learning_rate",
+        "weight_decay",
+        "max_gradient_norm",
+        "epochs",
+        "minibatches",
+        "micro_batch_size",
+    }
+)
+_VALUE_OPTIONS: Final = frozenset({"discount", "lambda_", "value_coef", "value_learning_rate"})
+
+
+def read_token_options(method: str, options: Mapping[str, Any]) -> TokenOptions:
+    """Return the options of a method, a key of METHODS.
+
+    Raises: ConfigInvalidError, also for an option that the method does not use.
+    """
+    what = f"method {method}"
+    known = {one.name for one in fields(TokenOptions)}
+    used = {
+        "likelihood": _COMMON_OPTIONS,
+        "pairs": _COMMON_OPTIONS | {"beta"},
+        "policy_gradient": known - {"beta"} - (_VALUE_OPTIONS if method != "ppo" else set()),
+    }[METHODS[method].loss]
+    check_keys(options, known, what)
+    for name in options:
+        if name not in used:
+            raise ConfigInvalidError(
+                f"{what}: found option {name!r}, which this method does not use, expected "
+                f"{', '.join(sorted(used))}. Leave it out.",
+                parameter=name,
+            )
+    return from_options(TokenOptions, options, what)
 
 
 def find_weight_level(method: str, options: TokenOptions) -> Level:
@@ -246,15 +287,18 @@ class TokenLearner:
         is_weighted = self.method.loss == "policy_gradient"
         return is_weighted and self.options.correction != "none"
 
-    def update(self, batch: TokenBatch[Array]) -> dict[str, float]:
+    def update(self, batch: TokenBatch[Array], episodes: Array | None = None) -> dict[str, float]:
         """Learn from a padded batch; return the metrics of the update.
+
+        episodes: int64 [B], equal for sequences of one episode, which count once in the mean of a
+        group; None: each sequence is an episode.
 
         Raises: SchemaMismatchError for ids that the model's vocabulary does not have, and where the
         correction needs log-probs of which there are none.
         """
         self._check_ids(batch)
         tensors = to_torch(batch, self._device)
-        data = self._prepare(tensors)
+        data = self._prepare(tensors, episodes)
         totals: dict[str, float] = {}
         num = 0
         for _ in range(self.options.epochs):
@@ -265,11 +309,9 @@ class TokenLearner:
                     continue
                 for parameter in self._parameters:
                     parameter.grad = None
-                loss, metrics = self._loss(part)
-                loss.backward()  # type: ignore[no-untyped-call]
+                for name, value in self._accumulate_gradients(part).items():
+                    totals[name] = totals.get(name, 0.0) + value
                 self._optimizer.step()
-                for name, value in {"loss": loss.detach(), **metrics}.items():
-                    totals[name] = totals.get(name, 0.0) + float(value)
                 num += 1
         means = {name: total / num for name, total in totals.items()}
         means["tokens"] = float(data.mask.sum())
@@ -278,13 +320,10 @@ class TokenLearner:
         return means
 
     def state_dict(self) -> dict[str, Array]:
-        """Return everything that a later update depends on, as named arrays."""
+        """Return what a later update depends on beside the folder, as named arrays."""
         return pack_state(
             {
                 "parameters": [p.detach() for p in self._parameters],
-                "reference": None
-                if self._reference is None
-                else [p.detach() for p in self._reference.parameters()],
                 "optimizer": self._optimizer.state_dict(),
             }
         )
@@ -295,18 +334,32 @@ class TokenLearner:
         with torch.no_grad():
             for ours, theirs in zip(self._parameters, tree["parameters"], strict=True):
                 ours.copy_(theirs)
-            if self._reference is not None:
-                for ours, theirs in zip(
-                    self._reference.parameters(), tree["reference"], strict=True
-                ):
-                    ours.copy_(theirs)
         self._optimizer.load_state_dict(tree["optimizer"])
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer as transformers has them, weights in safetensors."""
         save_pretrained(self._model, self._tokenizer, folder)
 
-    def _prepare(self, batch: TokenBatch[torch.Tensor]) -> _Data:
+    def _accumulate_gradients(self, data: _Data) -> dict[str, float]:
+        """Add the gradient of a step, some sequences at a time; return its metrics."""
+        totals: dict[str, float] = {}
+        num_tokens = int(data.mask.sum())
+        for rows in self._split_rows(len(data.mask), self.options.micro_batch_size):
+            part = data.select(rows)
+            if not part.mask.any():
+                continue
+            loss, metrics = self._loss(part, data.mask)
+            loss.backward()  # type: ignore[no-untyped-call]
+            totals["loss"] = totals.get("loss", 0.0) + float(loss.detach())
+            share = int(part.mask.sum()) / num_tokens
+            for name, value in metrics.items():
+                if name == "ratio_max":
+                    totals[name] = max(totals.get(name, 0.0), float(value))
+                else:
+                    totals[name] = totals.get(name, 0.0) + share * float(value)
+        return totals
+
+    def _prepare(self, batch: TokenBatch[torch.Tensor], episodes: Array | None) -> _Data:
         """Return what the gradient steps of a batch have in common."""
         options, mask = self.options, batch.loss_mask.clone()
         mask[:, 0] = False  # nothing comes before it
@@ -333,25 +386,26 @@ class TokenLearner:
         if self.method.loss == "pairs":
             data = data.select(_find_pairs(batch.episode_returns, batch.groups))
             if len(data.mask):
-                with torch.no_grad():
-                    data.reference = self._forward(self._reference, data).log_probs
+                data.reference = self._evaluate(self._reference, data).log_probs
             return data
         is_one_step = options.epochs == options.minibatches == 1
         values = None
-        if not is_one_step or self._value_head is not None or self._reference is not None:
-            with torch.no_grad():
-                forward = self._forward(self._model, data)
-                values = forward.values
-                data.proximal = None if is_one_step else forward.log_probs
-                if self._reference is not None:
-                    data.reference = self._forward(self._reference, data).log_probs
+        if not is_one_step or self._value_head is not None:
+            forward = self._evaluate(self._model, data)
+            values = forward.values
+            data.proximal = None if is_one_step else forward.log_probs
+        if self._reference is not None:
+            data.reference = self._evaluate(self._reference, data).log_probs
         if values is not None:
             data.values = values
             self._add_generalized_advantages(data, batch.episode_returns)
         else:
             assert self.method.baseline is not None
             data.advantages = group_advantages(
-                batch.episode_returns, batch.groups, self.method.baseline
+                batch.episode_returns,
+                batch.groups,
+                self.method.baseline,
+                None if episodes is None else torch.from_numpy(episodes).to(mask.device),
             )
         return data
 
@@ -382,13 +436,33 @@ class TokenLearner:
             advantages = (advantages - inside.mean()) / (inside.std() + 1e-8) * mask
         data.advantages = advantages
 
-    def _loss(self, data: _Data) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    @torch.no_grad()
+    def _evaluate(self, model: Any, data: _Data) -> _Forward:
+        """Return what `_forward` does, without a gradient, some sequences at a time."""
+        parts = [
+            self._forward(model, data.select(rows))
+            for rows in self._split_rows(len(data.mask), self.options.micro_batch_size)
+        ]
+        values = [one.values for one in parts if one.values is not None]
+        return _Forward(
+            torch.cat([one.log_probs for one in parts]),
+            parts[0].entropy,
+            torch.cat(values) if values else None,
+        )
+
+    def _loss(
+        self, data: _Data, whole: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the share of a part of a step in its loss, and the part's metrics.
+
+        whole: the mask of the step.
+        """
         options, method, mask = self.options, self.method, data.mask
         forward = self._forward(self._model, data)
         log_probs = forward.log_probs
         metrics = {"entropy": forward.entropy}
         if method.loss == "likelihood":
-            loss = reduce_tokens(-log_probs * mask, mask, method.reduction)
+            loss = reduce_tokens(-log_probs * mask, mask, method.reduction, whole=whole)
             return loss, metrics
         if method.loss == "pairs":
             assert data.reference is not None
@@ -396,7 +470,8 @@ class TokenLearner:
             chosen, rejected = log_ratios[0::2], log_ratios[1::2]
             metrics["margin"] = (chosen - rejected).detach().mean()
             metrics["accuracy"] = (chosen > rejected).float().mean()
-            return direct_preference(chosen, rejected, options.beta).mean(), metrics
+            losses = direct_preference(chosen, rejected, options.beta)
+            return losses.sum() / (len(whole) // 2), metrics
         assert data.advantages is not None
         proximal = log_probs.detach() if data.proximal is None else data.proximal
         weights = mask.to(log_probs.dtype)
@@ -430,12 +505,12 @@ class TokenLearner:
             losses = losses + options.kl_coef * divergence
             metrics["kl_reference"] = divergence.detach()[mask].mean()
         # The divergence is of the policy, not of those that sampled: it is weighted as well.
-        loss = reduce_tokens(losses * weights, mask, method.reduction, self._max_tokens)
+        loss = reduce_tokens(losses * weights, mask, method.reduction, self._max_tokens, whole)
         if data.targets is not None:
             assert forward.values is not None
             errors = value_loss(forward.values, data.targets)
-            value_error = reduce_tokens(errors * mask, mask, "token_mean")
-            metrics["value_loss"] = value_error.detach()
+            metrics["value_loss"] = reduce_tokens(errors.detach() * mask, mask, "token_mean")
+            value_error = reduce_tokens(errors * mask, mask, "token_mean", whole=whole)
             loss = loss + options.value_coef * value_error
         return loss, metrics
 
@@ -450,18 +525,23 @@ class TokenLearner:
         )
         # Position t - 1 predicts token t. Only rows that count are made log-probs of.
         logits = output.logits[:, :-1][data.mask[:, 1:]].float()
-        all_log_probs = torch.log_softmax(logits, dim=-1)
-        taken = all_log_probs.gather(1, data.ids[data.mask][:, None])[:, 0]
+        taken = logits.gather(1, data.ids[data.mask][:, None])[:, 0] - logits.logsumexp(dim=-1)
         log_probs = torch.zeros(data.mask.shape, dtype=taken.dtype, device=taken.device)
         log_probs = log_probs.masked_scatter(data.mask, taken)
-        entropy = -(all_log_probs.detach().exp() * all_log_probs.detach()).sum(dim=1).mean()
         values = None
         if needs_values:
             assert self._value_head is not None
             hidden = output.hidden_states[-1][:, :-1][data.mask[:, 1:]]
             found = self._value_head(hidden)[:, 0]
             values = torch.zeros_like(log_probs).masked_scatter(data.mask, found)
-        return _Forward(log_probs, entropy, values)
+        return _Forward(log_probs, _mean_entropy(logits.detach()), values)
+
+    def _split_rows(self, num: int, size: int | None) -> Iterator[slice]:
+        """Yield the rows of parts of at most `size` sequences, which keep pairs whole."""
+        unit = 2 if self.method.loss == "pairs" else 1
+        step = num if size is None else max(1, size // unit) * unit
+        for start in range(0, num, max(step, 1)):
+            yield slice(start, start + step)
 
     def _split(self, num: int) -> Iterator[slice]:
         """Yield the rows of each gradient step: parts of a batch as equal as can be."""
@@ -498,6 +578,15 @@ class _Data:
     def select(self, rows: slice | torch.Tensor) -> _Data:
         parts = {name: None if one is None else one[rows] for name, one in vars(self).items()}
         return _Data(**parts)  # type: ignore[arg-type]
+
+
+def _mean_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the mean entropy of rows of logits [N, V], in nats; some rows at a time."""
+    total = torch.zeros((), device=logits.device)
+    for rows in torch.split(logits, _ENTROPY_ROWS):
+        log_probs = torch.log_softmax(rows, dim=-1)
+        total = total - (log_probs.exp() * log_probs).sum()
+    return total / max(len(logits), 1)
 
 
 def _find_pairs(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

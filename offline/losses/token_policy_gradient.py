@@ -27,23 +27,34 @@ _MAX_LOG_RATIO: Final = 20.0
 
 
 def group_advantages(
-    returns: torch.Tensor, groups: torch.Tensor, baseline: Baseline
+    returns: torch.Tensor,
+    groups: torch.Tensor,
+    baseline: Baseline,
+    episodes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the advantage of each sequence over those of its group, float [B].
+    """Return the advantage of each sequence over the episodes of its group, float [B].
 
     Args:
-        returns: float [B].
+        returns: float [B], of the episode of each sequence.
         groups: int64 [B], equal for samples of one prompt; -1: a group of its own.
         baseline: `group_norm`: minus the mean of the group, over its standard deviation (n - 1)
             plus 1e-4; `group_mean`: minus the mean alone; `leave_one_out`: minus the mean of the
-            others; `batch_norm`: minus the mean of all B, over their standard deviation plus 1e-4.
+            others; `batch_norm`: minus the mean of all, over their standard deviation plus 1e-4.
+        episodes: int64 [B], equal for sequences (branches) of one episode, which count once in each
+            mean; None: each sequence is an episode.
 
-    A sequence that is alone in its group has an advantage of 0, but for `batch_norm`.
+    An episode that is alone in its group has an advantage of 0, but for `batch_norm`.
 
     Source: `group_norm` Shao et al. 2024, "DeepSeekMath", section 4.1.2; `group_mean` Liu et al.
     2025, "Understanding R1-Zero-Like Training" (Dr. GRPO); `leave_one_out` Ahmadian et
     al. 2024, "Back to Basics" (RLOO); `batch_norm` Hu 2025, "REINFORCE++".
     """
+    if episodes is not None:
+        unique, places = torch.unique(episodes, return_inverse=True)
+        first = torch.empty_like(unique)
+        # Of equal places any one may stay: sequences of an episode have its return and group.
+        first[places] = torch.arange(len(episodes), device=episodes.device)
+        return group_advantages(returns[first], groups[first], baseline)[places]
     if baseline == "batch_norm":
         spread = returns.std() if len(returns) > 1 else torch.zeros_like(returns[0])
         return (returns - returns.mean()) / (spread + _EPSILON)
@@ -159,7 +170,11 @@ def kl_penalty(
 
 
 def reduce_tokens(
-    values: torch.Tensor, mask: torch.Tensor, reduction: Reduction, max_tokens: int | None = None
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    reduction: Reduction,
+    max_tokens: int | None = None,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return one number for the values of tokens, float [B, T].
 
@@ -172,13 +187,16 @@ def reduce_tokens(
             sequences, so that no token's weight depends on how long its sequence came out (Dr.
             GRPO).
         max_tokens: of `constant`, the length that a sequence may have.
+        whole: bool [.., T], the mask of the batch of which this is a part: the numbers of all parts
+            add up to that of the batch. None: it is the batch.
 
     Sequences without a token in the mask count for nothing.
     """
     num = mask.sum(dim=1)
-    num_sequences = (num > 0).sum().clamp(min=1)
+    whole = mask if whole is None else whole
+    num_sequences = whole.any(dim=1).sum().clamp(min=1)
     if reduction == "token_mean":
-        return values.sum() / num.sum().clamp(min=1)
+        return values.sum() / whole.sum().clamp(min=1)
     if reduction == "constant":
         if max_tokens is None:
             raise ValueError("reduce_tokens: constant needs max_tokens")

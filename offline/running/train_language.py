@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from replaylake.datastore.errors import (
     AlreadyExistsError,
@@ -40,6 +42,7 @@ from replaylake.offline.language.token_learner import (
     TokenLearner,
     TokenOptions,
     find_weight_level,
+    read_token_options,
 )
 from replaylake.offline.learning.learner import torch_threads
 from replaylake.offline.learning.options import (
@@ -128,7 +131,7 @@ class LanguageConfig:
 
     def method_options(self) -> TokenOptions:
         """Return the options of the method. Raises: ConfigInvalidError."""
-        return from_options(TokenOptions, self.options, f"method {self.method}")
+        return read_token_options(self.method, self.options)
 
     @property
     def save_interval_updates(self) -> int:
@@ -242,6 +245,7 @@ class _Job:
     sequences: TokenSequences
     sampler: TokenSampler
     learner: TokenLearner
+    episodes: NDArray[np.int64]
     remarks: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
@@ -258,8 +262,8 @@ class _Job:
                 {
                     "dataset": self.sequences.dataset,
                     "version": self.sequences.version,
-                    "num_sequences": len(self.sequences),
-                    "num_tokens": self.sequences.num_tokens,
+                    "num_sequences": len(self.sampler.sequences),
+                    "num_tokens": int(self.sampler.lengths.sum()),
                 }
             ],
             "sampling": self.sampler.describe(),
@@ -283,42 +287,48 @@ def _prepare(
             "the tokens for the trained policy's own.",
             parameter="correction",
         )
-    where, remarks = config.where_sequences, []
+    remarks: list[str] = []
+
+    def make_sampler(where: str | None) -> TokenSampler:
+        return sequences.padded(
+            config.batch_size,
+            seed=config.seed,
+            max_tokens=config.max_tokens,
+            bucket_batches=config.bucket_batches,
+            groups=method.needs_groups,
+            where_sequences=where,
+            max_staleness=config.max_staleness,
+            policy_version=config.policy_version,
+        )
+
+    where = config.where_sequences
+    sampler = make_sampler(where)
     if method.loss != "likelihood":
-        known = f"({where}) AND {_KNOWN_RETURN}" if where else _KNOWN_RETURN
-        num_unknown = sum(
-            not (value is not None and math.isfinite(value))
-            for value in sequences.table["episode_return"].to_pylist()
-        )
-        where = known if num_unknown else where
-        if num_unknown:
+        returns = sequences.table["episode_return"].to_numpy(zero_copy_only=False)
+        if not np.isfinite(returns[sampler.sequences].astype(float)).all():
+            known = f"({where}) AND {_KNOWN_RETURN}" if where else _KNOWN_RETURN
+            num_before, sampler = len(sampler.sequences), make_sampler(known)
+            num_left_out = num_before - len(sampler.sequences)
+            reason = ", or that of another sample of the group," if method.needs_groups else ""
             remarks.append(
-                f"{num_unknown:,} of {len(sequences):,} sequences have no known return and are "
-                "left out"
+                f"{num_left_out:,} of {num_before:,} sequences are left out: their return{reason} "
+                "is unknown"
             )
-    sampler = sequences.padded(
-        config.batch_size,
-        seed=config.seed,
-        max_tokens=config.max_tokens,
-        bucket_batches=config.bucket_batches,
-        groups=method.needs_groups,
-        where_sequences=where,
-        max_staleness=config.max_staleness,
-        policy_version=config.policy_version,
-    )
-    if method.needs_groups and not _has_groups(sequences):
-        remarks.append(
-            f"no group has two sequences: all advantages of method {config.method} are 0"
-        )
+    names = sequences.table["episode_id"].to_pylist()
+    _, episodes = np.unique(np.array(names, object).astype(str), return_inverse=True)
+    if method.needs_groups and not _has_groups(sequences, sampler):
+        remarks.append(f"no group has two episodes: all advantages of method {config.method} are 0")
     learner = TokenLearner(
-        folder, config.method, options, max_tokens=sampler.longest, device=config.device
+        folder, config.method, options, max_tokens=int(sampler.lengths.max()), device=config.device
     )
-    return _Job(config, folder, sequences, sampler, learner, tuple(remarks))
+    return _Job(config, folder, sequences, sampler, learner, episodes, tuple(remarks))
 
 
-def _has_groups(sequences: TokenSequences) -> bool:
-    groups = [name for name in sequences.table["group_id"].to_pylist() if name is not None]
-    return len(set(groups)) < len(groups)
+def _has_groups(sequences: TokenSequences, sampler: TokenSampler) -> bool:
+    """Whether a group has two episodes."""
+    rows = sequences.table.select(["group_id", "episode_id"]).take(sampler.sequences)
+    pairs = {(one["group_id"], one["episode_id"]) for one in rows.to_pylist()}
+    return len({group for group, _ in pairs}) < len(pairs)
 
 
 def _run(
@@ -407,7 +417,8 @@ class _Loop:
         reported = 0.0
         while self.update < config.updates:
             start = time.perf_counter()
-            metrics = job.learner.update(job.sampler.sample())
+            batch = job.sampler.sample()
+            metrics = job.learner.update(batch, job.episodes[batch.indices])
             self.update += 1
             self._check(metrics)
             self._sums.add(metrics)
@@ -494,7 +505,9 @@ def _write_model(job: _Job, record: RunRecord) -> str:
     output = Path(job.config.output)
     if _is_written(output, record.run_id):
         return check_model_folder(output).sha256
-    temporary = output.parent / f".{output.name}.{new_ulid()}"
+    # Of this run: one that was killed while it wrote has left it behind.
+    temporary = output.parent / f".{output.name}.{record.run_id}"
+    shutil.rmtree(temporary, ignore_errors=True)
     origin = {"run_id": record.run_id, **job.describe()}
     try:
         job.learner.save(temporary)

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -266,13 +267,16 @@ class TokenSampler:
         """Sequences, or groups, of an epoch."""
         return self._units.num
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that can be drawn."""
+    @cached_property
+    def sequences(self) -> NDArray[np.int64]:
+        """The sequences that can be drawn, int64: rows of the view's `table`."""
         members = self._units.members
-        if members is None:
-            members = np.arange(self._units.num)
-        return int(self._source.read_lengths(members).max())
+        return np.arange(self._units.num) if members is None else np.unique(members)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each of `sequences`."""
+        return self._source.read_lengths(self.sequences)
 
     def describe(self) -> dict[str, Any]:
         """Return how sequences are chosen, JSON-able, for a policy's lineage."""

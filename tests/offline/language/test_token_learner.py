@@ -149,13 +149,42 @@ def test_divergence_from_the_first_model_is_penalized(model_folder, batch):
     assert held.update(batch)["kl_reference"] >= 0
     free.update(batch)
 
+    start = make_learner(model_folder, "grpo").state_dict()
+
     def distance(learner):
-        state, start = learner.state_dict(), held.state_dict()
+        state = learner.state_dict()
         names = [name for name in state if name.startswith("state.parameters")]
-        first = {name: start[name.replace("parameters", "reference")] for name in names}
-        return sum(float(np.square(state[name] - first[name]).sum()) for name in names)
+        return sum(float(np.square(state[name] - start[name]).sum()) for name in names)
 
     assert distance(held) < distance(free)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "dr-grpo", "reinforce++", "ppo"])
+def test_a_step_in_parts_is_the_step(model_folder, batch, method):
+    ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
+    options = {"learning_rate": 1e-3} | ({} if method in ("sft", "dpo") else {"kl_coef": 0.1})
+    whole, parts = (
+        make_learner(model_folder, method, micro_batch_size=size, epochs=2, **options)
+        for size in (None, 3)
+    )
+    found, expected = parts.update(ranked), whole.update(ranked)
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    ours, theirs = parts.state_dict(), whole.state_dict()
+    for name in ours:
+        if name.startswith("state.optimizer.moments") and name.endswith("mean"):
+            assert np.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6), name
+
+
+def test_branches_of_an_episode_count_once(model_folder, batch):
+    one_each = make_learner(model_folder, "grpo").update(batch, np.arange(len(batch)))
+    assert one_each == make_learner(model_folder, "grpo").update(batch)
+    # As if each group were two episodes of two branches each.
+    returns = np.repeat(np.arange(len(batch) // 2, dtype=np.float32), 2)
+    branched = replace(batch, episode_returns=returns)
+    episodes = np.arange(len(batch)) // 2
+    learner = make_learner(model_folder, "rloo", correction="none", learning_rate=1e-9)
+    # Advantages are -1 and 1, so that the loss is 0; ratios are 1.
+    assert learner.update(branched, episodes)["loss"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_tokens_without_a_known_log_prob_are_left_out(model_folder, batch):

@@ -130,6 +130,8 @@ def test_nothing_begins_that_could_not_end(recorded, model_folder, tmp_path):
         ({"method": "gpro"}, ConfigInvalidError, "found 'gpro', expected gspo or grpo"),
         ({"options": {"learning_rat": 1}}, ConfigInvalidError, "found option 'learning_rat'"),
         ({"method": "gspo", "options": {"correction_level": "token"}}, ConfigInvalidError, "token"),
+        ({"method": "sft", "options": {"kl_coef": 1.0}}, ConfigInvalidError, "does not use"),
+        ({"options": {"beta": 1.0}}, ConfigInvalidError, "does not use"),
         ({"device": "tpux"}, ConfigInvalidError, "device: found 'tpux'"),
         ({"device": "cuda:9"}, ConfigInvalidError, "device: found 'cuda:9'"),
         ({"max_staleness": 2}, ConfigInvalidError, "max_staleness and policy_version"),
@@ -199,8 +201,9 @@ def test_sequences_without_a_return_are_left_out_and_counted(model_folder, tmp_p
         config(model_folder, tmp_path / "out", **values),
         callbacks=Callbacks(on_start=lambda start: remarks.extend(start.remarks)),
     )
-    assert remarks == ["1 of 4 sequences have no known return and are left out"]
+    assert remarks == ["1 of 4 sequences are left out: their return is unknown"]
     assert result.metrics["tokens"] == 3
+    assert (result.dataset["num_sequences"], result.dataset["num_tokens"]) == (3, 9)
 
 
 def test_the_command_trains_and_lists_its_run(recorded: Lake, model_folder, tmp_path, capsys):

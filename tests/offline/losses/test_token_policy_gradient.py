@@ -55,6 +55,23 @@ def test_sequences_without_a_group_are_not_one_group():
     assert found.tolist() == [0.0, 0.0]
 
 
+def test_an_episode_counts_once_whatever_its_branches():
+    # Episode 4 has three branches and a return of 1; the other of its group 0.
+    returns = torch.tensor([1.0, 0.0, 1.0, 1.0, 5.0])
+    groups = torch.tensor([7, 7, 7, 7, -1])
+    episodes = torch.tensor([4, 2, 4, 4, 9])
+    for baseline, expected in (
+        ("leave_one_out", [1.0, -1.0, 1.0, 1.0, 0.0]),
+        ("group_mean", [0.5, -0.5, 0.5, 0.5, 0.0]),
+    ):
+        found = group_advantages(returns, groups, baseline, episodes)
+        assert found.tolist() == pytest.approx(expected)
+    whole = group_advantages(returns, groups, "batch_norm", episodes)
+    assert whole[[0, 1, 4]].tolist() == pytest.approx(
+        group_advantages(torch.tensor([1.0, 0.0, 5.0]), groups[:3], "batch_norm").tolist()
+    )
+
+
 def test_a_group_of_equal_returns_has_no_advantages():
     for baseline in ("group_norm", "group_mean", "leave_one_out", "batch_norm"):
         found = group_advantages(torch.full((4,), 0.1), torch.zeros(4).long(), baseline)
@@ -189,6 +206,12 @@ def test_means_weigh_tokens_by_sequence_or_alike():
     assert reduce_tokens(values, mask, "sequence_mean").item() == pytest.approx((3 + 2) / 2)
     assert reduce_tokens(values, mask, "token_mean").item() == pytest.approx(12 / 5)
     assert reduce_tokens(values, mask, "constant", 10).item() == pytest.approx(12 / 20)
+    for reduction in ("sequence_mean", "token_mean", "constant"):
+        parts = [
+            reduce_tokens(values[rows], mask[rows], reduction, 10, mask)
+            for rows in (slice(0, 1), slice(1, 3))
+        ]
+        assert sum(parts).item() == pytest.approx(reduce_tokens(values, mask, reduction, 10).item())
     empty = torch.zeros_like(mask)
     assert reduce_tokens(values * 0, empty, "sequence_mean").item() == 0.0
 
