@@ -117,6 +117,14 @@ def language(
             "--wandb", metavar="PROJECT", help="Weights & Biases project to report metrics to."
         ),
     ] = None,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(
+            "--mlflow",
+            metavar="EXPERIMENT",
+            help="MLflow experiment to report metrics to, at MLFLOW_TRACKING_URI.",
+        ),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -147,7 +155,7 @@ def language(
     values = {key: value for key, value in given.items() if value is not None}
     if resume is not None:
         check_no_other_options(dataset, config, assignments, *values.values())
-    check_project(wandb)
+    check_project(wandb, mlflow)
     options = read_options(config, assignments or []) | values
     if resume is None:
         if dataset is None:
@@ -178,7 +186,7 @@ def language(
         return training.train_language(store, dataset or "", settings, callbacks=callbacks)
 
     with (
-        watchers(report, store, wandb_project=wandb) as watch,
+        watchers(report, store, wandb_project=wandb, mlflow_experiment=mlflow) as watch,
         print_resume_hint(report, "train language", without="from the beginning"),
         report.waiting("reading the sequences") as waiting,
         report.progress("read", "shards") as reading,

@@ -333,7 +333,9 @@ def check_address(host: str, address: str, allow_private: bool) -> None:
                 f"{host}: found the address {address}, expected none that is link-local, multicast "
                 "or reserved. Requests are never sent there."
             )
-        if not one.is_global and not allow_private:
+        # Python takes site-local addresses (RFC 3879) for public ones.
+        is_site_local = isinstance(one, ipaddress.IPv6Address) and one.is_site_local
+        if (is_site_local or not one.is_global) and not allow_private:
             raise AddressRefusedError(
                 f"{host}: found the address {address}, expected a public one: it is this machine "
                 "or in a private network. Allow it with `allow_private`."

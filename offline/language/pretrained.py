@@ -15,12 +15,7 @@ from typing import Any, Final, Literal
 import torch
 from safetensors import SafetensorError
 
-from replaylake.datastore.errors import (
-    ExtraMissingError,
-    NotFoundError,
-    SourceInvalidError,
-    StorageError,
-)
+from replaylake.datastore.errors import ExtraMissingError, NotFoundError, SourceInvalidError
 
 Task = Literal["sequence classifier", "causal language model"]
 TOKENIZER: Final = "tokenizer.json"
@@ -29,6 +24,8 @@ _AUTO_CLASSES: Final = {
     "sequence classifier": "AutoModelForSequenceClassification",
     "causal language model": "AutoModelForCausalLM",
 }
+# The file in a folder that says where its model comes from.
+ORIGIN: Final = "replaylake.json"
 # What decides the outputs; a folder may hold more, such as a README.
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
@@ -63,9 +60,12 @@ def check_model_folder(path: str | Path) -> ModelFolder:
         )
     _refuse_code(folder)
     files = {}
-    for file_path in sorted({found for pattern in _PATTERNS for found in folder.glob(pattern)}):
+    found = {path for pattern in _PATTERNS for path in folder.rglob(pattern)}
+    for file_path in sorted(found - {folder / ORIGIN}):
         with file_path.open("rb") as file:
-            files[file_path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            files[file_path.relative_to(folder).as_posix()] = hashlib.file_digest(
+                file, "sha256"
+            ).hexdigest()
     sha256 = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return ModelFolder(folder.resolve(), sha256, files)
 
@@ -123,21 +123,15 @@ def load_pretrained(
 
 
 def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer as a folder that load_pretrained reads.
-
-    Raises: StorageError.
-    """
+    """Write a model and its tokenizer as a folder that load_pretrained reads. Raises: OSError."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
-        text = " ".join(str(error).split())
-        raise StorageError(
-            f"{folder}: {text} while the model was written. Free space or correct the permission."
-        ) from error
+    except SafetensorError as error:  # such as a full disk
+        raise OSError(" ".join(str(error).split())) from error
     finally:
         logging.enable_progress_bar()
 

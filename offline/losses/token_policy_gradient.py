@@ -9,7 +9,7 @@ Weights and advantages are constants.
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import torch
 
@@ -49,6 +49,7 @@ def group_advantages(
     2025, "Understanding R1-Zero-Like Training" (Dr. GRPO); `leave_one_out` Ahmadian et
     al. 2024, "Back to Basics" (RLOO); `batch_norm` Hu 2025, "REINFORCE++".
     """
+    _check("baseline", baseline, Baseline)
     if episodes is not None:
         unique, places = torch.unique(episodes, return_inverse=True)
         first = torch.empty_like(unique)
@@ -102,6 +103,7 @@ def importance_weights(
     truncated and masked, Liu et al. 2025, "When Speed Kills Stability" (TIS, MIS). `token` is
     biased with small variance, `sequence` the other way round.
     """
+    _check("correction", correction, Correction)
     inside = mask.to(log_ratios.dtype)
     if correction == "none":
         return inside
@@ -163,6 +165,7 @@ def kl_penalty(
     Source: Schulman 2020, "Approximating KL Divergence"; the gradients Tang & Munos 2025, "On a few
     pitfalls in KL divergence gradient estimation for RL".
     """
+    _check("estimator", estimator, Estimator)
     x = torch.where(mask, reference_log_probs.detach() - log_probs, 0.0)
     if estimator == "k2":
         return 0.5 * x.square()
@@ -192,6 +195,7 @@ def reduce_tokens(
 
     Sequences without a token in the mask count for nothing.
     """
+    _check("reduction", reduction, Reduction)
     num = mask.sum(dim=1)
     whole = mask if whole is None else whole
     num_sequences = whole.any(dim=1).sum().clamp(min=1)
@@ -216,10 +220,15 @@ def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Te
     return inside.sum().square() / squares / len(inside)
 
 
+def _check(name: str, value: str, choices: Any) -> None:
+    known = get_args(choices)
+    if value not in known:
+        raise ValueError(f"{name}: found {value!r}, expected one of {', '.join(known)}")
+
+
 def _log_ratios(log_ratios: torch.Tensor, mask: torch.Tensor, level: Level) -> torch.Tensor:
     """Return the log-ratio that each token is weighed by, 0 outside of the mask."""
-    if level not in get_args(Level):
-        raise ValueError(f"level: found {level!r}, expected one of {', '.join(get_args(Level))}")
+    _check("level", level, Level)
     inside = torch.where(mask, log_ratios, 0.0)
     if level != "token":
         total = inside.sum(dim=1, keepdim=True)

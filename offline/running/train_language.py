@@ -36,7 +36,7 @@ from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
 from replaylake.offline.callbacks import Callbacks, RunStart
-from replaylake.offline.language.pretrained import ModelFolder, check_model_folder
+from replaylake.offline.language.pretrained import ORIGIN, ModelFolder, check_model_folder
 from replaylake.offline.language.token_learner import (
     METHODS,
     TokenLearner,
@@ -58,7 +58,6 @@ from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.offline.running.training.trainer import MetricSums, TrainProgress
 
 KIND: Final = "train language"
-ORIGIN: Final = "replaylake.json"
 _PROGRESS_INTERVAL_S: Final = 0.25
 _KNOWN_RETURN: Final = "isfinite(episode_return)"
 _FROM_ONE: Final = (
@@ -127,7 +126,6 @@ class LanguageConfig:
                 parameter="max_staleness",
             )
         find_weight_level(self.method, self.method_options())
-        _check_device(self.device)
 
     def method_options(self) -> TokenOptions:
         """Return the options of the method. Raises: ConfigInvalidError."""
@@ -276,6 +274,7 @@ def _prepare(
     """Open data and model. Raises: as train_language."""
     method, options = METHODS[config.method], config.method_options()
     _check_output(Path(config.output), run_id)
+    _check_device(config.device)
     folder = check_model_folder(config.model)
     on_reading = None if callbacks is None else callbacks.on_reading
     sequences = lake.snapshot(dataset).token_sequences(config.where, on_progress=on_reading)
@@ -468,8 +467,8 @@ class _Loop:
 def _check_device(device: str) -> None:
     """Refuse a device that is not here. Raises: ConfigInvalidError."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
+        torch.empty(0, device=device).cpu()
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         text = str(error).split("\n", 1)[0]
         raise ConfigInvalidError(
             f"language training: device: found {device!r}, expected a device of torch that this "

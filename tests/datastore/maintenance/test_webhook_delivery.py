@@ -244,6 +244,7 @@ def test_nothing_is_sent_to_a_private_address_unless_it_is_allowed(
         ("192.168.0.1", "private"),
         ("100.64.0.1", "private"),
         ("fd00::1", "private"),
+        ("fec0::1", "private"),
         ("::ffff:127.0.0.1", "private"),
         ("64:ff9b::7f00:1", "private"),
         ("2002:7f00:1::", "private"),

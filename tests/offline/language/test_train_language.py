@@ -98,6 +98,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(recorded, model_folder, t
     assert (tmp_path / "cut" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
     assert resumed.sha256 == check_model_folder(tmp_path / "cut").sha256
     assert whole.run_id != resumed.run_id
+    assert whole.sha256 == resumed.sha256
     again = resume_language(recorded, interrupted.value.run_id)
     assert again.already_finished
     assert again.sha256 == resumed.sha256
@@ -133,6 +134,7 @@ def test_nothing_begins_that_could_not_end(recorded, model_folder, tmp_path):
         ({"method": "sft", "options": {"kl_coef": 1.0}}, ConfigInvalidError, "does not use"),
         ({"options": {"beta": 1.0}}, ConfigInvalidError, "does not use"),
         ({"device": "tpux"}, ConfigInvalidError, "device: found 'tpux'"),
+        ({"device": "meta"}, ConfigInvalidError, "device: found 'meta'"),
         ({"device": "cuda:9"}, ConfigInvalidError, "device: found 'cuda:9'"),
         ({"max_staleness": 2}, ConfigInvalidError, "max_staleness and policy_version"),
         ({"updates": 0}, ConfigInvalidError, "updates: found 0, expected 1 or more"),

@@ -221,3 +221,17 @@ def test_the_effective_sample_size_is_a_share_of_the_tokens():
     assert effective_sample_size(weights, MASK[:1]).item() == pytest.approx(16 / 10 / 2)
     assert effective_sample_size(weights, torch.zeros(1, 4).bool()).item() == 0.0
     assert effective_sample_size(torch.ones(2, 4), MASK).item() == 1.0
+
+
+def test_unknown_choices_are_refused():
+    one, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="correction: found 'truncated', expected one of none"):
+        importance_weights(one, mask, correction="truncated")
+    with pytest.raises(ValueError, match="estimator: found 'k1'"):
+        kl_penalty(one, one, mask, "k1")
+    with pytest.raises(ValueError, match="reduction: found 'mean'"):
+        reduce_tokens(one, mask, "mean")
+    with pytest.raises(ValueError, match="baseline: found 'group'"):
+        group_advantages(one[0], torch.zeros(2).long(), "group")
+    with pytest.raises(ValueError, match="level: found 'word'"):
+        token_surrogate(one, one, one[:, 0], mask, level="word")

@@ -161,13 +161,17 @@ def _pack(cuts: Sequence[_Cut]) -> Iterator[list[_Cut]]:
         yield some
 
 
+# Between two flags of one width; a value that ends in a room is no JSON.
+_SEPARATORS: Final = (b",", b", ", b".0,", b".0, ")
+
+
 def _read_flags(text: bytes, is_float: bool) -> Array | None:
     """Return the values of a list of flags that all have one width, as masks have; else None."""
     if text[0] not in _FLAGS or (end := text.find(b",")) < 0:
         return None
     width = end + 1 + (text[end + 1 : end + 2] == b" ")
     separator = text[1:width]
-    if separator.strip(b" ,") not in (b"", b".0") or (len(text) + width - end) % width:
+    if separator not in _SEPARATORS or (len(text) + width - end) % width:
         return None
     num = (len(text) + width - end) // width
     # Either digit but in its last bit, and then what is between two of them.

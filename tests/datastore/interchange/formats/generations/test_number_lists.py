@@ -79,6 +79,7 @@ def test_numbers_are_those_of_json(numbers: str) -> None:
             "-01",
             "0x1F",
             "1.",
+            "1 .0",
             ".5",
             "-.5",
             "1.e5",
