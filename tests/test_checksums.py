@@ -200,7 +200,7 @@ def test_every_file_of_the_demo_is_listed(tmp_path: Path, monkeypatch: pytest.Mo
     log = demo.HERE / "data" / "rllib_cartpole" / "cartpole-v1_large"
     train = (
         *("train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone"),
-        *("--where", "return >= 150", "--updates", "600", "--set", "checkpoint_updates=200"),
+        *("--where", "return >= 150", "--updates", "1000", "--set", "checkpoint_updates=200"),
     )
     with watch_files(demo.FOLDER) as seen:
         demo.replaylake("ingest", str(log), "--dataset", "cartpole", "--env", "CartPole-v1")

@@ -102,6 +102,7 @@ def test_the_loop_on_s3(url, answer_of):
 
     with served("clone", "--log-to", "cartpole") as (_, post):
         first = post("/act", {"observation": _OBSERVATION, "episode_id": "visit-1"})
+        decided_s = time.time()
         post(
             "/feedback",
             {"decision_id": first["decision_id"], "reward": -3.5, "terminated": True},
@@ -122,7 +123,7 @@ def test_the_loop_on_s3(url, answer_of):
 
     lake = open_lake(url)
     # What was decided within a minute waits: another machine's server may hold what came before.
-    first_run = join_feedback(lake, "cartpole")
+    first_run = join_feedback(lake, "cartpole", now_s=decided_s + 1)
     assert first_run.steps == 0
     joined = join_feedback(lake, "cartpole", now_s=time.time() + 120)
     assert (joined.joined, joined.episodes, joined.steps) == (2, 2, 2)

@@ -476,7 +476,7 @@ def test_a_run_waits_while_the_disk_is_full(
     often = {"log_steps": 50, "checkpoint_steps": 50}
     step_s = 0.002 if runner == "ray" else 0.0005
     # The closing evaluation takes some seconds, in which the disk is filled for the last time.
-    often["evaluation_episodes"] = 500
+    often["evaluation_episodes"] = 250
     num_steps = 4000 * num_fills
     arguments = begin(num_steps, "--env-runner", runner, step_s=step_s, **often)
     life = Life(disk.path / "lake", folder, *arguments, inside=disk.inside)

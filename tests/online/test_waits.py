@@ -38,7 +38,7 @@ from replaylake.online.training.config import OnlineConfig
 _ENVIRONMENTS = Path(__file__).parent / "environments"
 # Machines that run other tests beside this one are slow.
 _PATIENCE_S = 240
-_PROMPT_S = 30
+_PROMPT_S = 120
 _SETS = (
     *("hidden_sizes=[16]", "batch_size=16", "min_size=200", "log_steps=200", "evaluate_steps=500"),
     *("selection_episodes=2", "evaluation_episodes=2"),
@@ -111,13 +111,10 @@ def node(tmp_path: Path, *options: str) -> Iterator[tuple[str, dict[str, str], i
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     path = os.pathsep.join([str(_ENVIRONMENTS), kept.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     variables = {**kept, **token, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     # Its sockets' paths have to be short.
     temporary = tempfile.mkdtemp(prefix="rl-")
     command = [
-        str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}",
+        str(Path(sys.executable).with_name("ray")), "start", "--head", "--port=0",
         "--include-dashboard=false", f"--temp-dir={temporary}", "--node-ip-address=127.0.0.1",
         "--object-store-memory=100000000", "--block", *options,
     ]  # fmt: skip
@@ -131,7 +128,9 @@ def node(tmp_path: Path, *options: str) -> Iterator[tuple[str, dict[str, str], i
         while "Ray runtime started" not in log.read_text():
             assert time.monotonic() < until, log.read_text()
             time.sleep(0.1)
-        yield f"127.0.0.1:{port}", variables, process.pid
+        found = re.search(r"ray start --address='[\d.]+:(\d+)'", log.read_text())
+        assert found is not None, log.read_text()
+        yield f"127.0.0.1:{found[1]}", variables, process.pid
     finally:
         _kill(process)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -345,10 +344,12 @@ def test_what_listens_and_is_silent_is_no_cluster(is_interrupted):
             env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         )  # fmt: skip
         assert process.stdout.readline() == "connecting\n"
-        time.sleep(2)
+        silent.settimeout(_PROMPT_S)
+        connection, _ = silent.accept()
         if is_interrupted:
             process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=_PROMPT_S)
+        connection.close()
     assert process.returncode == 0
     if is_interrupted:
         assert said == "interrupted\n"

@@ -17,6 +17,9 @@ from replaylake.datastore.replay.data_loader import LoaderPart, ReplayIterable
 from replaylake.datastore.replay.to_torch import TorchSampler
 from replaylake.datastore.replay.view import ReplayView
 
+# Two workers on a machine of one CPU.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
 Make = Callable[..., Episode]
 
 

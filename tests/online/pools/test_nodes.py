@@ -7,10 +7,10 @@ working folder. Its Ray is a real cluster of two nodes, to which a driver connec
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -102,7 +102,7 @@ def node_of(seat):
 lost, ends, written, working, there, num_far = [], [], [], {0, 1}, None, 0
 for worker in working:
     pool.request_steps(worker, 10)
-until = time.monotonic() + 150
+until = time.monotonic() + 240
 while working:
     assert time.monotonic() < until, (lost, len(ends), working)
     if (answer := pool.receive(1.0)) is None:
@@ -164,19 +164,13 @@ def cluster(tmp_path):
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment = {**kept, **token, "RAY_USAGE_STATS_ENABLED": "0"}
     ray = str(Path(sys.executable).with_name("ray"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"127.0.0.1:{port}"
     # Its sockets' paths have to be short.
     temporary = tempfile.mkdtemp(prefix="rl-")
-    head = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={temporary}"]
-    nodes = []
+    head = ["--head", "--port=0", "--include-dashboard=false", f"--temp-dir={temporary}"]
+    nodes, address = [], ""
     try:
-        for name, wrapper, options in (
-            ("head", [], head),
-            ("second", hide, [f"--address={address}"]),
-        ):
+        for name, wrapper in (("head", []), ("second", hide)):
+            options = [f"--address={address}"] if address else head
             folder = tmp_path / name
             folder.mkdir()
             command = [*wrapper, ray, "start", *options, *_START]
@@ -188,6 +182,11 @@ def cluster(tmp_path):
                     )
                 )  # fmt: skip
             _wait_for(folder / "log", "Ray runtime started")
+            if not address:
+                said = (folder / "log").read_text()
+                port = re.search(r"ray start --address='[\d.]+:(\d+)'", said)
+                assert port is not None, said
+                address = f"127.0.0.1:{port[1]}"
         yield address, nodes[1].pid, environment
     finally:
         for node in nodes:
@@ -198,7 +197,7 @@ def cluster(tmp_path):
 
 
 def _wait_for(log, line):
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while line not in log.read_text():
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.1)
@@ -218,7 +217,7 @@ def test_a_node_that_does_not_see_the_lake_sends_what_it_collects_and_may_be_los
     shutil.copy(toys, folder / "my_rules.py")
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER, lake.url, address, str(loaded_die), str(second)],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=240,
+        cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -120,7 +120,9 @@ def test_a_kept_connection_is_used_again_and_replaced_when_it_was_closed():
     async def use(upstream):
         found = [await ask(upstream)]
         found.append(await ask(upstream))
-        await asyncio.sleep(0.05)  # the server closes it now
+        (connection,) = upstream._idle
+        while connection.is_open:  # the server closes it now
+            await asyncio.sleep(0.001)
         return [*found, await ask(upstream)]
 
     found, seen = run([[OK], [OK, None], [OK]], use)

@@ -179,15 +179,16 @@ class Attack:
                     plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 return
             answer = b""
+            # What is no request at all may idle; whatever has begun gets an answer.
+            is_request = bool(content.strip())
             try:
-                async with asyncio.timeout(_BODY_TIMEOUT_S + 8):
+                async with asyncio.timeout(60 if is_request else 0.2):
                     while not _is_whole(answer) and (piece := await reader.read(65536)):
                         answer += piece
             except ConnectionError:
                 pass
             except TimeoutError:
-                # What is no request at all may idle; whatever has begun gets an answer.
-                assert not content.strip(), content[:200]
+                assert not is_request, content[:200]
             self.note(answer)
         finally:
             writer.close()
@@ -256,17 +257,17 @@ class GoodClient(threading.Thread):
 
 
 class Pause(threading.Thread):
-    """Sleeps for 10 ms again and again: how much longer that takes is the machine's own delay."""
+    """Sleeps for 10 ms again and again: how much longer each takes is the machine's own delay."""
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.is_over, self.longest_s = threading.Event(), 0.0
+        self.is_over, self.delays_s = threading.Event(), []
 
     def run(self):
         while not self.is_over.is_set():
             began = time.perf_counter()
             time.sleep(0.01)
-            self.longest_s = max(self.longest_s, time.perf_counter() - began - 0.01)
+            self.delays_s.append(time.perf_counter() - began - 0.01)
 
 
 def rss(pid):
@@ -321,18 +322,18 @@ def test_hostile_requests_hold_up_no_other(hostile, num_short):
     good.join()
     pause.join()
     growth = rss(worker) - before
-    waits_s = sorted(good.waits_s)
+    waits_s, delays_s = sorted(good.waits_s), sorted(pause.delays_s)
     print(
         f"statuses {attack.statuses}; longest wait {waits_s[-1]:.3f} s of {len(waits_s)}, "
-        f"longest delay of the machine {pause.longest_s:.3f} s; "
+        f"longest delay of the machine {delays_s[-1]:.3f} s; "
         f"growth {growth / 1e6:.0f} MB; slow clients borne {max(borne):.1f} s"
     )
     assert hostile.processes()[1] == worker, "it was started again"
     assert not good.bad, good.bad[:3]
     assert len(waits_s) > 100
     # A busy machine delays who only sleeps, too; what the server adds to that is bounded.
-    assert waits_s[-len(waits_s) // 100] < _MAX_WAIT_S
-    assert waits_s[-1] - pause.longest_s < _MAX_WAIT_S
+    assert waits_s[-len(waits_s) // 100] - delays_s[-len(delays_s) // 100] < _MAX_WAIT_S
+    assert waits_s[-1] - delays_s[-1] < _MAX_WAIT_S
     assert growth < _MAX_GROWTH_BYTES
     # By what was sent until the answer came: on a busy machine all of it takes longer.
     assert max(borne) < _BODY_TIMEOUT_S + 4

@@ -140,7 +140,7 @@ def test_bodies_that_come_in_pieces_share_a_budget():
             return b""
 
         asked = [asyncio.create_task(at.ask(b"x" * 90, last)) for _ in range(2)]
-        await asyncio.sleep(0.01)
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         release.set()
         return await asyncio.gather(*asked)
 
