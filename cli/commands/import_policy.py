@@ -43,7 +43,8 @@ def import_policy(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Format of the file: sb3, d3rlpy, cleanrl or onnx; by default it is recognized.",
+            help="Format of the file: sb3, d3rlpy, cleanrl, onnx or xgboost; by default it is "
+            "recognized.",
         ),
     ] = "auto",
     head: Annotated[

@@ -47,16 +47,18 @@ from replaylake.datastore.lake.policies.policy import HEAD_OUTPUTS, NEXT_STATE, 
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import check_policy_name
+from replaylake.offline.importing import xgboost_model
 from replaylake.offline.importing.cleanrl import convert_state_dict
 from replaylake.offline.importing.d3rlpy_model import convert_model, is_model
 from replaylake.offline.importing.networks import Conversion
 from replaylake.offline.importing.onnx_model import add_normalization, convert_onnx
 from replaylake.offline.importing.stable_baselines3 import convert_archive
 from replaylake.offline.importing.weights import read_entry, read_file
+from replaylake.offline.importing.xgboost_model import convert_xgboost
 from replaylake.offline.networks.frame_stack import stack_space
 
 AUTO: Final = "auto"
-FORMATS: Final = ("sb3", "d3rlpy", "onnx", "cleanrl")
+FORMATS: Final = ("sb3", "d3rlpy", "cleanrl", "onnx", "xgboost")
 # The formats that an option is for; every format has the others.
 _FORMATS_OF_OPTION: Final = {
     "activation": ("cleanrl",),
@@ -251,6 +253,8 @@ def _convert(data: bytes, path: Path, spec: DatasetSpec, options: ImportOptions)
         conversion = convert_archive(data, what, stacked, actions, frames)
     elif kind == "d3rlpy":
         conversion = convert_model(data, what, observations, actions)
+    elif kind == "xgboost":
+        conversion = convert_xgboost(data, what, observations, actions)
     elif kind == "cleanrl":
         conversion = convert_state_dict(
             data,
@@ -290,6 +294,8 @@ def _detect(data: bytes, what: str) -> str:
             return "cleanrl"
     elif what.endswith(".onnx"):
         return "onnx"
+    elif xgboost_model.is_model(data):
+        return "xgboost"
     raise SourceInvalidError(
         f"{what}: its format was not recognized, expected one of {', '.join(FORMATS)}. Name it "
         "with `format`."

@@ -19,6 +19,7 @@ from replaylake.offline.evaluation.ope.evaluation_request import EvaluationReque
 from replaylake.offline.importing.import_policy import ImportOptions, import_policy
 
 _NAMES = (
+    "cleanrl_dqn",
     "d3rlpy_discrete_cql",
     "d3rlpy_iql",
     "sb3_cartpole",
@@ -27,6 +28,10 @@ _NAMES = (
     "sb3_ppo_box",
     "sb3_sac",
     "sb3_td3",
+    "sklearn_forest",
+    "xgboost_binary",
+    "xgboost_classes",
+    "xgboost_regressor",
 )
 
 
@@ -45,7 +50,10 @@ def test_a_policy_acts_as_in_its_library(policy_lake, kit, name):
     entry = kit.read_entries()[name]
     expected = np.load(kit.POLICIES / f"{name}.expect.npy")
     observations = np.load(kit.POLICIES / f"{name}.observations.npy")
-    result = import_policy(policy_lake, name, name, kit.POLICIES / entry["file"])
+    outputs = tuple(entry.get("outputs", ()))
+    options = ImportOptions(head=entry.get("head"), outputs=outputs)
+    file = kit.POLICIES / entry["file"]
+    result = import_policy(policy_lake, name, name, file, options=options)
     assert (result.num_observations, result.num_compared) == (200, 0)
     policy = load_policy(result.policy.path, result.policy.manifest_sha256)
     actions = policy.act(observations).actions
@@ -56,12 +64,13 @@ def test_all_committed_policies_are_tested(kit):
     assert sorted(kit.read_entries()) == sorted(_NAMES)
 
 
-def test_log_probabilities_are_those_of_the_library(policy_lake, kit):
+@pytest.mark.parametrize("name", ["sb3_ppo", "xgboost_binary", "xgboost_classes"])
+def test_log_probabilities_are_those_of_the_library(policy_lake, kit, name):
     observations, actions, expected = (
-        np.load(kit.POLICIES / f"sb3_ppo.{what}.npy")
+        np.load(kit.POLICIES / f"{name}.{what}.npy")
         for what in ("observations", "actions", "log_probs")
     )
-    result = import_policy(policy_lake, "sb3_ppo", "drawn", _file(kit, "sb3_ppo"))
+    result = import_policy(policy_lake, name, f"drawn_{name}", _file(kit, name))
     policy = load_policy(result.policy.path)
     found = policy.log_probs(observations, actions, deterministic=False)
     np.testing.assert_allclose(found, expected, atol=1e-5)
