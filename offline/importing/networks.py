@@ -111,6 +111,12 @@ def _check_export(graph: PolicyGraph, onnx: bytes) -> None:
                 )
 
 
+def finite_number(value: Any) -> int | float | None:
+    """Return a number that a file states; None for what is none, or is not finite."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and np.isfinite(value) else None
+
+
 class PolicyModule(nn.Module):
     """Features of the observations, layers between, and the outputs of a head."""
 

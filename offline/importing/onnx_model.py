@@ -87,7 +87,7 @@ def convert_onnx(
     spec = _make_spec(head, observations, actions)
     names = _choose_outputs(model, outputs, _model_outputs(head), what)
     opsets = {entry.domain: entry.version for entry in model.opset_import}
-    producer = f"{model.producer_name} {model.producer_version}".strip()
+    producer = f"{model.producer_name} {model.producer_version}".strip()[:100]
     graph = compose.add_prefix(model, _MODEL).graph
     nodes = _input_nodes(graph, spec, what)
     nodes += graph.node

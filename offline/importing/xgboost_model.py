@@ -68,7 +68,7 @@ def convert_xgboost(data: bytes, what: str, observations: Space, actions: Space)
     attributes["base_values"] = _to_margins(base_score, objective, num_targets, what)
     onnx = make_tree_model(attributes, num_features, is_binary=objective in _BINARY)
     conversion = convert_onnx(onnx, what, observations, actions, head=head)
-    version = ".".join(map(str, model.get("version", ())))
+    version = str(model.get("version", ""))[:100]
     facts = {"library": "xgboost", "library_version": version, "objective": objective}
     notes = ("The model does not say how its features were made of observations.",)
     return Conversion(conversion.onnx, conversion.spec, f"xgboost:{objective}", facts, notes)
