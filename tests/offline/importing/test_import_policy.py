@@ -220,6 +220,35 @@ def test_statistics_of_normalized_observations_go_into_the_graph(policy_lake, ki
         assert caught.value.parameter == "normalization"
 
 
+def test_stacked_observations_are_compared_along_the_episodes(policy_lake, kit):
+    observations = np.load(kit.POLICIES / "sb3_ppo.observations.npy")[:, :2]
+    kit.add_dataset(policy_lake, "halves", Box((2,), "float32"), Discrete(3), observations)
+    file, before = _file(kit, "sb3_ppo"), np.roll(observations, 1, axis=0)
+    for start in (0, 100):  # two episodes: the first observation is repeated before each
+        before[start] = observations[start]
+    stacked = np.concatenate([before, observations], axis=1)
+    plain = load_policy(import_policy(policy_lake, "sb3_ppo", "whole", file).policy.path)
+    expected = plain.act(stacked).actions
+    options = ImportOptions(frame_stack=2)
+    result = import_policy(policy_lake, "halves", "stacked", file, options=options, expect=expected)
+    assert (result.num_compared, result.num_distinct) == (200, 3)
+    assert load_policy(result.policy.path).spec.frame_stack == 2
+    with pytest.raises(ConfigInvalidError, match="for a policy that stacks frames"):
+        import_policy(
+            policy_lake,
+            "halves",
+            "no",
+            file,
+            options=options,
+            expect=expected,
+            observations=observations,
+        )
+    with pytest.raises(SourceInvalidError, match="of 200 differ"):
+        import_policy(
+            policy_lake, "halves", "no", file, options=options, expect=np.roll(expected, 1)
+        )
+
+
 def test_an_imported_policy_is_evaluated_on_a_log(policy_lake, kit):
     import_policy(policy_lake, "sb3_ppo", "evaluated", _file(kit, "sb3_ppo"))
     request = EvaluationRequest(
