@@ -6,8 +6,8 @@
 For each policy it writes the file that the library itself saves, `NAME.observations.npy`, and what
 the library's own policy does for them without exploration, `NAME.expect.npy`. For policies that
 draw actions it also writes `NAME.actions.npy` and their log-probabilities, `NAME.log_probs.npy`.
-`policies.json` lists the policies with their spaces. Run it where stable-baselines3, sb3-contrib
-and d3rlpy are installed.
+`policies.json` lists the policies with their spaces. Run it where stable-baselines3, sb3-contrib,
+d3rlpy, xgboost, scikit-learn and skl2onnx are installed.
 """
 
 from __future__ import annotations
@@ -265,6 +265,53 @@ def d3rlpy_policies(everything: bool) -> Iterator[tuple[str, Callable[[Path], No
     yield one("d3rlpy_sac_unscaled", "SACConfig", action_scaler=None, observation_scaler=None)
 
 
+def make_bandit(folder: Path, name: str, kind: str) -> None:
+    """Fit a classifier or regressor on random numbers, save, and write what it does."""
+    import xgboost
+
+    env = Vectors(box(4), box(2, low=-4.0, high=4.0))
+    observations = sample(env.observation_space)
+    classes = (observations[:, 0] > 0).astype(int) + (observations[:, 1] > 0.5)
+    targets = np.stack([observations[:, 0] + 0.1, observations[:, 1] * observations[:, 2]], axis=1)
+    options: dict[str, Any] = {}
+    if kind == "regressor":
+        model = xgboost.XGBRegressor(n_estimators=5, max_depth=3).fit(observations, targets)
+        expect, probabilities = model.predict(observations), None
+    else:
+        env.action_space = spaces.Discrete(2 if kind == "binary" else 3)
+        classes = classes.clip(max=env.action_space.n - 1)
+        if kind == "forest":
+            from skl2onnx import to_onnx
+            from sklearn.ensemble import RandomForestClassifier
+
+            model = RandomForestClassifier(5, max_depth=3, random_state=0)
+            options = {"head": "probabilities", "outputs": ["probabilities"]}
+        else:
+            model = xgboost.XGBClassifier(n_estimators=5, max_depth=3)
+        model.fit(observations, classes)
+        expect, probabilities = model.predict(observations), model.predict_proba(observations)
+    if kind == "forest":
+        file = f"{name}.onnx"
+        made = to_onnx(model, observations[:1], options={"zipmap": False}, target_opset=17)
+        (folder / file).write_bytes(made.SerializeToString())
+    else:
+        file = f"{name}.ubj" if kind == "binary" else f"{name}.json"
+        model.save_model(folder / file)
+    write(folder, name, file, env, observations, expect, **options)
+    if probabilities is not None:
+        likely = probabilities.max(axis=1)
+        np.save(folder / f"{name}.actions.npy", probabilities.argmax(axis=1))
+        np.save(folder / f"{name}.log_probs.npy", np.log(likely))
+
+
+def bandit_policies(everything: bool) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """Yield names of policies of XGBoost and scikit-learn, and what makes them."""
+    for kind in ("classes", "binary", "regressor", "forest"):
+        library = "sklearn" if kind == "forest" else "xgboost"
+        name = f"{library}_{kind}"
+        yield name, lambda folder, name=name, kind=kind: make_bandit(folder, name, kind)
+
+
 def main() -> None:
     """Make the policies."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -273,7 +320,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    for make in (sb3_policies, d3rlpy_policies):
+    for make in (sb3_policies, d3rlpy_policies, bandit_policies):
         for name, run in make(arguments.everything):
             torch.manual_seed(0)
             np.random.seed(0)  # noqa: NPY002 - what the libraries draw from

@@ -43,7 +43,8 @@ def import_policy(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Format of the file: sb3, d3rlpy, cleanrl or onnx; by default it is recognized.",
+            help="Format of the file: sb3, d3rlpy, cleanrl, onnx, xgboost or torchscript; by "
+            "default it is recognized.",
         ),
     ] = "auto",
     head: Annotated[
@@ -51,8 +52,9 @@ def import_policy(
         typer.Option(
             "--head",
             metavar="HEAD",
-            help="Meaning of the outputs of an ONNX model: categorical, multi_categorical, "
-            "q_values, gaussian, squashed_gaussian, deterministic, probabilities or choices.",
+            help="Meaning of the outputs of an ONNX or TorchScript model: categorical, "
+            "multi_categorical, q_values, gaussian, squashed_gaussian, deterministic, "
+            "probabilities or choices.",
         ),
     ] = None,
     outputs: Annotated[
@@ -115,7 +117,7 @@ def import_policy(
     """Import a policy that another library trained.
 
     Converts the file into a policy package, tries it on logged observations, and registers it:
-    `ope`, `promote` and `serve` take it as any other policy. Nothing in the file is executed.
+    `ope`, `promote` and `serve` take it as any other policy. Pickles in the file are not executed.
 
     Example:
       replaylake policies import ppo.zip --policy ppo --dataset cartpole --expect actions.npy

@@ -26,6 +26,7 @@ from replaylake.offline.importing.networks import (
     FlatFeatures,
     check_num_actions,
     convert_graph,
+    finite_number,
 )
 from replaylake.offline.importing.weights import Weights, load_tensors
 from replaylake.offline.learning.action_scaling import ActionScaling
@@ -46,6 +47,7 @@ _KEYS: Final = {"torch", "config", "version"}
 # Sizes in a configuration that memory is allocated by; each is also a size of some weight.
 _SIZES: Final = ("hidden_units", "feature_size", "n_quantiles", "embed_size")
 _MAX_COUNT: Final = 1000
+_MAX_TEXT: Final = 100
 _ERRORS: Final = (
     AssertionError,
     AttributeError,
@@ -91,8 +93,8 @@ def convert_model(data: bytes, what: str, observations: Space, actions: Space) -
     graph.module.eval()
     facts = {
         "library": "d3rlpy",
-        "library_version": str(parts["version"]),
-        "gamma": config["config"].get("params", {}).get("gamma"),
+        "library_version": str(parts["version"])[:_MAX_TEXT],
+        "gamma": finite_number(config["config"].get("params", {}).get("gamma")),
     }
     notes = () if scaling is None else _scaling_notes(scaling, algo.config.action_scaler, actions)
     return convert_graph(graph, f"d3rlpy:{algorithm.name}", facts, notes)

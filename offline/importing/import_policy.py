@@ -47,21 +47,24 @@ from replaylake.datastore.lake.policies.policy import HEAD_OUTPUTS, NEXT_STATE, 
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.names import check_policy_name
+from replaylake.offline.importing import xgboost_model
 from replaylake.offline.importing.cleanrl import convert_state_dict
 from replaylake.offline.importing.d3rlpy_model import convert_model, is_model
 from replaylake.offline.importing.networks import Conversion
 from replaylake.offline.importing.onnx_model import add_normalization, convert_onnx
 from replaylake.offline.importing.stable_baselines3 import convert_archive
+from replaylake.offline.importing.torchscript import convert_torchscript
 from replaylake.offline.importing.weights import read_entry, read_file
+from replaylake.offline.importing.xgboost_model import convert_xgboost
 from replaylake.offline.networks.frame_stack import stack_space
 
 AUTO: Final = "auto"
-FORMATS: Final = ("sb3", "d3rlpy", "onnx", "cleanrl")
+FORMATS: Final = ("sb3", "d3rlpy", "cleanrl", "onnx", "xgboost", "torchscript")
 # The formats that an option is for; every format has the others.
 _FORMATS_OF_OPTION: Final = {
     "activation": ("cleanrl",),
     "frame_stack": ("sb3", "cleanrl"),
-    "head": ("onnx",),
+    "head": ("onnx", "torchscript"),
     "outputs": ("onnx",),
 }
 _MAX_ARRAY_BYTES: Final = 1 << 30
@@ -77,8 +80,9 @@ _RTOL: Final = 1e-5
 class ImportOptions:
     """How the file of a policy is read.
 
-    format: `auto`, or one of FORMATS. head: what the outputs of an ONNX model are, one of
-    `onnx_model.MODEL_HEADS`; outputs: their names in the model, in the order of the head.
+    format: `auto`, or one of FORMATS. head: what the outputs of an ONNX or TorchScript model are,
+    one of `onnx_model.MODEL_HEADS`; outputs: their names in an ONNX model, in the order of the
+    head.
     normalization: an `.npz` file with the statistics that observations were normalized by, the
     arrays `mean` and `var` [*obs], and if they are others than 1e-8 and 10, `epsilon` and `clip`.
     frame_stack: on how many observations, one after another, the policy acts. activation: of the
@@ -141,7 +145,8 @@ def import_policy(
 ) -> PolicyImport:
     """Convert the file of a policy, check it on logged observations, and register it.
 
-    Nothing in the file is executed. The policy is tried on the first steps of the dataset, by
+    No pickle is executed, and a TorchScript program only once it was found to be plain computation.
+    The policy is tried on the first steps of the dataset, by
     episode id, agent id and step: its outputs have to be finite, and the same for one observation
     as for many.
 
@@ -251,6 +256,10 @@ def _convert(data: bytes, path: Path, spec: DatasetSpec, options: ImportOptions)
         conversion = convert_archive(data, what, stacked, actions, frames)
     elif kind == "d3rlpy":
         conversion = convert_model(data, what, observations, actions)
+    elif kind == "torchscript":
+        conversion = convert_torchscript(data, what, observations, actions, head=options.head)
+    elif kind == "xgboost":
+        conversion = convert_xgboost(data, what, observations, actions)
     elif kind == "cleanrl":
         conversion = convert_state_dict(
             data,
@@ -290,6 +299,8 @@ def _detect(data: bytes, what: str) -> str:
             return "cleanrl"
     elif what.endswith(".onnx"):
         return "onnx"
+    elif xgboost_model.is_model(data):
+        return "xgboost"
     raise SourceInvalidError(
         f"{what}: its format was not recognized, expected one of {', '.join(FORMATS)}. Name it "
         "with `format`."

@@ -31,12 +31,13 @@ from replaylake.datastore.errors import (
     SourceInvalidError,
     SpaceUnsupportedError,
 )
+from replaylake.datastore.lake.policies.package import GraphSession
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.offline.importing.weights import Layer
-from replaylake.offline.learning.export import export_onnx
+from replaylake.offline.learning.export import copy_to_cpu, random_inputs, trace_onnx
 from replaylake.offline.networks.features import ObservationFeatures
 from replaylake.offline.networks.frame_stack import wrap_frame_stack
-from replaylake.offline.networks.graph import PolicyGraph
+from replaylake.offline.networks.graph import PolicyGraph, run_graph
 
 ACTIVATIONS: Final[Mapping[str, type[nn.Module]]] = {
     "elu": nn.ELU,
@@ -51,6 +52,7 @@ ACTIVATIONS: Final[Mapping[str, type[nn.Module]]] = {
 # Mnih et al. 2015: kernels of 8, 4 and 3.
 _STRIDES: Final = (4, 2, 1)
 _KERNELS: Final = (8, 4, 3)
+_EXPORT_TOLERANCE: Final = 1e-5
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,41 @@ def convert_graph(
 ) -> Conversion:
     """Export a graph, compared with torch; of stacks of num_frames, one of single observations.
 
-    Raises: PackageInvalidError, SpaceUnsupportedError as export_onnx and wrap_frame_stack.
+    Raises: SourceInvalidError if the export differs; SpaceUnsupportedError as wrap_frame_stack.
     """
     if num_frames > 1:
         graph = wrap_frame_stack(graph, num_frames)
-    return Conversion(export_onnx(graph), graph.spec, algorithm, facts, tuple(not_carried))
+    graph = copy_to_cpu(graph)
+    onnx = trace_onnx(graph)
+    _check_export(graph, onnx)
+    return Conversion(onnx, graph.spec, algorithm, facts, tuple(not_carried))
+
+
+def _check_export(graph: PolicyGraph, onnx: bytes) -> None:
+    """Compare with torch by the size of the outputs: weights of others may have any scale.
+
+    What learners of ours export is compared by the size of each number, of which one near zero
+    between large ones would fail here.
+    """
+    session = GraphSession(onnx, graph.spec, "imported policy")
+    for num in (64, 1):
+        inputs = random_inputs(graph, num)
+        outputs = session.run(inputs)
+        for name, array in run_graph(graph, inputs).items():
+            allowed = _EXPORT_TOLERANCE * (1 + float(np.abs(array).max()))
+            # It chooses among draws: of two that are worth the same either may be taken.
+            is_choice = graph.spec.head == "sampled"
+            if not is_choice and not np.allclose(outputs[name], array, rtol=0, atol=allowed):
+                raise SourceInvalidError(
+                    f"imported policy: its {name} in ONNX differ from torch's by more than "
+                    f"{allowed:.1e} on {num} random observations. Export it to ONNX yourself."
+                )
+
+
+def finite_number(value: Any) -> int | float | None:
+    """Return a number that a file states; None for what is none, or is not finite."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and np.isfinite(value) else None
 
 
 class PolicyModule(nn.Module):

@@ -7,7 +7,7 @@ as the package's graph, with the operators of ONNX alone, and reads no other fil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
@@ -87,7 +87,7 @@ def convert_onnx(
     spec = _make_spec(head, observations, actions)
     names = _choose_outputs(model, outputs, _model_outputs(head), what)
     opsets = {entry.domain: entry.version for entry in model.opset_import}
-    producer = f"{model.producer_name} {model.producer_version}".strip()
+    producer = f"{model.producer_name} {model.producer_version}".strip()[:100]
     graph = compose.add_prefix(model, _MODEL).graph
     nodes = _input_nodes(graph, spec, what)
     nodes += graph.node
@@ -140,23 +140,34 @@ def add_normalization(conversion: Conversion, mean: Array, std: Array, clip: flo
     return bytes(model.SerializeToString())
 
 
-def make_tree_model(attributes: dict[str, Any], outputs: Sequence[str], num_features: int) -> bytes:
-    """Return a model of one TreeEnsembleRegressor: float [N, num_features] to its targets."""
-    node = helper.make_node(
-        "TreeEnsembleRegressor",
-        ["features"],
-        list(outputs),
-        domain="ai.onnx.ml",
-        **attributes,
-    )
+def make_tree_model(
+    attributes: Mapping[str, Any], num_features: int, *, is_binary: bool = False
+) -> bytes:
+    """Return a model of one TreeEnsembleRegressor: float [N, num_features] to [N, n_targets].
+
+    attributes: the operator's. is_binary: its single target is the logit of the second of two
+    classes, and the output the logits of both.
+    """
+    name = "margins" if is_binary else "scores"
+    nodes = [
+        helper.make_node(
+            "TreeEnsembleRegressor", ["features"], [name], domain="ai.onnx.ml", **attributes
+        )
+    ]
+    constants = []
+    if is_binary:
+        constants = [numpy_helper.from_array(np.array(0, np.float32), "zero")]
+        nodes += [
+            helper.make_node("Mul", ["margins", "zero"], ["zeros"]),
+            helper.make_node("Concat", ["zeros", "margins"], ["scores"], axis=1),
+        ]
+    size = 2 if is_binary else attributes["n_targets"]
     graph = helper.make_graph(
-        [node],
+        nodes,
         "trees",
         [helper.make_tensor_value_info("features", TensorProto.FLOAT, ["N", num_features])],
-        [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", attributes["n_targets"]])
-            for name in outputs
-        ],
+        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ["N", size])],
+        initializer=constants,
     )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)

@@ -39,6 +39,7 @@ from replaylake.offline.importing.networks import (
     check_num_actions,
     convert_graph,
     discrete_head,
+    finite_number,
     make_graph,
     num_outputs,
     perceptron,
@@ -51,6 +52,7 @@ _DATA: Final = "data"
 _POLICY: Final = "policy.pth"
 _VERSION: Final = "_stable_baselines3_version"
 _MAX_DATA_BYTES: Final = 256 << 20  # the last observations are in it too
+_MAX_TEXT: Final = 100
 _NUMBER: Final = re.compile(r"[-+]?(?:inf|nan|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?)")
 _EXTRACTORS: Final = ("FlattenExtractor", "NatureCNN", "CombinedExtractor")
 # Of SAC and TQC: what log_std is clipped to.
@@ -124,12 +126,13 @@ class _Archive:
         self.weights = Weights(load_tensors(weights, f"{what}: {_POLICY}"), f"{what}: {_POLICY}")
         self.options = _mapping(self.values.get("policy_kwargs"))
         version = read_entry(data, _VERSION, what, max_bytes=1000)
+        module = str(_mapping(self.values.get("policy_class")).get("__module__", ""))
         self.facts = {
             "library": "stable-baselines3",
             "library_version": None if version is None else version.decode("ascii", "replace"),
-            "policy_module": str(_mapping(self.values.get("policy_class")).get("__module__", "")),
-            "num_timesteps": self.values.get("num_timesteps"),
-            "gamma": self.values.get("gamma"),
+            "policy_module": module[:_MAX_TEXT],
+            "num_timesteps": finite_number(self.values.get("num_timesteps")),
+            "gamma": finite_number(self.values.get("gamma")),
         }
         self._check_standard()
 
@@ -305,8 +308,9 @@ def _build_q_network(archive: _Archive, name: str = "q_net") -> _Built:
     check_num_actions(found // max(1, quantiles), num, archive.actions)
     module = QValueOutputs(values, num, quantiles=quantiles)
     graph = _graph(archive, features, nn.Identity(), module, archive.actions, "q_values")
-    rate = archive.values.get("exploration_rate")
-    note = f"Its exploration (epsilon {rate} at the end of training) is not in the package."
+    rate = finite_number(archive.values.get("exploration_rate"))
+    stated = "" if rate is None else f" (epsilon {rate:g} at the end of training)"
+    note = f"Its exploration{stated} is not in the package."
     return "qr-dqn" if is_quantiles else "dqn", graph, (note,)
 
 

@@ -57,6 +57,8 @@ def compare_policy(lake: rl.Lake, folder: Path, name: str, entry: dict[str, Any]
         options=ImportOptions(**options),
         expect=folder / f"{name}.expect.npy",
     )
+    if result.num_distinct == 1:
+        raise ValueError("all actions are the same, which tests nothing")
     what = f"{result.algorithm}, head {result.head}, {result.num_compared} actions"
     if result.max_difference is not None:
         what += f", greatest difference {result.max_difference:.1e}"

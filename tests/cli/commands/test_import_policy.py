@@ -9,6 +9,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.lake.lake import open_lake
 
+pytest.importorskip("torch")
 POLICIES = Path(__file__).parents[3] / "examples" / "data" / "policies"
 FILE, EXPECT = POLICIES / "sb3_cartpole.zip", POLICIES / "sb3_cartpole.expect.npy"
 

@@ -19,6 +19,7 @@ from replaylake.offline.evaluation.ope.evaluation_request import EvaluationReque
 from replaylake.offline.importing.import_policy import ImportOptions, import_policy
 
 _NAMES = (
+    "cleanrl_dqn",
     "d3rlpy_discrete_cql",
     "d3rlpy_iql",
     "sb3_cartpole",
@@ -27,6 +28,10 @@ _NAMES = (
     "sb3_ppo_box",
     "sb3_sac",
     "sb3_td3",
+    "sklearn_forest",
+    "xgboost_binary",
+    "xgboost_classes",
+    "xgboost_regressor",
 )
 
 
@@ -45,7 +50,10 @@ def test_a_policy_acts_as_in_its_library(policy_lake, kit, name):
     entry = kit.read_entries()[name]
     expected = np.load(kit.POLICIES / f"{name}.expect.npy")
     observations = np.load(kit.POLICIES / f"{name}.observations.npy")
-    result = import_policy(policy_lake, name, name, kit.POLICIES / entry["file"])
+    outputs = tuple(entry.get("outputs", ()))
+    options = ImportOptions(head=entry.get("head"), outputs=outputs)
+    file = kit.POLICIES / entry["file"]
+    result = import_policy(policy_lake, name, name, file, options=options)
     assert (result.num_observations, result.num_compared) == (200, 0)
     policy = load_policy(result.policy.path, result.policy.manifest_sha256)
     actions = policy.act(observations).actions
@@ -56,12 +64,13 @@ def test_all_committed_policies_are_tested(kit):
     assert sorted(kit.read_entries()) == sorted(_NAMES)
 
 
-def test_log_probabilities_are_those_of_the_library(policy_lake, kit):
+@pytest.mark.parametrize("name", ["sb3_ppo", "xgboost_binary", "xgboost_classes"])
+def test_log_probabilities_are_those_of_the_library(policy_lake, kit, name):
     observations, actions, expected = (
-        np.load(kit.POLICIES / f"sb3_ppo.{what}.npy")
+        np.load(kit.POLICIES / f"{name}.{what}.npy")
         for what in ("observations", "actions", "log_probs")
     )
-    result = import_policy(policy_lake, "sb3_ppo", "drawn", _file(kit, "sb3_ppo"))
+    result = import_policy(policy_lake, name, f"drawn_{name}", _file(kit, name))
     policy = load_policy(result.policy.path)
     found = policy.log_probs(observations, actions, deterministic=False)
     np.testing.assert_allclose(found, expected, atol=1e-5)
@@ -209,6 +218,35 @@ def test_statistics_of_normalized_observations_go_into_the_graph(policy_lake, ki
         with pytest.raises((SourceInvalidError, SpaceUnsupportedError)) as caught:
             import_policy(policy_lake, "sb3_ppo", "no", file, options=options)
         assert caught.value.parameter == "normalization"
+
+
+def test_stacked_observations_are_compared_along_the_episodes(policy_lake, kit):
+    observations = np.load(kit.POLICIES / "sb3_ppo.observations.npy")[:, :2]
+    kit.add_dataset(policy_lake, "halves", Box((2,), "float32"), Discrete(3), observations)
+    file, before = _file(kit, "sb3_ppo"), np.roll(observations, 1, axis=0)
+    for start in (0, 100):  # two episodes: the first observation is repeated before each
+        before[start] = observations[start]
+    stacked = np.concatenate([before, observations], axis=1)
+    plain = load_policy(import_policy(policy_lake, "sb3_ppo", "whole", file).policy.path)
+    expected = plain.act(stacked).actions
+    options = ImportOptions(frame_stack=2)
+    result = import_policy(policy_lake, "halves", "stacked", file, options=options, expect=expected)
+    assert (result.num_compared, result.num_distinct) == (200, 3)
+    assert load_policy(result.policy.path).spec.frame_stack == 2
+    with pytest.raises(ConfigInvalidError, match="for a policy that stacks frames"):
+        import_policy(
+            policy_lake,
+            "halves",
+            "no",
+            file,
+            options=options,
+            expect=expected,
+            observations=observations,
+        )
+    with pytest.raises(SourceInvalidError, match="of 200 differ"):
+        import_policy(
+            policy_lake, "halves", "no", file, options=options, expect=np.roll(expected, 1)
+        )
 
 
 def test_an_imported_policy_is_evaluated_on_a_log(policy_lake, kit):

@@ -224,3 +224,12 @@ def test_noise_of_an_exploration_matrix_depends_on_the_features(kit, tmp_path):
         [[np.exp(-2.0) + 4 * np.exp(1.0) + 1e-6, np.exp(0.0) + 4 * np.exp(-1.0) + 1e-6]]
     )
     np.testing.assert_allclose(outputs["log_stds"], 0.5 * np.log(variances), rtol=1e-5)
+
+
+@pytest.mark.parametrize("gamma", [float("nan"), {":type:": "numpy.float64"}, True, "0.9"])
+def test_what_is_stated_but_is_no_number_is_left_out(kit, tmp_path, gamma):
+    tensors, data = _read_parts(kit)
+    data = {**data, "gamma": gamma, "num_timesteps": float("inf")}
+    conversion = _convert(kit.write_archive(tmp_path / "gamma.zip", tensors, **data))
+    assert conversion.facts["gamma"] is None
+    assert conversion.facts["num_timesteps"] is None
