@@ -50,7 +50,7 @@ from replaylake.serve.explorer.visits.page import (
     Page,
     Panel,
     Redirect,
-    empty_state,
+    draw_empty,
     render,
     to_csv,
     to_html,
@@ -208,7 +208,9 @@ class Explorer:
         self._promotions = promotions
         self._pages = dict(PAGES)
         self._writes = dict(WRITES)
-        self._routes = [Route(path, _never, name=path) for path in (*self._pages, *self._writes)]
+        self._routes = [
+            Route(path, _refuse_call, name=path) for path in (*self._pages, *self._writes)
+        ]
         self._files: dict[str, tuple[bytes, str]] = {}
         self._assets: dict[str, str] = {}
         for one in (
@@ -343,7 +345,7 @@ class Explorer:
             )
         queue = self._find_queue(route, values, runs_sql=bool(runs_sql))
         if queue is not None:
-            async with queue.turn(request.is_disconnected):
+            async with queue.take_turn(request.is_disconnected):
                 page = await _run_while_connected(request, visit(), function)
         else:
             page = await _run_while_connected(request, visit(), function)
@@ -412,7 +414,7 @@ class Explorer:
             promotions=self._promotions,
         )
         try:
-            async with self.writes.turn(request.is_disconnected):
+            async with self.writes.take_turn(request.is_disconnected):
                 result = await run_in_threadpool(self._writes[route], visit)
         except ReplayLakeError as error:
             return self._error(request, path, _status_of(error), str(error), back=visit.back)
@@ -594,13 +596,13 @@ class Explorer:
         hint = tag("a", "Go to the lake", href=self._links())
         if back is not None:
             hint = tag("a", "Back to the page of the form", href=back)
-        body = empty_state(text, hint=hint)
+        body = draw_empty(text, hint=hint)
         page = Page(phrase, section="error", panels=[Panel("Why", body)])
         return self._page(request, page, self._links(), status)
 
 
 def _check_site(request: Request) -> bool:
-    """Return whether a link on another site led here; refuse what else such a site requests.
+    """Return whether a link on another site led here; refuse its other requests.
 
     A browser says where a request comes from (Fetch Metadata) also where it sends no Origin, as for
     images. Raises: RequestRefusedError.
@@ -665,7 +667,7 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-async def _never(request: Request) -> Response:
+async def _refuse_call(request: Request) -> Response:
     raise AssertionError("routes are only matched")
 
 

@@ -21,7 +21,7 @@ from replaylake.datastore.names import parse_version
 from replaylake.datastore.query.results import write_result
 from replaylake.datastore.query.untrusted import UntrustedResult
 from replaylake.datastore.query.views import COLUMN_SOURCES, LAKE_VIEWS
-from replaylake.serve.explorer.visits.page import Download, Page, Panel, empty_state
+from replaylake.serve.explorer.visits.page import Download, Page, Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Query, Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.markup import Child, Markup, data_block, join, tag
@@ -62,7 +62,7 @@ def show_console(visit: Visit) -> Page:
     if visit.is_cross_site:
         # Whoever wrote the link chose the query: the reader decides whether it runs.
         what = "A link on another site led to this query. Read it, then press Run."
-        panels = [editor, Panel("Result", empty_state(what)), Panel("History", _history())]
+        panels = [editor, Panel("Result", draw_empty(what)), Panel("History", _history())]
         return replace(page, panels=panels, data={"query": text})
     try:
         result = run_query(visit, text, at)
@@ -186,7 +186,7 @@ def _result(visit: Visit, text: str, at: Sequence[str], result: UntrustedResult)
         links.append(tag("a", form.upper(), href=address, class_="button", download=True))
     shown: Child = table(columns, cells, label="Result", is_tall=True)
     if not rows:
-        shown = empty_state("The query has no rows.")
+        shown = draw_empty("The query has no rows.")
     body = tag(
         "div",
         shown,

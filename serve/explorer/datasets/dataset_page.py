@@ -18,7 +18,7 @@ from replaylake.datastore.lake.versions.diff import ChangeCounts, EpisodeKey, di
 from replaylake.datastore.lake.versions.history import read_history
 from replaylake.datastore.query.group_views import GROUP_ID
 from replaylake.serve.explorer.datasets.lake_page import describe_writer
-from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, empty_state
+from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, draw_empty
 from replaylake.serve.explorer.visits.profiles import FoundProfile
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.charts import bar_list
@@ -98,7 +98,7 @@ def show_dataset(visit: Visit) -> Page:
             ("size", size(sum(entry.size_bytes for entry in snapshot.files))),
             ("shards", f"{len(snapshot.files):,}"),
         ],
-        tools=tag("div", dataset_tools(visit, snapshot), class_="tools"),
+        tools=tag("div", draw_dataset_tools(visit, snapshot), class_="tools"),
         panels=build_panels(visit, contents, PANELS),
         data={
             **body,
@@ -117,14 +117,14 @@ def find_snapshot(visit: Visit) -> Snapshot:
     return visit.lake.snapshot(name if not at else f"{name}@{at}")
 
 
-def at_of(visit: Visit) -> str | None:
+def read_at(visit: Visit) -> str | None:
     """Return the version or tag in an address, which the links on its page keep."""
     return visit.values.get("at") or None
 
 
-def dataset_tools(visit: Visit, snapshot: Snapshot) -> list[Markup]:
+def draw_dataset_tools(visit: Visit, snapshot: Snapshot) -> list[Markup]:
     """Return the links to what else there is of a version."""
-    name, at = snapshot.dataset, at_of(visit)
+    name, at = snapshot.dataset, read_at(visit)
     steps = f"SELECT * FROM {name}.steps LIMIT 100"
     return [
         tag("a", "Episodes", href=visit.link("datasets", name, "episodes", at=at), class_="button"),
@@ -237,7 +237,7 @@ def show_progress(visit: Visit, contents: DatasetContents) -> Panel | None:
         if contents.profile is not None:
             return None
         command = f"`replaylake ingest LOG --dataset {contents.name}`"
-        return Panel("Contents", empty_state("This version has no steps.", command=command))
+        return Panel("Contents", draw_empty("This version has no steps.", command=command))
     num, total = contents.progress
     bar = bar_list([("counted", num, f"{num:,}"), ("steps", total, f"{total:,}")], label="Progress")
     note = "All steps are counted once. This page shows them when that is done."
@@ -255,7 +255,7 @@ def _section_panel(title: str) -> Callable[[Visit, DatasetContents], Panel | Non
     def draw(visit: Visit, contents: DatasetContents) -> Panel | None:
         if contents.profile is None:
             return None
-        at = at_of(visit)
+        at = read_at(visit)
         if contents.progress is not None:
             at = str(contents.profile_version)
 
@@ -334,7 +334,7 @@ def list_refused(visit: Visit, contents: DatasetContents) -> Panel:
     """Show why episodes are in quarantine."""
     found = list_quarantine(contents.dataset)
     if not found.reasons:
-        return Panel("Quarantine", empty_state("No episode is in quarantine."), is_wide=False)
+        return Panel("Quarantine", draw_empty("No episode is in quarantine."), is_wide=False)
     columns: list[Column | str] = [
         "Reason",
         Column("Episodes", is_number=True),
@@ -369,7 +369,7 @@ def list_learners(visit: Visit, contents: DatasetContents) -> Panel:
             ]
         )
     if not rows:
-        body = empty_state(
+        body = draw_empty(
             "No run of this lake has learned from it.",
             command=f"`replaylake train offline {contents.name} --algorithm bc --policy NAME`",
         )
@@ -430,7 +430,7 @@ def show_diff(visit: Visit) -> Page:
     ]
     body = table(["Change", ""], [row for row in changes if row[1]], label="Columns")
     if not any(text for _, text in changes):
-        body = empty_state("Both versions have the same columns.")
+        body = draw_empty("Both versions have the same columns.")
     panels.append(Panel("Columns", body, is_wide=False))
     for title, keys, at in (
         ("Episodes added", found.added, b),
@@ -441,7 +441,7 @@ def show_diff(visit: Visit) -> Page:
             note = f"the first {len(keys):,}" if len(keys) == _MAX_EPISODES else None
             panels.append(Panel(title, _episode_list(visit, at, keys), note=note))
     if found.is_empty:
-        panels.append(Panel("Steps", empty_state("Both versions hold the same steps.")))
+        panels.append(Panel("Steps", draw_empty("Both versions hold the same steps.")))
     return Page(
         f"{name}: version {a.version} to {b.version}",
         section="datasets",

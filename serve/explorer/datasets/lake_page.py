@@ -13,7 +13,7 @@ from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.summary import RunSummary, summarize
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.serve.explorer.serving.serving_page import read_arms
-from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, empty_state
+from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.charts import stacked_chart
 from replaylake.serve.pages.markup import Child, join, tag
@@ -170,7 +170,7 @@ def _list_policies(visit: Visit, snapshot: Snapshot) -> list[dict[str, Any]]:
 def list_datasets(visit: Visit, contents: LakeContents) -> Panel:
     """Show a row for each dataset."""
     if not contents.datasets:
-        body = empty_state(
+        body = draw_empty(
             "This lake has no dataset yet.",
             command=f"`replaylake ingest LOG --dataset NAME --lake {contents.lake.url}`",
         )
@@ -252,9 +252,7 @@ def list_running(visit: Visit, contents: LakeContents) -> Panel:
         hint = join(
             "Runs that have ended are ", tag("a", "among all runs", href=visit.link("runs")), "."
         )
-        return Panel(
-            "Runs in progress", empty_state("No run trains now.", hint=hint), is_wide=False
-        )
+        return Panel("Runs in progress", draw_empty("No run trains now.", hint=hint), is_wide=False)
     rows: list[list[Child]] = [
         [
             tag("a", one.run_id, href=visit.link("runs", one.run_id)),
@@ -291,7 +289,7 @@ def list_served(visit: Visit, contents: LakeContents) -> Panel:
                 ]
             )
     if not rows:
-        body = empty_state(
+        body = draw_empty(
             "No server has logged decisions to this lake.",
             command="`replaylake serve POLICY --log-to DATASET`",
         )

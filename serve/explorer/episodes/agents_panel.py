@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes import schema, tokens
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.serve.explorer.datasets.dataset_page import at_of
+from replaylake.serve.explorer.datasets.dataset_page import read_at
 from replaylake.serve.explorer.visits.page import Panel
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, tag
@@ -90,7 +90,7 @@ def draw_branches(
     note: Child = words
     if len(agents) > 1:
         same = visit.link(
-            "datasets", snapshot.dataset, "compare", id=agents[0]["episode_id"], at=at_of(visit)
+            "datasets", snapshot.dataset, "compare", id=agents[0]["episode_id"], at=read_at(visit)
         )
         note = [f"{words}. ", tag("a", "Their curves in the same plots", href=same)]
     title = "Branches" if has_forks else "Agents"

@@ -11,9 +11,9 @@ from replaylake.datastore.episodes import schema, tokens
 from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRefusedError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.statements import literal
-from replaylake.serve.explorer.datasets.dataset_page import at_of, find_snapshot
+from replaylake.serve.explorer.datasets.dataset_page import find_snapshot, read_at
 from replaylake.serve.explorer.episodes.episodes_page import EpisodeList, explain_refusal, read_list
-from replaylake.serve.explorer.visits.page import Page, Panel, empty_state
+from replaylake.serve.explorer.visits.page import Page, Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Query, Visit
 from replaylake.serve.pages.charts import Interval, interval_chart
 from replaylake.serve.pages.markup import Child, Markup, tag
@@ -76,7 +76,7 @@ def show_breakdown(visit: Visit) -> Page:
     """
     snapshot = find_snapshot(visit)
     listed = read_list(visit, snapshot)
-    name, at = snapshot.dataset, at_of(visit)
+    name, at = snapshot.dataset, read_at(visit)
     keys = list_keys(snapshot)
     by = visit.values.get("by") or "day"
     if by not in keys:
@@ -106,7 +106,7 @@ def show_breakdown(visit: Visit) -> Page:
     body: list[Child] = [links]
     value = _value_title(listed)
     if not rows:
-        body.append(empty_state("No episode matches." if listed.where else "There are none."))
+        body.append(draw_empty("No episode matches." if listed.where else "There are none."))
     else:
         body += [
             _draw(rows, value, keys[by], overall),
@@ -212,7 +212,7 @@ def link_keys(visit: Visit, listed: EpisodeList, chosen: str | None = None) -> M
                 "breakdown",
                 by=name,
                 **listed.link_values(),
-                at=at_of(visit),
+                at=read_at(visit),
             ),
             class_="pill good" if name == chosen else "pill",
             aria_current="true" if name == chosen else None,
@@ -269,7 +269,7 @@ def _tabulate(
             listed.snapshot.dataset,
             "episodes",
             **selected.link_values(),
-            at=at_of(visit),
+            at=read_at(visit),
         )
         cells.append(
             [

@@ -15,10 +15,10 @@ from replaylake.datastore.episodes import schema
 from replaylake.datastore.episodes.spaces import Box, Discrete, Space, Text, leaves, value_shape
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.snapshot import Snapshot
-from replaylake.serve.explorer.datasets.dataset_page import at_of, find_snapshot
+from replaylake.serve.explorer.datasets.dataset_page import find_snapshot, read_at
 from replaylake.serve.explorer.episodes.episode_page import read_numbers, round_values, to_floats
 from replaylake.serve.explorer.episodes.episodes_page import MAX_COMPARED, describe_end
-from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, empty_state
+from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.charts import swatch
 from replaylake.serve.pages.markup import Child, data_block, tag
@@ -59,7 +59,7 @@ def show_comparison(visit: Visit) -> Page:
     shown. Raises: NotFoundError, ConfigInvalidError.
     """
     snapshot = find_snapshot(visit)
-    name, at = snapshot.dataset, at_of(visit)
+    name, at = snapshot.dataset, read_at(visit)
     chosen = _find_episodes(visit, snapshot)
     contents = Comparison(snapshot, chosen[:MAX_COMPARED], len(chosen))
     where = visit.link("datasets", name, "episodes", at=at)
@@ -83,7 +83,7 @@ def show_comparison(visit: Visit) -> Page:
 
 def _ask(where: str) -> Panel:
     hint = tag("a", "Select some in the list of episodes", href=where)
-    return Panel("Episodes", empty_state("No episode is selected.", hint=hint))
+    return Panel("Episodes", draw_empty("No episode is selected.", hint=hint))
 
 
 def _find_episodes(visit: Visit, snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def list_compared(visit: Visit, contents: Comparison) -> Panel:
             "episode",
             id=row["episode_id"],
             agent=row["agent_id"] or None,
-            at=at_of(visit),
+            at=read_at(visit),
         )
         version = row["max_policy_version"]
         rows.append(
@@ -195,7 +195,7 @@ def draw_comparison(visit: Visit, contents: Comparison) -> Panel:
             is_stepped = any(title in one.stepped for one in lines)
             plots.append({"title": title, "series": series, "stepped": is_stepped})
     if not plots:
-        return Panel("Curves", empty_state("These episodes have no numbers to draw."))
+        return Panel("Curves", draw_empty("These episodes have no numbers to draw."))
     note = "Move over a curve, or use the slider, to read the values of a step."
     if every > 1:
         note += f" One of {every:,} steps is drawn; the return so far is that of all steps."

@@ -26,7 +26,7 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
 )
 from replaylake.datastore.names import is_sql_keyword
 from replaylake.datastore.query.statements import literal
-from replaylake.serve.explorer.datasets.dataset_page import at_of
+from replaylake.serve.explorer.datasets.dataset_page import read_at
 from replaylake.serve.explorer.episodes.episodes_page import (
     EpisodeKey,
     EpisodeList,
@@ -35,7 +35,7 @@ from replaylake.serve.explorer.episodes.episodes_page import (
     read_list,
 )
 from replaylake.serve.explorer.visits.forms import TOKEN_FIELD, read_version
-from replaylake.serve.explorer.visits.page import Page, Panel, Redirect, empty_state
+from replaylake.serve.explorer.visits.page import Page, Panel, Redirect, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.tables import Column, table, time_tag
@@ -144,7 +144,7 @@ def open_next(visit: Visit) -> Redirect | Page:
         return Redirect(link_episode(visit, listed, rows[0], queue=name, last=last))
     address = visit.link("datasets", snapshot.dataset, "episodes", **listed.link_values())
     what = f"Every episode of this list has the label {name}."
-    body = [_notice(visit, listed), empty_state(what, hint=tag("a", "The list", href=address))]
+    body = [_notice(visit, listed), draw_empty(what, hint=tag("a", "The list", href=address))]
     return Page(
         f"No episode without {name}",
         section="datasets",
@@ -168,7 +168,7 @@ def _link_next(
 
 def _is_newest(visit: Visit, snapshot: Snapshot) -> bool:
     """Whether a page shows the newest version, or did when its request came."""
-    is_pinned = at_of(visit) is not None
+    is_pinned = read_at(visit) is not None
     return not is_pinned or visit.lake.dataset(snapshot.dataset).snapshot().version == (
         snapshot.version
     )

@@ -23,7 +23,7 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
     read_episode_labels,
 )
 from replaylake.datastore.query.group_views import GROUP_ID
-from replaylake.serve.explorer.datasets.dataset_page import at_of, find_snapshot
+from replaylake.serve.explorer.datasets.dataset_page import find_snapshot, read_at
 from replaylake.serve.explorer.episodes.agents_panel import draw_branches, draw_side_by_side
 from replaylake.serve.explorer.episodes.conversation_panel import draw_conversation
 from replaylake.serve.explorer.episodes.episode_labels import show_episode_labels, to_json_labels
@@ -154,7 +154,7 @@ def show_episode(visit: Visit) -> Page:
     contents = _read_episode(visit, snapshot, listed)
     own_queries = visit.take_queries()
     neighbors = _find_neighbors(visit, listed, contents)
-    name, at = snapshot.dataset, at_of(visit)
+    name, at = snapshot.dataset, read_at(visit)
     summary = contents.summary
     panels = build_panels(visit, contents, PANELS)
     if panels:

@@ -15,9 +15,9 @@ from replaylake.datastore.errors import ConfigInvalidError, QueryError, QueryRef
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.maintenance.labels.episode_labels import list_label_names
 from replaylake.datastore.query.episode_views import EPISODE_COLUMNS
-from replaylake.serve.explorer.datasets.dataset_page import at_of, find_snapshot
+from replaylake.serve.explorer.datasets.dataset_page import find_snapshot, read_at
 from replaylake.serve.explorer.episodes.outliers import TITLES, Measure, find_measure, list_measures
-from replaylake.serve.explorer.visits.page import Page, Panel, empty_state
+from replaylake.serve.explorer.visits.page import Page, Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Query, Visit
 from replaylake.serve.pages.markup import Child, Markup, join, join_list, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
@@ -221,7 +221,7 @@ def show_episodes(visit: Visit) -> Page:
     snapshot = find_snapshot(visit)
     listed = read_list(visit, snapshot)
     after = read_key(visit.values.get("after"))
-    name, at = snapshot.dataset, at_of(visit)
+    name, at = snapshot.dataset, read_at(visit)
     page = Page(
         f"Episodes of {name}@{snapshot.version}",
         section="datasets",
@@ -342,7 +342,7 @@ def read_key(text: str | None) -> EpisodeKey | None:
 
 
 def _filter_form(visit: Visit, listed: EpisodeList) -> Markup:
-    name, at = listed.snapshot.dataset, at_of(visit)
+    name, at = listed.snapshot.dataset, read_at(visit)
     hidden = {**listed.link_values(), "at": at, "where": None}
     return tag(
         "form",
@@ -410,11 +410,9 @@ def _rank_links(visit: Visit, listed: EpisodeList, at: str | None) -> Markup:
 
 def _nothing(visit: Visit, listed: EpisodeList) -> Markup:
     if listed.where:
-        return empty_state(
-            "No episode matches.", hint=join("Columns: ", _column_names(listed), ".")
-        )
+        return draw_empty("No episode matches.", hint=join("Columns: ", _column_names(listed), "."))
     command = f"`replaylake ingest LOG --dataset {listed.snapshot.dataset}`"
-    return empty_state("This version has no episodes.", command=command)
+    return draw_empty("This version has no episodes.", command=command)
 
 
 def _column_names(listed: EpisodeList) -> Markup:

@@ -11,8 +11,8 @@ from replaylake.datastore.episodes import schema, tokens
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.group_views import GROUP_ID
-from replaylake.serve.explorer.datasets.dataset_page import at_of, find_snapshot
-from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, empty_state
+from replaylake.serve.explorer.datasets.dataset_page import find_snapshot, read_at
+from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.charts import column_chart
 from replaylake.serve.pages.markup import Child, Markup, join_list, tag
@@ -41,13 +41,13 @@ SORTS: Final[Mapping[str, tuple[str, str]]] = {
 
 def link_group(visit: Visit, name: str, group: object) -> str:
     """Return the address of a group's page."""
-    return visit.link("datasets", name, "group", id=str(group), at=at_of(visit))
+    return visit.link("datasets", name, "group", id=str(group), at=read_at(visit))
 
 
 def show_groups(visit: Visit) -> Page:
     """Return the page of `/datasets/NAME/groups`. Raises: NotFoundError, ConfigInvalidError."""
     snapshot = find_snapshot(visit)
-    name, at = snapshot.dataset, at_of(visit)
+    name, at = snapshot.dataset, read_at(visit)
     sort = visit.values.get("sort") or "group"
     if sort not in SORTS:
         raise ConfigInvalidError(
@@ -80,7 +80,7 @@ def show_groups(visit: Visit) -> Page:
         return Column(
             tag("a", SORTS[key][0], href=address),
             is_number=key != "group",
-            sort=order_word(is_descending) if is_sorted else None,
+            sort=name_order(is_descending) if is_sorted else None,
         )
 
     cells: list[list[Child]] = [
@@ -95,7 +95,7 @@ def show_groups(visit: Visit) -> Page:
     body: list[Child] = [table([head(key) for key in SORTS], cells, label="Groups")]
     if not shown:
         hint = "The first ones are on the first page." if place else None
-        body = [empty_state("There are no groups here.", hint=hint)]
+        body = [draw_empty("There are no groups here.", hint=hint)]
     if place or place + len(shown) < num:
         body.append(
             _page_links(
@@ -123,7 +123,7 @@ def show_groups(visit: Visit) -> Page:
     )
 
 
-def order_word(is_descending: bool) -> str:
+def name_order(is_descending: bool) -> str:
     """Return how a column that rows are sorted by is described to those who hear it."""
     return "descending" if is_descending else "ascending"
 
@@ -158,7 +158,7 @@ class GroupContents:
 
     def link(self, visit: Visit, **changed: object) -> str:
         """Return the address of this page with other values; another bin begins at its first."""
-        values: dict[str, object] = {"low": self.low, "high": self.high, "at": at_of(visit)}
+        values: dict[str, object] = {"low": self.low, "high": self.high, "at": read_at(visit)}
         return visit.link(
             "datasets", self.snapshot.dataset, "group", id=self.group_id, **{**values, **changed}
         )
@@ -170,7 +170,7 @@ def show_group(visit: Visit) -> Page:
     Raises: NotFoundError, ConfigInvalidError.
     """
     snapshot = find_snapshot(visit)
-    name, at = snapshot.dataset, at_of(visit)
+    name, at = snapshot.dataset, read_at(visit)
     group_id = visit.values.get("id", "")
     found = visit.sql(
         f"SELECT * FROM {name}.groups WHERE CAST({GROUP_ID} AS VARCHAR) = $group",
@@ -255,7 +255,7 @@ def draw_returns(visit: Visit, contents: GroupContents) -> Panel | None:
         if one["return"] is not None and math.isfinite(one["return"])
     )
     if not returns:
-        return Panel("Returns", empty_state("No sample has a known return."))
+        return Panel("Returns", draw_empty("No sample has a known return."))
     bins = _make_bins(returns)
     names = [
         number_text(values[0])
@@ -337,7 +337,7 @@ def draw_samples(visit: Visit, contents: GroupContents) -> Panel:
     place = contents.place
     shown = selected[place : place + _PAGE_SAMPLES]
     if not shown:
-        return Panel("Samples", empty_state("No sample has such a return, or this page is empty."))
+        return Panel("Samples", draw_empty("No sample has such a return, or this page is empty."))
     answers = _read_answers(visit, contents.snapshot, [one["episode_id"] for one in shown])
     has_own = any(one["advantage"] is not None for one in contents.samples)
     cards = []
@@ -385,7 +385,7 @@ def _link_sample(visit: Visit, contents: GroupContents, sample: Mapping[str, Any
         contents.snapshot.dataset,
         "episode",
         id=sample["episode_id"],
-        at=at_of(visit),
+        at=read_at(visit),
     )
     return tag("a", sample["episode_id"] or "(empty)", href=address, class_="id")
 

@@ -14,9 +14,9 @@ from replaylake.datastore.names import parse_version
 from replaylake.serve.explorer.policies.lineage_panel import draw_lineage
 from replaylake.serve.explorer.policies.promotion_form import show_promotion
 from replaylake.serve.explorer.policies.trial_panel import build_trial
-from replaylake.serve.explorer.runs.runs_page import draw_tree, selection_link
+from replaylake.serve.explorer.runs.runs_page import draw_tree, link_selection
 from replaylake.serve.explorer.visits.forms import read_version
-from replaylake.serve.explorer.visits.page import Page, Panel, empty_state
+from replaylake.serve.explorer.visits.page import Page, Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Query, Visit
 from replaylake.serve.pages.charts import Interval, column_chart, interval_chart
 from replaylake.serve.pages.markup import Child, Markup, join, tag
@@ -67,7 +67,7 @@ def list_policies(visit: Visit) -> Page:
     ]
     body: Child = table(columns, rows, label="Policies")
     if not rows:
-        body = empty_state("No policy is registered in this lake.", command=_COMMAND)
+        body = draw_empty("No policy is registered in this lake.", command=_COMMAND)
     return Page(
         "Policies",
         section="policies",
@@ -212,13 +212,13 @@ def _data(visit: Visit, used: Mapping[str, Any]) -> Child:
     return [
         tag("a", name if version is None else f"{name}@{version}", href=address),
         ", ",
-        selection_link(visit, used),
+        link_selection(visit, used),
     ]
 
 
 def _moves_panel(visit: Visit, moves: list[dict[str, Any]]) -> Panel:
     if not moves:
-        body: Child = empty_state(
+        body: Child = draw_empty(
             "No alias of this policy was ever set.",
             command=f"`replaylake policies promote {visit.path['name']}:1 --to champion`",
         )
@@ -316,7 +316,7 @@ def _evaluations_panel(
     name = visit.path["name"]
     note = [tag("p", f"Left out: {text}", class_="wrong") for text in unreadable]
     if not evaluations:
-        body: Child = empty_state(
+        body: Child = draw_empty(
             "No evaluation of this policy was saved.",
             hint="A gate saves one too, whether it passes or refuses.",
             command=f"`replaylake promote {name} --to champion --gate --dataset DATASET`",

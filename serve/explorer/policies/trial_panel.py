@@ -27,7 +27,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.profile.column_statistics import Histogram
 from replaylake.datastore.names import parse_version
 from replaylake.serve.api.values import encode_observations, read_values
-from replaylake.serve.explorer.visits.page import Panel, empty_state
+from replaylake.serve.explorer.visits.page import Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.charts import bar_list, histogram_chart
@@ -82,7 +82,7 @@ def build_trial(visit: Visit, entries: Sequence[Mapping[str, Any]]) -> Trial:
     status = 200
     if text and visit.is_cross_site:
         # Whoever wrote the link chose the observation: the reader decides whether it is acted on.
-        answer = empty_state("A link on another site led here. Press Act to see the action.")
+        answer = draw_empty("A link on another site led here. Press Act to see the action.")
     elif text:
         try:
             found = _act(visit, name, version, text)
@@ -95,7 +95,7 @@ def build_trial(visit: Visit, entries: Sequence[Mapping[str, Any]]) -> Trial:
             status, data = 400, {"error": {"message": str(error)}}
             answer = [
                 tag("p", str(error), class_="wrong", role="alert"),
-                empty_state(
+                draw_empty(
                     "A server may act with this policy:",
                     command=f"`replaylake serve {name}:{version}`",
                 ),

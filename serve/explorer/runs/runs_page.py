@@ -24,7 +24,7 @@ from replaylake.datastore.lake.runs.summary import (
     summarize,
 )
 from replaylake.serve.explorer.runs.sweep_panel import draw_sweep
-from replaylake.serve.explorer.visits.page import Page, Panel, Redirect, empty_state
+from replaylake.serve.explorer.visits.page import Page, Panel, Redirect, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.markup import Child, Markup, data_block, join, join_list, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
@@ -79,7 +79,7 @@ def list_runs(visit: Visit) -> Page:
     if len(runs) > 1:
         body = _selection_form(visit, body)
     if not runs:
-        body = empty_state(
+        body = draw_empty(
             "No run has trained in this lake.",
             command="`replaylake train offline DATASET --algorithm bc --policy NAME`",
         )
@@ -230,7 +230,7 @@ def _curves_panel(
     )
     queries = visit.take_queries()
     if not names:
-        body = empty_state("This run has logged no metrics yet: the first come with an update.")
+        body = draw_empty("This run has logged no metrics yet: the first come with an update.")
         return Panel("Curves", body)
     plots = []
     for name in names[:_MAX_METRICS]:
@@ -317,14 +317,14 @@ def _metrics_panel(runs: Sequence[RunSummary], curves: Sequence[Mapping[str, Cur
     body: Child = table(columns, rows, label="Metrics")
     note = "A point of a training metric is the mean of the updates since the point before."
     if not rows:
-        body, note = empty_state("No metrics yet."), ""
+        body, note = draw_empty("No metrics yet."), ""
     return Panel("Metrics", body, note=note or None, is_wide=len(runs) > 1)
 
 
 def _differences_panel(records: Sequence[Mapping[str, Any]], runs: Sequence[RunSummary]) -> Panel:
     differences = find_differences(records)
     if not differences:
-        body: Child = empty_state("Both runs were asked for the same, on the same data.")
+        body: Child = draw_empty("Both runs were asked for the same, on the same data.")
     else:
         rows: list[list[Child]] = [
             [tag("code", name), *(cell_text(value) for value in values)]
@@ -344,13 +344,13 @@ def _data_panel(
                 [
                     *([run.run_id] if len(runs) > 1 else []),
                     _data_link(visit, dataset_text(one)),
-                    selection_link(visit, one),
+                    link_selection(visit, one),
                     _count(one.get("num_episodes")),
                     _count(one.get("num_steps")),
                 ]
             )
     if not rows:
-        body: Child = empty_state("The run has recorded no data that it learned from.")
+        body: Child = draw_empty("The run has recorded no data that it learned from.")
     else:
         columns: list[Column | str] = [
             *(["Run"] if len(runs) > 1 else []),
@@ -381,7 +381,7 @@ def _diff_links(visit: Visit, records: Sequence[Mapping[str, Any]]) -> Markup | 
     return tag("p", "Differences in the data: ", join_list(links)) if links else None
 
 
-def selection_link(visit: Visit, used: Mapping[str, Any]) -> Child:
+def link_selection(visit: Visit, used: Mapping[str, Any]) -> Child:
     """Return the condition of the data that a run used, with a link to its episodes."""
     where = used.get("where")
     address = visit.link(
@@ -395,7 +395,7 @@ def _options_panel(record: Mapping[str, Any], of_run: str) -> Panel:
     config = record.get("config") or {}
     body: Child = draw_tree(config)
     if not config:
-        body = empty_state("The run has recorded no options.")
+        body = draw_empty("The run has recorded no options.")
     return Panel(f"Options{of_run}", body, is_wide=False)
 
 

@@ -16,7 +16,7 @@ from replaylake.datastore.lake.runs.summary import (
     best_point,
     summarize,
 )
-from replaylake.serve.explorer.visits.page import Panel, empty_state
+from replaylake.serve.explorer.visits.page import Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.charts import ParallelAxis, ParallelLine, parallel_chart
 from replaylake.serve.pages.markup import Child, Markup, tag
@@ -46,7 +46,7 @@ def draw_sweep(visit: Visit, record: Mapping[str, Any]) -> list[Panel]:
         return []
     trials = _load_trials(visit, str(record["run_id"]), measure, str(record.get("mode")))
     if not trials:
-        return [Panel("Trials", empty_state("No trial of this sweep has begun."))]
+        return [Panel("Trials", draw_empty("No trial of this sweep has begun."))]
     names = list(dict.fromkeys(name for one in combinations for name in one))
     is_less_better = record.get("mode") == "min"
     known = [trial.value for trial in trials if trial.value is not None]

@@ -12,12 +12,12 @@ from typing import Any, Final
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.holdout import describe_selection
 from replaylake.datastore.maintenance.lineage.lineage import trace_decision
-from replaylake.serve.explorer.runs.runs_page import selection_link
+from replaylake.serve.explorer.runs.runs_page import link_selection
 from replaylake.serve.explorer.visits.page import (
     Page,
     Panel,
     build_panels,
-    empty_state,
+    draw_empty,
     plain_value,
 )
 from replaylake.serve.explorer.visits.visit import Visit
@@ -138,7 +138,7 @@ def describe_decision(visit: Visit, contents: DecisionContents) -> Panel:
     name, decision_id = decision["dataset"], decision["decision_id"]
     visit.note_query(f"SELECT * FROM {name}.decisions WHERE decision_id = $id", id=decision_id)
     if not decision["logged"]:
-        body: Child = empty_state(
+        body: Child = draw_empty(
             "The decision is not in its log yet.",
             hint="Its server commits decisions in groups. The id alone names policy and time.",
         )
@@ -175,7 +175,7 @@ def list_rewards(visit: Visit, contents: DecisionContents) -> Panel:
     columns: list[Column | str] = [Column("Reward", is_number=True), "Terminated", "Truncated"]
     body: Child = table(columns, rows, label="Reported rewards")
     if not rows:
-        body = empty_state("No reward of this decision was reported.")
+        body = draw_empty("No reward of this decision was reported.")
     after: Child = tag("p", "The feedback join has made no step of it yet.", class_="quiet")
     if step is not None:
         episode = tag("a", step["episode_id"], href=_episode_address(visit, contents))
@@ -194,7 +194,7 @@ def list_data(visit: Visit, contents: DecisionContents) -> Panel:
     """Show the data that the version which decided has learned from."""
     trace = contents.trace
     if not trace["datasets"]:
-        body: Child = empty_state("The version has recorded no data that it learned from.")
+        body: Child = draw_empty("The version has recorded no data that it learned from.")
         return Panel("Learned from", body)
     rows: list[list[Child]] = []
     for used in trace["datasets"]:
@@ -208,7 +208,7 @@ def list_data(visit: Visit, contents: DecisionContents) -> Panel:
         rows.append(
             [
                 text if address is None else tag("a", text, href=address),
-                "" if address is None else selection_link(visit, used),
+                "" if address is None else link_selection(visit, used),
                 quiet_number(used["num_episodes"]),
                 quiet_number(used["num_steps"]),
                 "yes" if used["reproducible"] else "no: data was purged",

@@ -30,7 +30,7 @@ from replaylake.serve.explorer.visits.page import (
     Page,
     Panel,
     build_panels,
-    empty_state,
+    draw_empty,
     plain_value,
 )
 from replaylake.serve.explorer.visits.visit import Visit
@@ -108,7 +108,7 @@ def list_serving(visit: Visit) -> Page:
     ]
     body: Child = table(columns, rows, label="Decision logs")
     if not rows:
-        body = empty_state(
+        body = draw_empty(
             "No server has logged decisions to this lake.",
             command="`replaylake serve POLICY --log-to DATASET`",
         )
@@ -372,7 +372,7 @@ def draw_delays(visit: Visit, log: ServedLog) -> Panel:
         )
     if not rows:
         hint = "The delay of a reward is known once its decision is a step."
-        body: Child = empty_state("No reward has been joined.", hint=hint, command=_join(log))
+        body: Child = draw_empty("No reward has been joined.", hint=hint, command=_join(log))
         return Panel("Delay of rewards", body, is_wide=False)
     counts = [0] * (len(_DELAYS_S) + 1)
     for row in rows:

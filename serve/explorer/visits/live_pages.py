@@ -1,4 +1,4 @@
-"""Live pages: what changes on a page of what goes on, sent as server-sent events.
+"""Live pages: what changes on a page of running work, sent as server-sent events.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html. Streams of one address and reader
 share what is made for them, so that a page costs the same in one window and in thirty. Readers

@@ -113,7 +113,7 @@ def build_panels(
     return panels
 
 
-def empty_state(what: str, *, command: str | None = None, hint: Child = None) -> Markup:
+def draw_empty(what: str, *, command: str | None = None, hint: Child = None) -> Markup:
     """Return what a panel shows instead of nothing: why, and the command that changes it.
 
     command: in backticks, as commands are written in messages.

@@ -35,7 +35,7 @@ class RequestQueue:
             return max(0, len(self._tickets) - self._max_running)
 
     @asynccontextmanager
-    async def turn(self, is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
+    async def take_turn(self, is_gone: Callable[[], Awaitable[bool]]) -> AsyncIterator[None]:
         """Wait for a turn, which lasts as long as the block.
 
         is_gone: whether the reader has left. Raises: RequestRefusedError: 503 where too many wait,

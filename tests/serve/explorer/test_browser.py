@@ -934,6 +934,14 @@ def test_a_policy_server_with_tokens_asks_for_them(browser, package, serving):
         browser.open(address + "/docs")
         _check_all(browser, "token")
         browser.run("document.querySelector('#token').focus(); 0")
+        # A server that is down is said so, in place of nothing.
+        browser.run("window.request = fetch; window.fetch = () => Promise.reject(new Error()); 0")
+        browser.type_text(admin)
+        browser.press("Enter")
+        browser.wait_until("document.querySelector('#unanswered')")
+        said = browser.run("document.querySelector('#unanswered').textContent")
+        assert said == "The server does not answer. Try again once it runs."
+        browser.run("window.fetch = window.request; document.querySelector('#token').value = ''; 0")
         browser.type_text(admin)
         browser.press("Enter")
         browser.wait_until("document.title.startsWith('HTTP API')")

@@ -147,7 +147,7 @@ def test_who_leaves_before_the_turn_takes_none():
             return left.is_set()
 
         async def run(name, is_gone, until=None):
-            async with queue.turn(is_gone):
+            async with queue.take_turn(is_gone):
                 order.append(name)
                 if until is not None:
                     await until.wait()
