@@ -136,9 +136,9 @@ def open_next(visit: Visit) -> Redirect | Page:
     name = visit.values.get("label") or _default_label(snapshot)
     column = name if name in list_label_names(snapshot.table.schema) else None
     after = read_key(visit.values.get("after"))
-    rows = listed.run(visit, listed.unlabeled_query(column, after))
+    rows = listed.find_unlabeled(visit, column, after)
     if not rows and after is not None:
-        rows = listed.run(visit, listed.unlabeled_query(column, None))
+        rows = listed.find_unlabeled(visit, column, None)
     if rows:
         last = visit.values.get("last")
         return Redirect(link_episode(visit, listed, rows[0], queue=name, last=last))

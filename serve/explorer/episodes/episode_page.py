@@ -153,7 +153,7 @@ def show_episode(visit: Visit) -> Page:
     listed = read_list(visit, snapshot)
     contents = _read_episode(visit, snapshot, listed)
     own_queries = visit.take_queries()
-    neighbors = _find_neighbors(visit, listed, contents)
+    neighbors = listed.find_neighbors(visit, contents.key)
     name, at = snapshot.dataset, read_at(visit)
     summary = contents.summary
     panels = build_panels(visit, contents, PANELS)
@@ -213,12 +213,7 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
     episode_id = visit.values.get("id", "")
     agent_id = visit.values.get("agent")
     name = snapshot.dataset
-    rows = visit.sql(
-        f"""SELECT *, CAST({listed.column} AS VARCHAR) AS sort_key FROM {listed.rows}
-        WHERE episode_id = $id ORDER BY agent_id""",
-        snapshot,
-        id=episode_id,
-    )
+    rows = _read_rows(visit, listed, episode_id)
     found = [row for row in rows if agent_id is None or row["agent_id"] == agent_id]
     if not found:
         of_agent = "" if agent_id is None else f" of agent {agent_id!r}"
@@ -252,6 +247,31 @@ def _read_episode(visit: Visit, snapshot: Snapshot, listed: EpisodeList) -> Epis
             numbers[column] = read_numbers(space, column, steps.column(column), labels)
     said = read_episode_labels(snapshot, summary["episode_id"], summary["agent_id"])
     return EpisodeContents(snapshot, summary, rows, steps, numbers, said)
+
+
+def _read_rows(visit: Visit, listed: EpisodeList, episode_id: str) -> list[dict[str, Any]]:
+    """Return the row of each agent, with its place in the list as `sort_key`."""
+    ranking, measure = listed.read_ranking(visit), listed.measure
+    if ranking is None or measure is None:
+        return visit.sql(
+            f"""SELECT *, CAST({listed.column} AS VARCHAR) AS sort_key FROM {listed.rows}
+            WHERE episode_id = $id ORDER BY agent_id""",
+            listed.snapshot,
+            id=episode_id,
+        )
+    name = listed.snapshot.dataset
+    rows = visit.sql(
+        f"SELECT * FROM {name}.episodes WHERE episode_id = $id ORDER BY agent_id",
+        listed.snapshot,
+        id=episode_id,
+    )
+    found = []
+    for row in rows:
+        place = ranking.find(EpisodeKey(None, episode_id, row["agent_id"]))
+        key = None if place is None else ranking.places[place].value
+        value = None if key is None else float(key)
+        found.append({**row, measure.name: value, "sort_key": key})
+    return found
 
 
 def _read_steps(
@@ -303,13 +323,6 @@ def _has_frames(spec: schema.DatasetSpec, column: str) -> bool:
     return column == schema.OBSERVATION and any(
         isinstance(leaf, Box) and leaf.is_image for _, leaf in leaves(spec.observation_space)
     )
-
-
-def _find_neighbors(
-    visit: Visit, listed: EpisodeList, contents: EpisodeContents
-) -> dict[str, dict[str, Any]]:
-    rows = listed.run(visit, listed.neighbor_query(contents.key))
-    return {row["place"]: {k: row[k] for k in ("episode_id", "agent_id")} for row in rows}
 
 
 def _neighbor_links(

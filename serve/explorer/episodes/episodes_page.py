@@ -24,6 +24,11 @@ from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 from replaylake.serve.pages.texts import cell_text, count
 
 _PAGE_ROWS: Final = 100
+# Of a longer list by a measure, neighbors are found by a query each time.
+_MAX_RANKED: Final = 5000
+# So many commits that only label are looked through at most.
+_MAX_LABELINGS: Final = 200
+_LABELING: Final = "LABEL"
 # Plots have as many colors.
 MAX_COMPARED: Final = 8
 # By its name in an address: the column's title, its SQL and its type.
@@ -50,6 +55,18 @@ class EpisodeKey:
 
     def to_text(self) -> str:
         return json.dumps([self.value, self.episode_id, self.agent_id])
+
+
+class Ranking:
+    """Places of a list in its order."""
+
+    def __init__(self, places: Sequence[EpisodeKey]) -> None:
+        self.places = places
+        self._at = {(one.episode_id, one.agent_id): at for at, one in enumerate(places)}
+
+    def find(self, key: EpisodeKey) -> int | None:
+        """Return where an episode and agent is; None if it is not there."""
+        return self._at.get((key.episode_id, key.agent_id))
 
 
 @dataclass(frozen=True)
@@ -138,6 +155,71 @@ class EpisodeList:
         )
         return self._query(text, after)
 
+    def read_ranking(self, visit: Visit) -> Ranking | None:
+        """Return all places of a list by a measure, if it has few and no condition; else None.
+
+        A label changes no measure, but each label is a version: so a ranking is remembered by the
+        last version that is more than labels, and labeling an episode computes none.
+        """
+        if self.measure is None or self.where:
+            return None
+        measured = _find_measured_version(visit, self.snapshot)
+        key = ("ranking", self.snapshot.dataset, measured, self.measure.sql, self.is_descending)
+        known: tuple[Ranking | None] | None = visit.memory.get(key)
+        if known is None:
+            rows = visit.sql(
+                f"SELECT CAST({self.column} AS VARCHAR) AS value, episode_id, agent_id "
+                f"FROM {self.source()} ORDER BY {self._order(is_forward=True)} "
+                f"LIMIT {_MAX_RANKED + 1}",
+                self.snapshot,
+            )
+            places = [EpisodeKey(*row.values()) for row in rows]
+            known = (Ranking(places) if len(places) <= _MAX_RANKED else None,)
+            visit.memory.put(key, known, 300 * (1 + len(places)))
+        return known[0]
+
+    def find_neighbors(self, visit: Visit, key: EpisodeKey) -> dict[str, dict[str, Any]]:
+        """Return the episodes before and after one, as `previous` and `next`."""
+        ranking = self.read_ranking(visit)
+        if ranking is None or (place := ranking.find(key)) is None:
+            rows = self.run(visit, self.neighbor_query(key))
+            return {row["place"]: {k: row[k] for k in ("episode_id", "agent_id")} for row in rows}
+        found = {"previous": place - 1, "next": place + 1}
+        return {
+            name: {"episode_id": one.episode_id, "agent_id": one.agent_id}
+            for name, at in found.items()
+            if 0 <= at < len(ranking.places)
+            for one in [ranking.places[at]]
+        }
+
+    def find_unlabeled(
+        self, visit: Visit, label: str | None, after: EpisodeKey | None
+    ) -> list[dict[str, Any]]:
+        """Return the first episode without a label, after a place or of all; none where all have.
+
+        label: a column of the dataset; None where no episode has the label.
+        """
+        ranking = self.read_ranking(visit)
+        start = None
+        if ranking is not None:
+            start = 0 if after is None else ranking.find(after)
+        if ranking is None or start is None:
+            return self.run(visit, self.unlabeled_query(label, after))
+        labeled: set[tuple[str, str]] = set()
+        if label is not None:
+            rows = visit.sql(
+                f"""SELECT DISTINCT episode_id, agent_id FROM {self.snapshot.dataset}.steps
+                WHERE "{label}" IS NOT NULL""",
+                self.snapshot,
+            )
+            labeled = {(row["episode_id"], row["agent_id"]) for row in rows}
+        first = start if after is None else start + 1
+        return [
+            {"episode_id": one.episode_id, "agent_id": one.agent_id}
+            for one in ranking.places[first:]
+            if (one.episode_id, one.agent_id) not in labeled
+        ][:1]
+
     def run(self, visit: Visit, query: Query) -> list[dict[str, Any]]:
         """Run one of these queries. Raises: QueryError, QueryRefusedError for the condition."""
         if not self.where:
@@ -196,6 +278,23 @@ class EpisodeList:
             if key.value is not None:
                 parameters["value"] = key.value
         return Query(text, parameters, {self.snapshot.dataset: self.snapshot.version})
+
+
+def _find_measured_version(visit: Visit, snapshot: Snapshot) -> int:
+    """Return the last version up to one whose commit did more than label an episode."""
+    key = ("measured version", snapshot.dataset)
+    known: tuple[int, int] | None = visit.memory.get(key)
+    since = max(0, snapshot.version - _MAX_LABELINGS)
+    measured = since
+    if known is not None and since <= known[0] <= snapshot.version:
+        since, measured = known
+    for one in visit.lake.dataset(snapshot.dataset).history(since + 1):
+        if one["version"] > snapshot.version:
+            break
+        if one.get("operation") != _LABELING:
+            measured = one["version"]
+    visit.memory.put(key, (snapshot.version, measured), 200)
+    return measured
 
 
 def read_list(visit: Visit, snapshot: Snapshot) -> EpisodeList:

@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import pytest
 
-from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.maintenance.labels.annotate import annotate
 from replaylake.datastore.maintenance.labels.episode_labels import (
     label_episode,
@@ -20,7 +22,7 @@ from replaylake.datastore.maintenance.labels.episode_labels import (
 from replaylake.datastore.maintenance.scoring.function_scorer import FunctionScorer
 from replaylake.datastore.maintenance.scoring.score import score
 from replaylake.datastore.storage.table.table import Table
-from replaylake.serve.explorer.episodes import episode_page
+from replaylake.serve.explorer.episodes import episode_page, episodes_page
 from replaylake.serve.explorer.visits.request_queue import RequestQueue
 from replaylake.serve.safety.tokens import Tokens
 
@@ -41,6 +43,18 @@ def lake(tmp_path, episode_maker):
 @pytest.fixture
 def reader(lake, reader_type):
     return reader_type(lake)
+
+
+def make_still(name):
+    """Return an episode that always acts alike."""
+    return Episode(
+        name,
+        observations=np.zeros((4, 2)),
+        actions=np.zeros(4, np.int64),
+        rewards=np.zeros(4),
+        terminated=True,
+        extras={"remark": np.full(4, "still", dtype=object)},
+    )
 
 
 def _page(number, **values):
@@ -123,6 +137,45 @@ def test_a_label_of_a_list_leads_to_the_next_without_it(reader):
     page = reader.page(address)
     assert "Every episode of this list has the label verdict." in page.text
     assert "Saved in version 6: verdict of w/0 is bad." in page.text
+
+
+@pytest.mark.parametrize("most", [5000, 2])
+def test_labels_of_a_ranked_list_compute_no_measure_again(reader, monkeypatch, most):
+    monkeypatch.setattr(episodes_page, "_MAX_RANKED", most)
+    computed = []
+    sql = Lake.sql
+
+    def count(self, text, *arguments, **options):
+        computed.append("AS repetition" in text)
+        return sql(self, text, *arguments, **options)
+
+    monkeypatch.setattr(Lake, "sql", count)
+    rows = reader.json("/datasets/walks/episodes.json?sort=repetition&order=descending")
+    order = [row["episode_id"] for row in rows["episodes"]]
+    address = "/datasets/walks/next?sort=repetition&order=descending&label=verdict"
+    seen = []
+    for _ in range(5):
+        answer = reader.client.get(address, follow_redirects=False)
+        page = answer.headers["location"]
+        name = parse_qs(urlsplit(page).query)["id"][0]
+        seen.append(name)
+        place = order.index(name)
+        body = reader.json(page.replace("episode?", "episode.json?"))
+        assert body["episode"]["repetition"] == rows["episodes"][place]["repetition"]
+        for key, at in (("previous", place - 1), ("next", place + 1)):
+            found = body[key] and body[key]["episode_id"]
+            assert found == (order[at] if 0 <= at < 5 else None)
+        address = _set(reader, None, path=page).headers["location"]
+    assert seen == order
+    assert "Every episode of this list has the label" in reader.page(address).text
+    if most == 5000:
+        # For the list, and for the ranking, of which each label is a later version.
+        assert sum(computed) == 2
+    # Further data is another ranking.
+    dataset = reader.lake.dataset("walks")
+    dataset.append([make_still("w/9")])
+    answer = reader.client.get(address, follow_redirects=False)
+    assert "id=w%2F9" in answer.headers["location"]
 
 
 def test_the_queue_is_within_the_condition_of_the_list(reader):
