@@ -378,7 +378,7 @@ def _evaluation_panels(visit: Visit, one: SavedEvaluation) -> list[Panel]:
         _comparison_chart(one.report),
     ]
     if one.kind != "gate" and reports:
-        body.append(_estimate_chart(reports[0]))
+        body += [_estimate_chart(reports[0]), _difference_chart(reports[0])]
     refused = _mapping(one.report.get("refused"))
     if refused:
         body.append(tag("h3", "Estimators without a value"))
@@ -427,6 +427,16 @@ def _estimate_chart(report: Mapping[str, Any]) -> Markup | None:
     mean = _number(report.get("log_mean"))
     reference = None if mean is None else ("the log's own mean", mean)
     return interval_chart(rows, label="Estimated return", reference=reference)
+
+
+def _difference_chart(report: Mapping[str, Any]) -> Markup | None:
+    """Draw estimates minus the log's own mean, paired by episode, against 0."""
+    keys = ("difference", "difference_low", "difference_high")
+    rows = [row for one in _mappings(report.get("estimates")) if (row := _interval(one, keys))]
+    if not rows:
+        return None
+    label = "Difference from the log's own mean, paired by episode"
+    return interval_chart(rows, label=label, reference=("no difference", 0.0))
 
 
 def _interval(one: Mapping[str, Any], keys: tuple[str, str, str]) -> Interval | None:

@@ -83,6 +83,27 @@ def test_each_evaluation_has_an_address_and_any_report_is_shown(gated, hostile):
     reader.page("/policies/p?evaluation=01x", 404)
 
 
+def test_an_evaluation_has_differences_from_the_log(gated):
+    reader, _ = gated
+    estimates = [
+        {
+            "estimator": "ips",
+            "value": 2.0,
+            "difference": 0.5,
+            "difference_low": 0.25,
+            "difference_high": 0.75,
+        },
+        {"estimator": "dm", "value": 1.0, "difference": -0.5},
+    ]
+    about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}
+    saved = reader.lake.registry.evaluations.save(
+        "ope", {"estimates": estimates}, **about, verdict="supported"
+    )
+    page = reader.page(f"/policies/p?evaluation={saved}")
+    assert "Difference from the log's own mean, paired by episode" in page.texts
+    assert {"0.5 (0.25 to 0.75)", "-0.5, no interval"} <= set(page.texts)
+
+
 def test_a_damaged_report_is_named_and_hides_no_other(gated):
     reader, _ = gated
     reader.lake.storage.put("_lake/evaluations/00x.json", b"{}")
