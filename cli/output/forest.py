@@ -29,7 +29,7 @@ def draw_estimates(path: Path, report: PolicyReport) -> None:
     has_weights = weights is not None
     with mpl.rc_context({**STYLE, "font.size": 9}):
         figure = Figure(
-            figsize=(12.6 if has_weights else 9.4, 1.4 + 0.34 * len(estimates)),
+            figsize=(12.6 if has_weights else 9.4, 1.7 + 0.34 * len(estimates)),
             layout="constrained",
             dpi=130,
         )
@@ -64,7 +64,7 @@ def _forest(axes: Any, report: PolicyReport) -> None:
     percent = f"{report.request.level:.0%}"
     fitted = "; propensities fitted" if report.diagnostics.behavior_fitted else ""
     axes.set_xlabel(
-        f"value, {percent} interval{fitted}; hollow: model alone, no interval; grey: the log's mean"
+        f"value, {percent} interval{fitted}\nhollow: model alone, no interval; grey: the log's mean"
     )
     simplify_axes(axes)
 
@@ -83,7 +83,8 @@ def _differences(axes: Any, report: PolicyReport) -> None:
     # The names are those of the panel beside it.
     axes.set_yticks(range(len(report.estimates.estimates)), [])
     axes.invert_yaxis()
-    axes.set_xlabel("difference from the log's mean, paired by episode")
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlabel("difference from the log's mean,\npaired by episode")
     simplify_axes(axes)
 
 

@@ -379,7 +379,8 @@ def draw_delays(visit: Visit, log: ServedLog) -> Panel:
         counts[row["place"]] = row["num"]
     names = [*(f"up to {duration_text(one)}" for one in _DELAYS_S), "longer"]
     titles = [f"{name}: {num:,} rewards" for name, num in zip(names, counts, strict=True)]
-    axis = [name.removeprefix("up to ") for name in names]
+    # A short word: on a phone, a column is as wide as four letters.
+    axis = [*(name.removeprefix("up to ") for name in names[:-1]), "more"]
     chart = column_chart(counts, titles, label="Time from decision to reward, up to", axis=axis)
     delays: list[list[Child]] = []
     for name, row in _read_joined(visit, log).items():

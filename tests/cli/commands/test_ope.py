@@ -183,7 +183,7 @@ def test_a_picture(run: Any, lake: Path, tmp_path: Path) -> None:
         assert run("ope", "log", "--policy", "random", *CHEAP, "--plot", picture).code == 0
         assert picture.read_bytes().startswith(begins)
     texts = (tmp_path / "ope.svg").read_text()
-    assert "difference from the log's mean, paired by episode" in html.unescape(texts)
+    assert "difference from the log's mean," in html.unescape(texts)
     # Without any weights there is a picture, too.
     ran = run("ope", "log", "--target-prob", "0.0", "--plot", tmp_path / "no.png", *CHEAP)
     assert ran.code == 3
