@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from replaylake.datastore.lake.lake import Lake
     from replaylake.serve.explorer.config import ExplorerConfig
-    from replaylake.serve.explorer.promotions import Promote, PromotionRequest
+    from replaylake.serve.explorer.visits.promotions import Promote, PromotionRequest
 
 
 def explore(

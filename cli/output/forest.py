@@ -20,7 +20,7 @@ _VALUE = "#0072B2"
 
 
 def draw_estimates(path: Path, report: PolicyReport) -> None:
-    """Draw each estimate with its interval, and how the episodes' weights are spread.
+    """Draw each estimate and its difference from the log, and how the weights are spread.
 
     Raises: StorageError.
     """
@@ -29,14 +29,15 @@ def draw_estimates(path: Path, report: PolicyReport) -> None:
     has_weights = weights is not None
     with mpl.rc_context({**STYLE, "font.size": 9}):
         figure = Figure(
-            figsize=(9.4 if has_weights else 6.2, 1.4 + 0.34 * len(estimates)),
+            figsize=(12.6 if has_weights else 9.4, 1.7 + 0.34 * len(estimates)),
             layout="constrained",
             dpi=130,
         )
-        grid = figure.subplots(1, 1 + has_weights, squeeze=False).ravel()
+        grid = figure.subplots(1, 2 + has_weights, squeeze=False).ravel()
         _forest(grid[0], report)
+        _differences(grid[1], report)
         if weights is not None:
-            _weights(grid[1], weights)
+            _weights(grid[2], weights)
         name = report.policy["policy"] or report.policy["target_prob"]
         title = (
             f"{shorten_name(str(name), 40)} on {report.dataset}@{report.version}: {report.verdict}"
@@ -63,8 +64,27 @@ def _forest(axes: Any, report: PolicyReport) -> None:
     percent = f"{report.request.level:.0%}"
     fitted = "; propensities fitted" if report.diagnostics.behavior_fitted else ""
     axes.set_xlabel(
-        f"value, {percent} interval{fitted}; hollow: model alone, no interval; grey: the log's mean"
+        f"value, {percent} interval{fitted}\nhollow: model alone, no interval; grey: the log's mean"
     )
+    simplify_axes(axes)
+
+
+def _differences(axes: Any, report: PolicyReport) -> None:
+    """Draw values minus the log's own mean, paired by episode, against 0."""
+    axes.axvline(0.0, color=_LOG, linewidth=1.2)
+    for place, one in enumerate(report.estimates.estimates):
+        if one.difference_low is not None:
+            ends = [one.difference_low, one.difference_high]
+            axes.plot(ends, [place, place], color=_VALUE, linewidth=1.6)
+        inside = _VALUE if one.max_weight is not None else "white"
+        axes.plot(
+            [one.difference], [place], "o", color=_VALUE, markerfacecolor=inside, markersize=4.5
+        )
+    # The names are those of the panel beside it.
+    axes.set_yticks(range(len(report.estimates.estimates)), [])
+    axes.invert_yaxis()
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlabel("difference from the log's mean,\npaired by episode")
     simplify_axes(axes)
 
 

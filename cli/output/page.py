@@ -94,6 +94,8 @@ def _episode_sections(report: EpisodeReport) -> Iterator[Section]:
     ):
         if num > 1:
             yield Section(title, _draw_parts(parts, what, num))
+    for name, parts in report.columns.items():
+        yield Section(f"Returns by {name}", _draw_parts(parts, "value", len(parts)))
     if report.action_rewards:
         rows = [
             Interval(

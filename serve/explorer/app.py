@@ -27,40 +27,40 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake.lake import Lake
-from replaylake.serve.explorer.breakdown_page import show_breakdown
-from replaylake.serve.explorer.compare_page import show_comparison
-from replaylake.serve.explorer.console_page import send_result, show_console
-from replaylake.serve.explorer.conversation_panel import send_image
-from replaylake.serve.explorer.dataset_page import show_dataset, show_diff
-from replaylake.serve.explorer.decision_page import show_decision
-from replaylake.serve.explorer.episode_labels import open_next, write_label
-from replaylake.serve.explorer.episode_page import send_frame, show_episode
-from replaylake.serve.explorer.episodes_page import show_episodes
-from replaylake.serve.explorer.forms import TOKEN_FIELD, FormTokens, check_sender, read_form
-from replaylake.serve.explorer.group_page import show_group, show_groups
-from replaylake.serve.explorer.lake_page import show_lake
-from replaylake.serve.explorer.live_pages import EVENT_STREAM, SEEN, LivePages, Rendering
-from replaylake.serve.explorer.outliers import TITLES
-from replaylake.serve.explorer.page import (
+from replaylake.serve.explorer.datasets.console_page import send_result, show_console
+from replaylake.serve.explorer.datasets.dataset_page import show_dataset, show_diff
+from replaylake.serve.explorer.datasets.lake_page import show_lake
+from replaylake.serve.explorer.episodes.breakdown_page import show_breakdown
+from replaylake.serve.explorer.episodes.compare_page import show_comparison
+from replaylake.serve.explorer.episodes.conversation_panel import send_image
+from replaylake.serve.explorer.episodes.episode_labels import open_next, write_label
+from replaylake.serve.explorer.episodes.episode_page import send_frame, show_episode
+from replaylake.serve.explorer.episodes.episodes_page import show_episodes
+from replaylake.serve.explorer.episodes.group_page import show_group, show_groups
+from replaylake.serve.explorer.episodes.outliers import TITLES
+from replaylake.serve.explorer.policies.policies_page import list_policies, show_policy
+from replaylake.serve.explorer.policies.promotion_form import cancel_promotion, start_promotion
+from replaylake.serve.explorer.runs.runs_page import list_runs, open_comparison, show_run
+from replaylake.serve.explorer.serving.decision_page import show_decision
+from replaylake.serve.explorer.serving.serving_page import list_serving, show_serving
+from replaylake.serve.explorer.visits.forms import TOKEN_FIELD, FormTokens, check_sender, read_form
+from replaylake.serve.explorer.visits.live_pages import EVENT_STREAM, SEEN, LivePages, Rendering
+from replaylake.serve.explorer.visits.page import (
     Download,
     Page,
     Panel,
     Redirect,
-    empty_state,
+    draw_empty,
     render,
     to_csv,
     to_html,
     to_json,
 )
-from replaylake.serve.explorer.policies_page import list_policies, show_policy
-from replaylake.serve.explorer.profiles import ProfileMemory
-from replaylake.serve.explorer.promotion_form import cancel_promotion, start_promotion
-from replaylake.serve.explorer.promotions import Promote, Promotions
-from replaylake.serve.explorer.request_queue import RequestQueue
-from replaylake.serve.explorer.runs_page import list_runs, open_comparison, show_run
-from replaylake.serve.explorer.serving_page import list_serving, show_serving
-from replaylake.serve.explorer.token_texts import TokenTexts
-from replaylake.serve.explorer.visit import Links, QueryMemory, Visit
+from replaylake.serve.explorer.visits.profiles import ProfileMemory
+from replaylake.serve.explorer.visits.promotions import Promote, Promotions
+from replaylake.serve.explorer.visits.request_queue import RequestQueue
+from replaylake.serve.explorer.visits.token_texts import TokenTexts
+from replaylake.serve.explorer.visits.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
 from replaylake.serve.pages.frame import FRAME_FILES, HTML, SECURITY_HEADERS, read_static
 from replaylake.serve.pages.markup import tag
@@ -208,7 +208,9 @@ class Explorer:
         self._promotions = promotions
         self._pages = dict(PAGES)
         self._writes = dict(WRITES)
-        self._routes = [Route(path, _never, name=path) for path in (*self._pages, *self._writes)]
+        self._routes = [
+            Route(path, _refuse_call, name=path) for path in (*self._pages, *self._writes)
+        ]
         self._files: dict[str, tuple[bytes, str]] = {}
         self._assets: dict[str, str] = {}
         for one in (
@@ -343,7 +345,7 @@ class Explorer:
             )
         queue = self._find_queue(route, values, runs_sql=bool(runs_sql))
         if queue is not None:
-            async with queue.turn(request.is_disconnected):
+            async with queue.take_turn(request.is_disconnected):
                 page = await _run_while_connected(request, visit(), function)
         else:
             page = await _run_while_connected(request, visit(), function)
@@ -412,7 +414,7 @@ class Explorer:
             promotions=self._promotions,
         )
         try:
-            async with self.writes.turn(request.is_disconnected):
+            async with self.writes.take_turn(request.is_disconnected):
                 result = await run_in_threadpool(self._writes[route], visit)
         except ReplayLakeError as error:
             return self._error(request, path, _status_of(error), str(error), back=visit.back)
@@ -594,13 +596,13 @@ class Explorer:
         hint = tag("a", "Go to the lake", href=self._links())
         if back is not None:
             hint = tag("a", "Back to the page of the form", href=back)
-        body = empty_state(text, hint=hint)
+        body = draw_empty(text, hint=hint)
         page = Page(phrase, section="error", panels=[Panel("Why", body)])
         return self._page(request, page, self._links(), status)
 
 
 def _check_site(request: Request) -> bool:
-    """Return whether a link on another site led here; refuse what else such a site requests.
+    """Return whether a link on another site led here; refuse its other requests.
 
     A browser says where a request comes from (Fetch Metadata) also where it sends no Origin, as for
     images. Raises: RequestRefusedError.
@@ -665,7 +667,7 @@ async def _answer_lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-async def _never(request: Request) -> Response:
+async def _refuse_call(request: Request) -> Response:
     raise AssertionError("routes are only matched")
 
 

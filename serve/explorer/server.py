@@ -13,8 +13,8 @@ from replaylake.datastore.query.untrusted import keep_spare_sandbox
 from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded, return_freed_memory
 from replaylake.serve.explorer.app import create_explorer
 from replaylake.serve.explorer.config import ExplorerConfig
-from replaylake.serve.explorer.promotions import Promote
-from replaylake.serve.explorer.token_texts import TokenTexts
+from replaylake.serve.explorer.visits.promotions import Promote
+from replaylake.serve.explorer.visits.token_texts import TokenTexts
 from replaylake.serve.http.listener import open_server, run_app
 
 # A page takes seconds at most; what is open longer is cut.

@@ -23,13 +23,27 @@ function showTimes() {
 // A page of a server with tokens: a browser's link carries none, so the script asks for it again.
 async function openWith(token) {
   const headers = { accept: "text/html", authorization: `Bearer ${token}` };
-  const answer = await fetch(location.href, { headers });
+  let answer;
+  try {
+    answer = await fetch(location.href, { headers });
+  } catch {
+    sayUnanswered();
+    return;
+  }
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   if (answer.ok) remember(token);
   document.title = page.title;
   document.body.replaceWith(document.adoptNode(page.body));
   start();
   if (answer.ok && location.hash) $(`[id="${CSS.escape(location.hash.slice(1))}"]`)?.scrollIntoView();
+}
+
+function sayUnanswered() {
+  $("#unanswered")?.remove();
+  const said = document.createElement("p");
+  Object.assign(said, { id: "unanswered", className: "wrong", textContent: "The server does not answer. Try again once it runs." });
+  said.setAttribute("role", "alert");
+  $("#token-form").after(said);
 }
 
 function startTokenForm(isFirst) {

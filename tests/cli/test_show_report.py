@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from replaylake.datastore.episodes.episode import Episode
@@ -140,11 +141,16 @@ def test_episodes_have_quantiles_extremes_days_and_sources(
             rewards=np.array([0.0] * n + [float(n)]),
             terminated=True,
             timestamps=first_us + (n // 3) * day_us + np.arange(n + 1),
+            extras={
+                "arm": np.full(n + 1, f"<b>{n % 2}", dtype=object),
+                "batch": np.full(n + 1, 7),
+            },
         )
         for n in range(9)
     ]
     dataset = open_lake(lake, create=True).dataset("d")
-    dataset.create(Box((1,), "float64"), Box((1,), "float64"))
+    extras = {"arm": pa.string(), "batch": pa.int64()}
+    dataset.create(Box((1,), "float64"), Box((1,), "float64"), extras=extras)
     dataset.append(episodes)
     path = tmp_path / "report.html"
     body = run("show", "d", "--report", path, "--json").json["episodes"]
@@ -157,12 +163,17 @@ def test_episodes_have_quantiles_extremes_days_and_sources(
     sources = [(one["name"], one["num_episodes"], one["mean"]) for one in body["sources"]]
     assert sources == [("robot", 6, 2.5), ("sim", 3, 7.0)]
     assert (body["sources"][1]["low"], body["sources"][1]["high"]) == (6.5, 7.5)
+    # A column of one value tells nothing.
+    assert list(body["columns"]) == ["arm"]
+    arms = [(one["name"], one["num_episodes"], one["mean"]) for one in body["columns"]["arm"]]
+    assert arms == [("<b>0", 5, 4.0), ("<b>1", 4, 4.0)]
     page = _page(path)
-    assert page.headings[1:5] == [
+    assert page.headings[1:6] == [
         "Quantiles",
         "Best and worst episodes",
         "Returns by day",
         "Returns by source",
+        "Returns by arm",
     ]
     assert {"robot/0", "sim/8", "2023-11-15", "4 of 3 episodes", "2.5 of 6 episodes"} <= set(
         page.texts

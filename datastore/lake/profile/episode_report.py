@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from replaylake.datastore.episodes import schema
+from replaylake.datastore.episodes.message_media import MESSAGE_COLUMNS
 from replaylake.datastore.episodes.spaces import Discrete
 from replaylake.datastore.lake.snapshot import Snapshot
 
@@ -17,6 +18,10 @@ QUANTILES: Final = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 _NUM_EXTREMES: Final = 5
 _NUM_PARTS: Final = 30
 _MAX_ACTIONS: Final = 100
+# A column with more values tells episodes apart; of the others, the first ones are drawn.
+_MAX_VALUES: Final = 200
+_MAX_COLUMNS: Final = 8
+_KEY_TYPES: Final = ("string", "bool", "int64", "int32", "dictionary<values=string")
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,9 @@ class EpisodeReport:
     return_quantiles, length_quantiles: at QUANTILES; empty where no return is known. best, worst:
     rows of `episodes` with `episode_id`, `agent_id`, `return` and `num_steps`. days: by the UTC day
     of the first step, the newest ones; sources: by what precedes the first slash of an id, the
-    largest ones. num_days, num_sources: all of them. action_rewards: of episodes of one step with
-    discrete actions, else empty.
+    largest ones. num_days, num_sources: all of them. columns: by the first known value of each
+    further column of texts, whole numbers or flags that has 2 to 200 values. action_rewards: of
+    episodes of one step with discrete actions, else empty.
     """
 
     return_quantiles: Sequence[float]
@@ -65,6 +71,7 @@ class EpisodeReport:
     num_days: int
     sources: Sequence[EpisodePart]
     num_sources: int
+    columns: Mapping[str, Sequence[EpisodePart]]
     action_rewards: Sequence[ActionReward]
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +80,10 @@ class EpisodeReport:
 
 
 def report_episodes(snapshot: Snapshot) -> EpisodeReport:
-    """Describe a version's episodes. Cost: queries of `episodes`, and of actions in bandit logs."""
+    """Describe a version's episodes.
+
+    Cost: queries of `episodes`, of each further column, and of the actions of bandit logs.
+    """
     (row,) = snapshot.sql(
         f"""SELECT
         quantile_cont("return", {list(QUANTILES)}) FILTER (isfinite("return")) AS returns,
@@ -93,6 +103,7 @@ def report_episodes(snapshot: Snapshot) -> EpisodeReport:
         num_days=num_days,
         sources=sources,
         num_sources=num_sources,
+        columns=_read_columns(snapshot),
         action_rewards=_read_action_rewards(snapshot) if row["longest"] == 1 else (),
     )
 
@@ -106,13 +117,30 @@ def _read_extremes(snapshot: Snapshot, order: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_parts(snapshot: Snapshot, key: str, order: str) -> tuple[list[EpisodePart], int]:
+def _read_columns(snapshot: Snapshot) -> dict[str, list[EpisodePart]]:
+    found: dict[str, list[EpisodePart]] = {}
+    for name, kind in snapshot.spec.extras.items():
+        is_key = str(kind).startswith(_KEY_TYPES) and name not in MESSAGE_COLUMNS
+        if not is_key or len(found) == _MAX_COLUMNS:
+            continue
+        first = f"""SELECT episode_id, agent_id, CAST(arg_min("{name}", step) AS VARCHAR) AS value
+            FROM steps WHERE "{name}" IS NOT NULL GROUP BY episode_id, agent_id"""
+        rows = f"(SELECT * FROM episodes JOIN ({first}) USING (episode_id, agent_id))"
+        parts, num = _read_parts(snapshot, "value", "num_episodes DESC, name", rows)
+        if 2 <= num <= _MAX_VALUES:
+            found[name] = parts
+    return found
+
+
+def _read_parts(
+    snapshot: Snapshot, key: str, order: str, rows_of: str = "episodes"
+) -> tuple[list[EpisodePart], int]:
     """Return the first parts in an order, and the number of all. key: SQL of a part's name."""
     known = """FILTER (isfinite("return"))"""
     rows = snapshot.sql(
         f"""SELECT {key} AS name, count(*) AS num_episodes, avg("return") {known} AS mean,
         quantile_cont("return", [0.25, 0.75]) {known} AS quartiles, count(*) OVER () AS num_parts
-        FROM episodes WHERE {key} IS NOT NULL GROUP BY name ORDER BY {order} LIMIT {_NUM_PARTS}"""
+        FROM {rows_of} WHERE {key} IS NOT NULL GROUP BY name ORDER BY {order} LIMIT {_NUM_PARTS}"""
     ).to_pylist()
     parts = []
     for row in rows:

@@ -1,6 +1,6 @@
 "use strict";
 // The explorer's only script. Every page works without it; what it adds: times in the reader's
-// zone, plots with one cursor, rows that follow on scrolling, pages that follow what goes on, keys for
+// zone, plots with one cursor, rows that follow on scrolling, pages that follow running work, keys for
 // labels, and the SQL console's comforts.
 
 const $ = (selector, within = document) => within.querySelector(selector);
@@ -231,7 +231,7 @@ function startPlots() {
   if (scrub) show(0);
 }
 
-// Pages of what goes on: the explorer sends what changes, and it is put in place: the place of the
+// Pages of running work: the explorer sends what changes, and it is put in place: the place of the
 // window, the focus, and what is open or chosen stay. Where it sends nothing (too many pages are
 // followed, or a proxy is in the way), and in a window that is not seen, the page is read again.
 const HIDDEN_PAUSE_S = 60;

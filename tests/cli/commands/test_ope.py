@@ -1,5 +1,6 @@
 """`replaylake ope`: the numbers of others, verdicts, exit codes, and what it prints."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -181,6 +182,8 @@ def test_a_picture(run: Any, lake: Path, tmp_path: Path) -> None:
         picture = tmp_path / name
         assert run("ope", "log", "--policy", "random", *CHEAP, "--plot", picture).code == 0
         assert picture.read_bytes().startswith(begins)
+    texts = (tmp_path / "ope.svg").read_text()
+    assert "difference from the log's mean," in html.unescape(texts)
     # Without any weights there is a picture, too.
     ran = run("ope", "log", "--target-prob", "0.0", "--plot", tmp_path / "no.png", *CHEAP)
     assert ran.code == 3

@@ -12,7 +12,7 @@ from replaylake.datastore.feedback.decisions import decisions_encoder, ensure_fe
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.serve.explorer.config import ExplorerConfig
-from replaylake.serve.explorer.visit import Visit
+from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.tokens import Tokens
 

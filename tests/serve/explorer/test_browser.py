@@ -24,10 +24,10 @@ from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.lake.runs.metrics import MetricsLog
 from replaylake.serve.app import create_app
-from replaylake.serve.explorer import profiles
 from replaylake.serve.explorer.app import create_explorer
-from replaylake.serve.explorer.frames import encode_png
-from replaylake.serve.explorer.request_queue import RequestQueue
+from replaylake.serve.explorer.episodes.frames import encode_png
+from replaylake.serve.explorer.visits import profiles
+from replaylake.serve.explorer.visits.request_queue import RequestQueue
 from replaylake.serve.safety.tokens import Tokens
 
 pytestmark = pytest.mark.browser
@@ -200,7 +200,7 @@ def _check_all(browser, where):
 
 
 def test_a_run_is_followed_while_it_trains(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr("replaylake.serve.explorer.runs_page._REFRESH_S", 0.2)
+    monkeypatch.setattr("replaylake.serve.explorer.runs.runs_page._REFRESH_S", 0.2)
     lake = open_lake(tmp_path / "lake", create=True)
     record = {"run_id": "01run", "kind": "offline", "status": "running", "config": {"seed": 1}}
     lake.registry.record_run("01run", record)
@@ -247,7 +247,7 @@ def test_a_run_is_followed_while_it_trains(browser, tmp_path, monkeypatch):
 
 
 def test_a_window_that_is_seen_has_a_stream_and_others_have_none(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr("replaylake.serve.explorer.runs_page._REFRESH_S", 0.2)
+    monkeypatch.setattr("replaylake.serve.explorer.runs.runs_page._REFRESH_S", 0.2)
     lake = open_lake(tmp_path / "lake", create=True)
     lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "running"})
     shown = "[...document.querySelectorAll('.panel td')].map(e => e.textContent).join(' ')"
@@ -280,7 +280,7 @@ def test_a_window_that_is_seen_has_a_stream_and_others_have_none(browser, tmp_pa
         browser.click("[data-refresh] button")
         _wait(lambda: app.live._num == 1)
         # Where as many are followed as may be, the page is read again instead.
-        monkeypatch.setattr("replaylake.serve.explorer.live_pages._MAX_STREAMS", 0)
+        monkeypatch.setattr("replaylake.serve.explorer.visits.live_pages._MAX_STREAMS", 0)
         browser.open(address + "/runs/01run")
         with MetricsLog(lake.storage, "01run") as log:
             log.add(2, {"loss": 0.625}, time.time())
@@ -292,7 +292,7 @@ def test_a_window_that_is_seen_has_a_stream_and_others_have_none(browser, tmp_pa
 
 
 def test_behind_a_proxy_that_holds_events_back_a_page_is_read(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr("replaylake.serve.explorer.runs_page._REFRESH_S", 0.2)
+    monkeypatch.setattr("replaylake.serve.explorer.runs.runs_page._REFRESH_S", 0.2)
     lake = open_lake(tmp_path / "lake", create=True)
     lake.registry.record_run("01run", {"run_id": "01run", "kind": "offline", "status": "running"})
     explorer = create_explorer(lake)
@@ -327,7 +327,7 @@ def _wait(condition):
 
 
 def test_a_profile_takes_the_place_of_its_progress(browser, explored_lake, monkeypatch):
-    monkeypatch.setattr("replaylake.serve.explorer.dataset_page._REFRESH_S", 0.2)
+    monkeypatch.setattr("replaylake.serve.explorer.datasets.dataset_page._REFRESH_S", 0.2)
     monkeypatch.setattr(profiles, "_WAIT_S", 0.0)
     compute, may_go = profiles.compute_profile, threading.Event()
 
@@ -532,7 +532,7 @@ def test_times_are_in_the_zone_of_the_reader(browser, address):
 
 
 def test_rows_follow_on_scrolling(browser, address, monkeypatch):
-    monkeypatch.setattr("replaylake.serve.explorer.episodes_page._PAGE_ROWS", 5)
+    monkeypatch.setattr("replaylake.serve.explorer.episodes.episodes_page._PAGE_ROWS", 5)
     browser.show(1280, 300)
     _open(browser, address + "/datasets/walks/episodes")
     browser.run("scrollTo(0, 1e6)")
@@ -544,7 +544,7 @@ def test_rows_follow_on_scrolling(browser, address, monkeypatch):
 def test_rows_that_cannot_be_read_are_said_and_can_be_read_again(
     browser, explored_lake, monkeypatch
 ):
-    monkeypatch.setattr("replaylake.serve.explorer.episodes_page._PAGE_ROWS", 5)
+    monkeypatch.setattr("replaylake.serve.explorer.episodes.episodes_page._PAGE_ROWS", 5)
     app = create_explorer(explored_lake)
     browser.show(1280, 300)
     with _run(app) as address:
@@ -935,6 +935,14 @@ def test_a_policy_server_with_tokens_asks_for_them(browser, package, serving):
         browser.open(address + "/docs")
         _check_all(browser, "token")
         browser.run("document.querySelector('#token').focus(); 0")
+        # A server that is down is said so, in place of nothing.
+        browser.run("window.request = fetch; window.fetch = () => Promise.reject(new Error()); 0")
+        browser.type_text(admin)
+        browser.press("Enter")
+        browser.wait_until("document.querySelector('#unanswered')")
+        said = browser.run("document.querySelector('#unanswered').textContent")
+        assert said == "The server does not answer. Try again once it runs."
+        browser.run("window.fetch = window.request; document.querySelector('#token').value = ''; 0")
         browser.type_text(admin)
         browser.press("Enter")
         browser.wait_until("document.title.startsWith('HTTP API')")

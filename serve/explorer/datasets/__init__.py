@@ -1,0 +1,1 @@
+"""Datasets: the lake, a dataset and its versions, and the SQL console."""

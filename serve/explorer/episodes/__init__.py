@@ -1,0 +1,1 @@
+"""Episodes: lists and groups of them, one or several, their tokens, conversations and labels."""

@@ -1,0 +1,1 @@
+"""Policies: versions, lineage, evaluations, trials and promotions."""

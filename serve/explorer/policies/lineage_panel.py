@@ -1,0 +1,98 @@
+"""Lineage: from the data that versions of a policy learned from to the decisions they made."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Final
+
+from replaylake.datastore.errors import ReplayLakeError
+from replaylake.datastore.lake.holdout import describe_selection
+from replaylake.serve.explorer.serving.serving_page import read_arms
+from replaylake.serve.explorer.visits.page import Panel
+from replaylake.serve.explorer.visits.visit import Visit
+from replaylake.serve.pages.charts import FlowNode, flow_chart
+from replaylake.serve.pages.markup import tag
+from replaylake.serve.pages.texts import count
+
+_MAX_VERSIONS: Final = 8
+_RECENT_S: Final = 30.0
+_STAGES: Final = ("Data", "Run", "Version", "Decisions")
+
+
+def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs: Set[str]) -> Panel:
+    """Draw data, runs, versions and decision logs of a policy, and what led to what.
+
+    entries: the versions of the policy, the newest first. known_runs: the runs that have a page.
+    """
+    name = visit.path["name"]
+    aliased = [entry for entry in entries[_MAX_VERSIONS:] if entry["aliases"]]
+    shown = [*entries[:_MAX_VERSIONS], *aliased]
+    logs: dict[str, dict[int, int]] = {}
+    unreadable = []
+    for dataset in visit.lake.datasets():
+        try:
+            arms = _read_recent_arms(visit, dataset)
+        except ReplayLakeError as error:
+            unreadable.append(tag("p", f"Decisions of {dataset}: {error}", class_="wrong"))
+            continue
+        if own := {arm["policy_version"]: arm["num"] for arm in arms if arm["policy"] == name}:
+            logs[dataset] = own
+    stages: list[dict[str, FlowNode]] = [{} for _ in _STAGES]
+    links: set[tuple[int, str, str]] = set()
+    for entry in shown:
+        version = str(entry["version"])
+        aliases = ", ".join(entry["aliases"])
+        stages[2][version] = FlowNode(f"{name}:{version}", aliases)
+        run_id = entry["run_id"] or ""
+        address = visit.link("runs", run_id) if run_id in known_runs else None
+        algorithm = str(entry["lineage"].get("algorithm") or "")
+        data = _find_data(visit, entry)
+        # Versions that learned from other data have a box of their own, also of the same run.
+        run = json.dumps([run_id, sorted(data)])
+        stages[1].setdefault(run, FlowNode(run_id or "not recorded", algorithm, address))
+        links.add((1, run, version))
+        for key, node in data.items():
+            stages[0].setdefault(key, node)
+            links.add((0, key, run))
+        for dataset, nums in logs.items():
+            num = nums.get(entry["version"])
+            if num is None:
+                continue
+            address = visit.link("serving", dataset)
+            total = count(sum(nums.values()), "decision")
+            stages[3].setdefault(dataset, FlowNode(dataset, total, address))
+            links.add((2, version, dataset))
+    note = "Each line leads from a source to a result. The page of a decision has its own path."
+    if len(entries) > len(shown):
+        note = f"The newest {_MAX_VERSIONS} versions, and those with an alias. {note}"
+    titled = list(zip(_STAGES, stages, strict=True))
+    chart = flow_chart(titled, sorted(links), label=f"Lineage of {name}")
+    visit.take_queries()
+    return Panel("Lineage", [chart, unreadable], note=note)
+
+
+def _read_recent_arms(visit: Visit, dataset: str) -> list[dict[str, Any]]:
+    """Return what each version decided, as it was known within half a minute.
+
+    Servers commit all the time, and each version of a log is a scan of it.
+    """
+    key = ("recent arms", dataset)
+    known: tuple[float, list[dict[str, Any]]] | None = visit.memory.get(key)
+    if known is None or time.monotonic() - known[0] > _RECENT_S:
+        known = (time.monotonic(), read_arms(visit, dataset))
+        visit.memory.put(key, known, 1000 * (1 + len(known[1])))
+    return known[1]
+
+
+def _find_data(visit: Visit, entry: Mapping[str, Any]) -> dict[str, FlowNode]:
+    """Return what a version learned from, by version and condition."""
+    found = {}
+    for used in entry["lineage"].get("datasets") or ():
+        dataset, version = str(used.get("dataset")), used.get("version")
+        text = dataset if version is None else f"{dataset}@{version}"
+        where = str(used.get("where") or "")
+        address = visit.link("datasets", dataset, at=version)
+        found[f"{text} {where}"] = FlowNode(text, where and describe_selection(where), address)
+    return found or {"": FlowNode("not recorded", "")}

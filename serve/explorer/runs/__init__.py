@@ -1,0 +1,1 @@
+"""Runs: their list, a run or two side by side, and sweeps."""

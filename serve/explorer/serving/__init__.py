@@ -1,0 +1,1 @@
+"""Serving: logs of decisions, and single decisions."""
