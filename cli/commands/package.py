@@ -1,9 +1,10 @@
-"""`replaylake policies package`: a policy as a Bento, to serve elsewhere."""
+"""`replaylake policies package`: a policy as a Bento or an MLflow model, to use elsewhere."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -16,7 +17,17 @@ from replaylake.cli.options import (
 )
 from replaylake.cli.output.command_output import CommandOutput, size
 
+if TYPE_CHECKING:
+    from replaylake.datastore.lake.policies.registry import PolicyRef
+
 _LARGEST: Final = 4
+
+
+class PackageFormat(StrEnum):
+    """What a policy is packaged as."""
+
+    bento = "bento"
+    mlflow = "mlflow"
 
 
 def package(
@@ -25,11 +36,15 @@ def package(
         Path,
         typer.Option("--output", metavar="DIR", help="Directory to create.", show_default=False),
     ],
+    kind: Annotated[
+        PackageFormat,
+        typer.Option("--format", help="Kind of package: a Bento, or a model for MLflow's pyfunc."),
+    ] = PackageFormat.bento,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Package a policy as a Bento.
+    """Package a policy as a Bento or an MLflow model.
 
     The Bento is a directory with the policy, ReplayLake's wheel, a lock of the requirements and a
     Dockerfile. It serves the policy without the lake.
@@ -37,11 +52,16 @@ def package(
     Example:
       replaylake policies package clone@champion --output clone-bento
       bentoml serve clone-bento
+      replaylake policies package clone@champion --format mlflow --output clone-model
     """
     from replaylake.datastore.lake.lake import open_lake
-    from replaylake.serve.package.bento import package_bento
 
     report = CommandOutput(as_json)
+    if kind is PackageFormat.mlflow:
+        _package_mlflow_model(report, open_lake(lake).registry.resolve(policy), output)
+        return
+    from replaylake.serve.package.bento import package_bento
+
     ref = open_lake(lake).registry.resolve(policy)
     report.print_message(f"policy {ref} ({ref.selected_by})")
     with report.waiting(f"building a Bento of {ref}"):
@@ -60,5 +80,19 @@ def package(
             f"install it: cd {receipt.output}/env/python && pip install -r requirements.txt",
             f"serve it: bentoml serve {receipt.output}",
             f"as an image: docker build -f {receipt.dockerfile} -t {receipt.tag} {receipt.output}",
+        ],
+    )
+
+
+def _package_mlflow_model(report: CommandOutput, ref: PolicyRef, output: Path) -> None:
+    from replaylake.serve.package.mlflow_model import package_mlflow_model
+
+    report.print_message(f"policy {ref} ({ref.selected_by})")
+    receipt = package_mlflow_model(ref, output)
+    report.print_result(
+        {**receipt.to_json(), "selected_by": ref.selected_by},
+        [
+            f"packaged {ref} in {receipt.output}, {size(receipt.num_bytes)}",
+            f"load it: mlflow.pyfunc.load_model({receipt.output!r})",
         ],
     )

@@ -423,7 +423,7 @@ def _inference_schemas() -> dict[str, Schema]:
             "shape": many_of({"type": "integer", "minimum": 0}),
             "datatype": text,
             "parameters": object_of({"binary_data_size": size}, ()),
-            "data": {"type": "array"},
+            "data": {"type": "array", "items": {}},
         },
         ("name", "shape", "datatype"),
     )

@@ -1,4 +1,4 @@
-"""A run of `replaylake train` at a real MLflow server, read back by MLflow's own client.
+"""A run of `replaylake train` at a real MLflow server, and its policy, both read by MLflow.
 
 python tests/compat/log_to_mlflow.py PYTHON: an interpreter that has mlflow.
 """
@@ -32,6 +32,39 @@ _READ = """
         "tags": run.data.tags,
         "steps": [one.step for one in history],
         "probe": [repr(one.value) for one in probe],
+    }))
+"""
+_LOAD = """
+    import json, sys
+    import mlflow, numpy, pandas
+    import importlib.util
+    assert importlib.util.find_spec("replaylake") is None, "it is to come from the model"
+    model = mlflow.pyfunc.load_model(sys.argv[1])
+    rows = numpy.array(json.loads(sys.argv[2]))
+    found = model.predict(rows)
+    drawn = model.predict(rows, params={"deterministic": False, "temperature": 2.0, "seed": 7})
+    frame = model.predict(pandas.DataFrame(rows))
+    assert frame["action"].tolist() == found["action"].tolist()
+    print(json.dumps({
+        "action": found["action"].tolist(),
+        "drawn": drawn["action"].tolist(),
+        "log_prob": drawn["log_prob"].tolist(),
+        "policy": model.metadata.metadata["replaylake"]["policy"],
+    }))
+"""
+_ACT = """
+    import json, sys
+    import numpy
+    import replaylake as rl
+    policy = rl.load_policy(rl.open(sys.argv[1]).registry.resolve("clone").path)
+    rows = numpy.array(json.loads(sys.argv[2]), numpy.float32)
+    rng = numpy.random.default_rng(7)
+    drawn = policy.act(rows, rng=rng, deterministic=False, temperature=2.0)
+    print(json.dumps({
+        "action": policy.act(rows).actions.tolist(),
+        "drawn": drawn.actions.tolist(),
+        "log_prob": [float(one) for one in drawn.log_probs],
+        "policy": "clone",
     }))
 """
 _PROBE = """
@@ -107,6 +140,16 @@ def _check(python: str, uri: str, home: Path) -> None:
     assert found["steps"] == [10, 20, 30, 40], found
     # Its database has no infinity.
     assert found["probe"] == ["nan", "1.7976931348623157e+308", "0.5"], found
+    run("policies", "package", "clone", "--format", "mlflow", "--output", str(home / "model"))
+    rows = json.dumps([[0.0, 0.1, 0.02, -0.1], [0.0, -0.4, -0.1, 0.5]] * 10)
+    answers = []
+    for interpreter, program, where in ((python, _LOAD, "model"), (str(ours), _ACT, "lake")):
+        command = [interpreter, "-c", textwrap.dedent(program), str(home / where), rows]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=home)
+        if ran.returncode:
+            sys.exit(ran.stderr)
+        answers.append(json.loads(ran.stdout.splitlines()[-1]))
+    assert answers[0] == answers[1], answers
     version = subprocess.run(
         [python, "-c", "import mlflow; print(mlflow.__version__)"],
         check=True,
@@ -115,6 +158,7 @@ def _check(python: str, uri: str, home: Path) -> None:
     ).stdout.strip()
     names = ", ".join(sorted(found["metrics"])[:6])
     print(f"MLflow {version}: {len(found['params'])} parameters; {names}; probe {found['probe']}")
+    print(f"MLflow {version}: the policy as a pyfunc acts as it does here")
 
 
 if __name__ == "__main__":
