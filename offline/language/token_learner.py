@@ -531,7 +531,8 @@ class TokenLearner:
         values = None
         if needs_values:
             assert self._value_head is not None
-            hidden = output.hidden_states[-1][:, :-1][data.mask[:, 1:]]
+            # Detached: errors of the values would move the policy, which has the same layers.
+            hidden = output.hidden_states[-1][:, :-1][data.mask[:, 1:]].detach()
             found = self._value_head(hidden)[:, 0]
             values = torch.zeros_like(log_probs).masked_scatter(data.mask, found)
         return _Forward(log_probs, _mean_entropy(logits.detach()), values)
