@@ -1,6 +1,6 @@
-"""What `show --report` has of episodes beside the profile: quantiles, extremes, days and sources.
+"""Episode report: quantiles, extreme episodes, and returns by day, source and action of a version.
 
-Computed by SQL over `episodes`, once for a report; the explorer has a page for each.
+Computed by SQL over `episodes`; the explorer has a page for each part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_ACTIONS: Final = 100
 class EpisodePart:
     """Episodes of one day or source.
 
-    mean, low, high: mean and quartiles of the returns that are known; None where none is.
+    mean, low, high: mean and quartiles of the known returns; None if no return is known.
     """
 
     name: str
@@ -37,7 +37,7 @@ class EpisodePart:
 class ActionReward:
     """Rewards of the steps that took an action: their number, mean and standard error.
 
-    action: its name, or its number. error: None of fewer than two.
+    action: its name, or its number. error: None for fewer than two steps.
     """
 
     action: str
@@ -48,13 +48,13 @@ class ActionReward:
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """Episodes of a version.
+    """The report of a version's episodes.
 
-    return_quantiles, length_quantiles: at QUANTILES; empty where no return is known. best, worst:
-    rows of `episodes` with `episode_id`, `agent_id`, `return` and `num_steps`. days: by the UTC day
-    of the first step, the newest ones; sources: by what precedes the first slash of an id, the
-    largest ones. num_days, num_sources: all of them. action_rewards: of episodes of one step with
-    discrete actions, else empty.
+    return_quantiles, length_quantiles: at QUANTILES; empty if no return is known. best, worst: rows
+    of `episodes` with `episode_id`, `agent_id`, `return` and `num_steps`. days: the newest UTC days
+    of first steps; sources: the largest sources, named by the part of an id before the first slash.
+    num_days, num_sources: number of all. action_rewards: for bandit logs (episodes of one step)
+    with discrete actions; else empty.
     """
 
     return_quantiles: Sequence[float]
@@ -73,7 +73,7 @@ class EpisodeReport:
 
 
 def report_episodes(snapshot: Snapshot) -> EpisodeReport:
-    """Describe a version's episodes. Cost: queries of `episodes`, and of actions in bandit logs."""
+    """Report a version's episodes. Cost: queries of `episodes`, and a scan of bandit logs."""
     (row,) = snapshot.sql(
         f"""SELECT
         quantile_cont("return", {list(QUANTILES)}) FILTER (isfinite("return")) AS returns,
@@ -107,7 +107,7 @@ def _read_extremes(snapshot: Snapshot, order: str) -> list[dict[str, Any]]:
 
 
 def _read_parts(snapshot: Snapshot, key: str, order: str) -> tuple[list[EpisodePart], int]:
-    """Return the first parts in an order, and the number of all. key: SQL of a part's name."""
+    """Return the first parts in an order, and the total number. key: SQL of a part's name."""
     known = """FILTER (isfinite("return"))"""
     rows = snapshot.sql(
         f"""SELECT {key} AS name, count(*) AS num_episodes, avg("return") {known} AS mean,

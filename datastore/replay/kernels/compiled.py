@@ -35,9 +35,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _ROWS_AHEAD: Final = 16
 _LINES_AHEAD: Final = 16
 _LINE_WORDS: Final = 8
-# Bytes of the next range that are prefetched while one is copied: the hardware does not see it
-# coming. 64 random ranges of 8 KiB take 26 us and 39 without, of 2 KiB 6.4 and 12, of 64 KiB 147
-# and 163, of 256 bytes 2.7 and 2.5 (2 busy cores, least of 60 alternating rounds, 2026-11-28).
+# Bytes of the next range that are prefetched while one is copied, because the hardware cannot
+# predict it. 64 random ranges of 8 KiB take 26 us with prefetching and 39 us without; of 2 KiB
+# 6.4 and 12 us; of 64 KiB 147 and 163 us; of 256 bytes 2.7 and 2.5 us (least of 60 alternating
+# rounds, 2 busy cores, 2026-11-28).
 _RANGE_AHEAD: Final = 4096
 # Targets that descend the tree together, so that their cache misses overlap; 32 to 256 are alike.
 _GROUP: Final = 256
