@@ -11,7 +11,7 @@
     ├── ShardCorruptError           bytes on disk differ from the recorded sha256, or do not parse
     ├── LogCorruptError             the commit log does not parse or has a hole
     ├── CommitConflictError         a commit lost its race for good: what it builds on has changed
-    │   └── ProducerEndedError       another process took over the name that it is committed under
+    │   └── ProducerEndedError       another process took over the producer of a commit
     ├── QueryRefusedError           SQL that is not one SELECT, or not reproducible where it must be
     ├── QueryError                  SQL that DuckDB could not run
     ├── EmptyReplayError            a selection that holds no step to sample

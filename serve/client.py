@@ -1,4 +1,4 @@
-"""Clients: a served policy from Python, with nothing but the standard library and numpy.
+"""Clients of a policy server, with only the standard library and numpy.
 
     with PolicyClient("http://127.0.0.1:3000") as client:
         chosen = client.act([0, 0, 0.02, 0], episode_id="visit-1", step=0)
@@ -7,8 +7,9 @@
 Any number of threads may use one client: each has a connection of its own, which is kept alive. A
 request that is lost on the way (the server was killed, the connection cut) or answered with 503 is
 sent again, after what Retry-After says: everything here means the same when it comes twice. A
-decision carries a request_id, so that a repeat is one step. With a fallback (fallback.py), a policy
-on this machine acts where no server answers; its decisions are logged once one does.
+decision carries a request_id, so that a repeated request gives one step. With a fallback
+(fallback.py), a policy package on this machine acts while no server answers; its decisions are
+logged when one does.
 """
 
 from __future__ import annotations
@@ -112,19 +113,20 @@ class PolicyClient:
             timeout_s: of one attempt.
             retry_s: how long a request is sent again before it fails; 0 for never.
             context: for https with other than the system's certificates.
-            fallback: acts where the server does not answer, or with a status of 500 or above. Then
-                act and feedback wait for it no longer than `fallback.after_s`, twice.
+            fallback: acts while the server does not answer, or answers with a status of 500 or
+                above. With it, act and feedback make at most two attempts of
+                `fallback.after_s` each.
 
         Raises: ConfigInvalidError if the URL is none of http or https.
         """
         self.url = url.rstrip("/")
         self._transport = Transport(url, token, timeout_s, retry_s, context)
-        # Without a fallback both are one; with one, nobody waits for a server for long.
+        # Without a fallback, both are the same; with one, act and feedback have a short timeout.
         self._urgent = self._transport
         self._fallback = fallback
         self._sender: SpoolSender | None = None
         if fallback is not None:
-            # It tries again by itself, and closes without waiting for a server that is gone.
+            # Without retries: the sender itself retries, and close() must not wait for a server.
             self._sender = fallback.start_sender(Transport(url, token, timeout_s, 0.0, context))
             quick_s = min(timeout_s, fallback.after_s)
             self._urgent = Transport(url, token, quick_s, fallback.after_s, context)
@@ -141,10 +143,10 @@ class PolicyClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections of all threads; another request opens one anew.
+        """Close the connections of all threads; another request opens a new one.
 
-        With a fallback: send what it spooled, if the server answers; the next process sends the
-        rest. Then this client is at its end.
+        With a fallback, spooled decisions and reports are sent first if the server answers;
+        otherwise, the next process sends them. The client can then not be used again.
         """
         if self._sender is not None:
             self._sender.close()
@@ -360,8 +362,8 @@ class PolicyClient:
                 self._sender.report_failure()
         if fields["state"] is not None:
             raise ServerUnreachableError(
-                f"{self.url}/act: no server answers, and a `state` of the server's is nothing to "
-                "the fallback. Start a new episode without it."
+                f"{self.url}/act: no server answers, and the fallback cannot read a `state` of the "
+                "server. Start a new episode without `state`."
             )
         known = {name: value for name, value in fields.items() if name != "state"}
         known["q_values"] = bool(known["q_values"])
@@ -400,7 +402,7 @@ class PolicyClient:
         }
 
     def _report(self, reports: Sequence[Mapping[str, Any]], *, is_batch: bool = False) -> None:
-        """Send reports, or spool them where no server answers or others wait before them."""
+        """Send reports; spool them if no server answers or earlier ones are still spooled."""
         sender = self._sender
         if sender is not None and sender.holds_back:
             for report in reports:
@@ -435,16 +437,16 @@ class PolicyClient:
 
 
 class AsyncPolicyClient:
-    """A PolicyClient for asyncio: the same arguments, methods, retries and fallback, awaited.
+    """A PolicyClient for asyncio, with the same arguments, retries and fallback, and coroutines.
 
-    Each request runs in one of `max_connections` threads with a connection of its own, so that the
-    event loop never waits. A cancelled call may still be sent: what it would do, it does once.
+    Each request runs in one of `max_connections` threads with its own connection, so that the event
+    loop is never blocked. The request of a cancelled call may still be sent; it takes effect once.
     """
 
     def __init__(self, url: str, *, max_connections: int = 16, **options: Any) -> None:
         """Connect with the first request.
 
-        max_connections: requests at once; further ones wait. options: those of PolicyClient.
+        max_connections: concurrent requests; others wait. options: arguments of PolicyClient.
         Raises: as PolicyClient.
         """
         self._client = PolicyClient(url, **options)
@@ -468,11 +470,11 @@ class AsyncPolicyClient:
         return self._client.num_spooled
 
     async def act(self, observation: Any, **options: Any) -> Action:
-        """Ask for one action, as PolicyClient.act."""
+        """Request one action, as PolicyClient.act."""
         return await self._run(self._client.act, observation, **options)
 
     async def act_batch(self, observations: Any, **options: Any) -> Actions:
-        """Ask for B actions at once, as PolicyClient.act_batch."""
+        """Request B actions at once, as PolicyClient.act_batch."""
         return await self._run(self._client.act_batch, observations, **options)
 
     async def feedback(self, reward: float, **options: Any) -> None:
@@ -488,15 +490,15 @@ class AsyncPolicyClient:
         return await self._run(self._client.episodes, episodes)
 
     async def policy(self) -> dict[str, Any]:
-        """Return what the server says of its policy."""
+        """Return the server's description of its policy."""
         return await self._run(self._client.policy)
 
     async def ready(self) -> bool:
-        """Whether the server answers and can log; asked once."""
+        """Whether the server answers and can log; one request without retries."""
         return await self._run(self._client.ready)
 
     async def close(self) -> None:
-        """Finish the requests that were begun, and close, as PolicyClient.close."""
+        """Wait for requests in progress, then close, as PolicyClient.close."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._threads.shutdown)
         await loop.run_in_executor(None, self._client.close)
@@ -511,7 +513,7 @@ Client = PolicyClient
 
 
 def _is_unavailable(error: RequestFailedError | ServerUnreachableError) -> bool:
-    """Whether it is the server that cannot, and not the request that is wrong."""
+    """Whether the server is at fault, not the request."""
     return isinstance(error, ServerUnreachableError) or error.status >= _SERVER_ERROR
 
 

@@ -1,8 +1,8 @@
-"""Fallback: a policy package that decides where a client is, while no server answers.
+"""Fallback: a policy package that decides in the client while no server answers.
 
 Each decision is written to a spool before it is returned, with its propensity, version and time,
-and sent to POST /decisions once a server answers again. Rewards wait behind them. Both carry names
-under which a repeat counts once, so a crash at any point loses and doubles nothing.
+and sent to POST /decisions once a server answers again; rewards are sent after the decisions. Both
+carry ids by which repetitions are ignored, so a crash at any point loses and duplicates nothing.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LOCAL: Final = "local:"
 DECISION: Final = "decision"
 REPORT: Final = "report"
 _MAX_SENT: Final = 256
-# Ids of the server's that are remembered, for reports that come later: about 15 MB.
+# Decision ids of the server that are retained for later reports: about 15 MB.
 _MAX_IDS: Final = 65_536
-# Refusals of one item, which no repeat would change. Others are of the server's configuration.
+# Refusals of one item, which are permanent. Others are due to the server's configuration.
 _FINAL_STATUSES: Final = (400, 409, 410, 413, 422)
 _WITHOUT_DENSITY: Final = ("deterministic", "sampled")
 _ALWAYS_DRAWN: Final = ("uniform", "sampled")
@@ -52,7 +52,7 @@ _logger = logging.getLogger(__name__)
 class FallbackPolicy:
     """A policy package on this machine's disk, for a client whose server does not answer.
 
-    One client uses it; close that, and it is closed.
+    It belongs to one client, whose `close` closes it.
     """
 
     def __init__(
@@ -72,37 +72,39 @@ class FallbackPolicy:
         Args:
             package: the directory of a policy package.
             spool: a directory for what is not sent yet; several processes may share it.
-            policy: what decisions are logged under; by default the package's own name.
-            version: by default the package's own.
-            explore: `epsilon=E` or `temperature=T`, as `serve` has it; by default the mode.
-            after_s: how long an attempt of `act` waits for the server; two attempts are made.
-            probe_s: how often a server that is away is tried again.
-            manifest_sha256: what the package's manifest has to have.
+            policy: policy name that decisions are logged with; by default the package's.
+            version: policy version that decisions are logged with; by default the package's.
+            explore: `epsilon=E` or `temperature=T`, as for a server; by default, the mode is taken.
+            after_s: timeout of an attempt of `act`; two attempts are made.
+            probe_s: interval at which a server that does not answer is probed.
+            manifest_sha256: expected sha256 of the package's manifest; None: any.
 
         Raises: PackageInvalidError, NotFoundError, StorageError; SpaceUnsupportedError for a policy
-        that remembers, whose state the server signs; ConfigInvalidError where a package has no name
-        and none is given.
+        with a state, which only the server can sign; ConfigInvalidError if neither the package nor
+        an argument gives a name and a version.
         """
         self._policy = load_policy(Path(package), manifest_sha256)
         manifest, spec = self._policy.manifest, self._policy.spec
         if spec.state_size:
             raise SpaceUnsupportedError(
-                f"package {package}: found a policy with a state, expected one without: the state "
-                "of an episode is the server's."
+                f"package {package}: found a policy with a state, expected one without: only the "
+                "server can sign states. Use a policy without a state."
             )
         name = manifest.body.get("name") if policy is None else policy
         number = manifest.body.get("version") if version is None else version
         if name is None or number is None:
             raise ConfigInvalidError(
-                f"package {package}: found no name and version of a registered policy in it, "
-                "expected `policy` and `version`.",
+                f"package {package}: found no name and version in its manifest, expected those "
+                "of a registered policy. Give `policy` and `version`.",
                 parameter="policy",
             )
         self.name, self.version = check_policy_name(name), int(number)
         self._sha256 = manifest.sha256
         self._exploration = parse_exploration(explore)
         if self._exploration.epsilon and isinstance(spec.action_space, Box):
-            raise SpaceUnsupportedError("explore: epsilon applies to discrete actions.")
+            raise SpaceUnsupportedError(
+                f"explore: found {explore!r} for continuous actions, expected `temperature=T`."
+            )
         self.after_s, self.probe_s = after_s, probe_s
         self._rng, self._lock = np.random.default_rng(), threading.Lock()
         self.spool = Spool(Path(spool))
@@ -123,8 +125,8 @@ class FallbackPolicy:
     ) -> dict[str, Any]:
         """Decide, spool the decision, and return what the server would answer.
 
-        Raises: EpisodeInvalidError for an observation or a mask of another form; StorageError where
-        the decision cannot be spooled: an action whose propensity is lost teaches nothing.
+        Raises: EpisodeInvalidError for an observation or a mask of another form; StorageError if
+        the decision cannot be spooled: an action without a logged propensity is of no use.
         """
         spec = self._policy.spec
         raw = _to_plain(observation)
@@ -184,7 +186,7 @@ class FallbackPolicy:
         return answer
 
     def start_sender(self, transport: Transport) -> SpoolSender:
-        """Start to send what is spooled whenever the server answers."""
+        """Start the thread that sends spooled items whenever the server answers."""
         return SpoolSender(self, transport)
 
     def _resolve_mode(
@@ -196,8 +198,8 @@ class FallbackPolicy:
             temperature and spec.head in _WITHOUT_DENSITY
         ):
             raise SpaceUnsupportedError(
-                f"act: found epsilon {epsilon} and temperature {temperature}, which a policy of "
-                f"head {spec.head} and its actions cannot be explored with. Leave them out."
+                f"act: found epsilon {epsilon} and temperature {temperature}, which do not apply "
+                f"to the head {spec.head} and its action space. Leave them out."
             )
         mode = deterministic
         if temperature is None and epsilon is None:
@@ -214,13 +216,13 @@ class FallbackPolicy:
 
 
 class SpoolSender:
-    """Sends what a fallback spooled, in a thread of its own, whenever the server answers."""
+    """Sends what a fallback spooled whenever the server answers, in its own thread."""
 
     def __init__(self, fallback: FallbackPolicy, transport: Transport) -> None:
         self._fallback, self._spool, self._transport = fallback, fallback.spool, transport
         self._wake, self._is_stopping = threading.Event(), False
         self._ids: OrderedDict[str, str] = OrderedDict()  # the server's, by request_id
-        # What an earlier process left is sent before anything else is requested.
+        # What an earlier process left is sent before any other request.
         self.is_down = self._spool.num_pending > 0
         self._thread = threading.Thread(target=self._run, name="replaylake-spool", daemon=True)
         self._thread.start()
@@ -229,11 +231,11 @@ class SpoolSender:
 
     @property
     def holds_back(self) -> bool:
-        """Whether reports have to wait behind what is spooled."""
+        """Whether reports have to be spooled, because earlier items are not sent yet."""
         return self.is_down or self._spool.num_pending > 0
 
     def report_failure(self) -> None:
-        """Act by the fallback from now on, until the server has taken what is spooled."""
+        """Use the fallback from now on, until the server has accepted everything spooled."""
         self.is_down = True
         self._wake.set()
 
@@ -243,10 +245,10 @@ class SpoolSender:
         self._wake.set()
 
     def name_decision(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a report with the server's name of a decision that was taken here.
+        """Return a report that refers to a local decision as the server knows it.
 
-        By its id, where that is known: the decision is then the step, even if the server logs its
-        own answer to the same request later than this one.
+        That is by the server's decision id if it is known: the decision then becomes the step, even
+        if the server logs its own answer to the same request later. Else by request_id.
         """
         decision_id = report.get("decision_id")
         if not isinstance(decision_id, str) or not decision_id.startswith(LOCAL):
@@ -257,7 +259,7 @@ class SpoolSender:
         return {**_without(report, "decision_id"), "request_id": request_id}
 
     def close(self) -> None:
-        """Try once more, then leave the rest to the next process."""
+        """Try to send once more; the next process sends the rest."""
         self._is_stopping = True
         self._wake.set()
         self._thread.join()
@@ -275,7 +277,7 @@ class SpoolSender:
                 self._wake.clear()
 
     def _try_to_send(self) -> bool:
-        """Send all of it; return whether the server has it."""
+        """Send all spooled items; return whether the server has accepted them."""
         if self._transport.status("/readyz") != 200:
             return False
         try:
@@ -289,7 +291,7 @@ class SpoolSender:
                 error,
             )
             return False
-        except Exception:  # a fault must not end what nobody watches
+        except Exception:  # an unexpected error must not end the thread unnoticed
             _logger.exception("decisions and rewards are not sent yet, will retry")
             return False
         self.is_down = False
@@ -305,7 +307,7 @@ class SpoolSender:
                 for item in items:
                     self._send(kind, [item])
                 return
-            _logger.error("%s %s: refused, kept beside the spool: %s", kind, items[0], error)
+            _logger.error("%s %s: refused, stored beside the spool: %s", kind, items[0], error)
             self._spool.refuse(items[0], str(error))
         self._spool.drop(len(items))
 
@@ -322,7 +324,9 @@ class SpoolSender:
         answer = self._transport.request("POST", "/decisions", to_json({"decisions": decisions}))
         ids = answer.get("decision_ids")
         if not isinstance(ids, list) or len(ids) != len(items):
-            message = f"found {len(items)} decisions and another number of ids. Check the URL"
+            message = (
+                f"found another number of ids than the {len(items)} decisions sent. Check the URL"
+            )
             raise RequestFailedError(502, "answer", message)
         for item, decision_id in zip(items, ids, strict=True):
             self._ids[item["request_id"]] = decision_id
@@ -335,7 +339,7 @@ def _without(item: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value as JSON has it."""
+    """Return a value that JSON can encode."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -11,7 +11,7 @@ import orjson
 JSON: Final = "application/json"
 RETRY_AFTER_S: Final = 1  # what every 503 names, in its text and in Retry-After
 RETRY_LATER: Final = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
-# Of a batch: as many as OpenTelemetry keeps attributes of a span by default.
+# Decision ids in a span's attribute; OpenTelemetry's default limit of attributes is as large.
 _MAX_SPAN_IDS: Final = 128
 
 
@@ -43,8 +43,8 @@ class Request:
 class Response:
     """A response with its whole body.
 
-    describe: returns the attributes of the request's span, such as its decisions; called only where
-    spans are reported.
+    describe: returns the attributes of the request's span, such as decision ids; called only if
+    spans are exported.
     """
 
     status: int

@@ -1,10 +1,10 @@
-"""Spool: what a client could not send, in files that outlive its process, in the order it came.
+"""Spool: items that a client could not send, in order, in files that outlive its process.
 
-    <folder>/<ulid>.jsonl      lines of `crc32 JSON`, held (flock) while its process lives
-    <folder>/<ulid>.refused    what the server refused for good, with the reason, for a person
+    <folder>/<ulid>.jsonl      lines of `crc32 JSON`, locked (flock) while its process runs
+    <folder>/<ulid>.refused    items that the server rejected permanently, with the reason
 
-A line is either something to send or `{"sent": N}`: so many of those before it are sent. A process
-that starts takes over what killed ones left.
+A line is either an item or `{"sent": N}`: the first N items that were pending are sent. A process
+that starts takes over the files of processes that ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CRC_DIGITS: Final = 8
 
 
 class Spool:
-    """One process's file; any of its threads may add to it, one sends."""
+    """The spool file of one process; any thread may append, one thread sends."""
 
     def __init__(self, folder: Path) -> None:
         """Open a new file, and take over those of processes that ended. Raises: StorageError."""
@@ -48,21 +48,21 @@ class Spool:
         return len(self._pending)
 
     def append(self, item: Mapping[str, Any]) -> None:
-        """Add an item; on return a killed process does not lose it. Raises: StorageError."""
+        """Append an item; after this returns, a kill does not lose it. Raises: StorageError."""
         with self._lock:
             self._write([_encode(item)])
             self._pending.append(dict(item))
 
     def peek(self, num: int) -> list[dict[str, Any]]:
-        """Return the first items, at most `num`."""
+        """Return the first pending items, at most `num`."""
         with self._lock:
             return [self._pending[i] for i in range(min(num, len(self._pending)))]
 
     def drop(self, num: int) -> None:
-        """Take out the first `num` items, which are sent. Raises: StorageError."""
+        """Remove the first `num` items, which are sent. Raises: StorageError."""
         with self._lock:
             if num >= len(self._pending):
-                # Whatever follows is appended behind nothing: the file stays small.
+                # Nothing is pending: truncate, so that the file stays small.
                 try:
                     os.ftruncate(self._fd, 0)
                 except OSError as error:
@@ -73,7 +73,7 @@ class Spool:
                 self._pending.popleft()
 
     def refuse(self, item: Mapping[str, Any], reason: str) -> None:
-        """Keep an item that cannot be sent for a person to look at. Raises: StorageError."""
+        """Store an item that the server rejected, with the reason. Raises: StorageError."""
         path = self._path.with_suffix(".refused")
         try:
             with path.open("ab") as file:
@@ -82,7 +82,7 @@ class Spool:
             raise _write_failed_error(path, error) from error
 
     def close(self) -> None:
-        """Leave what is not sent to the next process."""
+        """Close the file; the next process sends what is pending."""
         with self._lock:
             if not self._pending:
                 self._path.unlink(missing_ok=True)
@@ -95,7 +95,7 @@ class Spool:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # its process lives
+            except BlockingIOError:  # its process is running
                 os.close(fd)
                 continue
             items = list(_read_pending(path))
@@ -128,7 +128,7 @@ def _encode(item: Mapping[str, Any]) -> bytes:
 
 
 def _read_pending(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield what was not sent of a file; a line that is not whole was acknowledged to nobody."""
+    """Yield the unsent items of a file; incomplete lines were never acknowledged."""
     items: deque[dict[str, Any]] = deque()
     for line in path.read_bytes().split(b"\n"):
         crc, text = line[:_CRC_DIGITS], line[_CRC_DIGITS + 1 :]

@@ -175,7 +175,7 @@ class Transport:
 
 
 def to_json(content: Any) -> bytes:
-    """Return JSON. Raises: ValueError for NaN and infinity, which it has not."""
+    """Return JSON. Raises: ValueError for NaN and infinity, which JSON does not have."""
     return json.dumps(content, default=_plain, allow_nan=False, separators=(",", ":")).encode()
 
 

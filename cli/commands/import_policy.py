@@ -1,4 +1,4 @@
-"""`replaylake policies import`: a policy of another library as a version of this lake."""
+"""`replaylake policies import`: import a policy of another library as a policy version."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def import_policy(
             metavar="NAME[@VERSION]",
             autocompletion=complete_datasets,
             show_default=False,
-            help="Dataset with the observations and actions of the policy, which is tried on its "
-            "first steps.",
+            help="Dataset with the observation and action spaces of the policy, which is tested on "
+            "its first steps.",
         ),
     ],
     format: Annotated[
@@ -71,8 +71,8 @@ def import_policy(
         typer.Option(
             "--normalization",
             metavar="FILE",
-            help="Statistics that observations were normalized by: an .npz file with mean and var, "
-            "epsilon and clip.",
+            help="Statistics by which observations were normalized: an .npz file with mean, var "
+            "and, optionally, epsilon and clip.",
         ),
     ] = None,
     frame_stack: Annotated[
@@ -81,7 +81,7 @@ def import_policy(
             "--frame-stack",
             metavar="N",
             min=1,
-            help="Number of observations, one after another, that the policy acts on.",
+            help="Number of consecutive observations that the policy acts on.",
         ),
     ] = 1,
     activation: Annotated[
@@ -89,7 +89,7 @@ def import_policy(
         typer.Option(
             "--activation",
             metavar="NAME",
-            help="Activation of the perceptron of a CleanRL script, if it was changed.",
+            help="Activation function of a CleanRL script's network, if it was changed.",
         ),
     ] = None,
     expect: Annotated[
@@ -97,8 +97,8 @@ def import_policy(
         typer.Option(
             "--expect",
             metavar="FILE",
-            help="Best actions of the policy where it comes from, a .npy file: the import is "
-            "refused if its own differ.",
+            help="Best actions according to the library that trained the policy, a .npy file: the "
+            "import is refused if the imported policy's differ.",
         ),
     ] = None,
     observations: Annotated[
@@ -116,8 +116,9 @@ def import_policy(
 ) -> None:
     """Import a policy that another library trained.
 
-    Converts the file into a policy package, tries it on logged observations, and registers it:
-    `ope`, `promote` and `serve` take it as any other policy. Pickles in the file are not executed.
+    Converts the file into a policy package, tests it on logged observations, and registers it.
+    `ope`, `promote` and `serve` then accept it like any other policy. Pickles in the file are not
+    executed.
 
     Example:
       replaylake policies import ppo.zip --policy ppo --dataset cartpole --expect actions.npy
@@ -150,7 +151,7 @@ def import_policy(
 
 def _lines(result: PolicyImport, dataset: str) -> Iterator[str]:
     yield f"imported {result.policy} ({result.algorithm}), head {result.head}"
-    tried = f"tried on {count(result.num_observations, 'observation')} of {dataset}"
+    tried = f"tested on {count(result.num_observations, 'observation')} of {dataset}"
     if result.agreement is not None:
         tried += f": its best action is the logged one in {result.agreement:.1%} of them"
     yield tried
@@ -159,10 +160,10 @@ def _lines(result: PolicyImport, dataset: str) -> Iterator[str]:
         if result.max_difference is not None:
             line += f", to {result.max_difference:.1e}"
         if result.num_ties:
-            line += f", {result.num_ties} of them chosen otherwise among equal values"
+            line += f", but {result.num_ties:,} differ between actions of equal score"
         yield line
         if result.num_distinct == 1:
-            yield "  all of them are one action, which shows little: give more, and different ones"
+            yield "  all of them are the same action, which shows little: give different ones"
     else:
         yield "compared with no expected actions: give some with --expect"
     if result.not_carried:

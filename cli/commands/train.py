@@ -162,7 +162,7 @@ def offline(
         typer.Option(
             "--mlflow",
             metavar="EXPERIMENT",
-            help="MLflow experiment to report metrics to, at MLFLOW_TRACKING_URI.",
+            help="MLflow experiment to report to, at the server of MLFLOW_TRACKING_URI.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,

@@ -1,4 +1,4 @@
-"""`replaylake train language`: a language model from the token sequences of the lake."""
+"""`replaylake train language`: train a language model on token sequences of the lake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from replaylake.offline.running.train_language import LanguageResult
     from replaylake.offline.running.training.trainer import TrainProgress
 
-# In this order, as many as there are.
+# Shown in this order, if the method has them.
 _METRICS_SHOWN: Final = ("loss", "return", "kl_behavior", "effective_share", "entropy")
 
 
@@ -46,7 +46,7 @@ def language(
         typer.Option(
             "--model",
             metavar="DIR",
-            help="Causal language model to begin with: a directory that transformers wrote. "
+            help="Initial causal language model: a directory that transformers wrote. "
             "Required unless --resume is given.",
             show_default=False,
         ),
@@ -91,7 +91,8 @@ def language(
         typer.Option(
             "--batch-size",
             metavar="N",
-            help="Sequences in a batch; groups of them if the method compares samples of a prompt.",
+            help="Sequences in a batch, or groups of sequences if the method compares samples of "
+            "one prompt.",
         ),
     ] = None,
     max_staleness: Annotated[
@@ -131,9 +132,10 @@ def language(
 ) -> None:
     """Train a language model on stored token sequences.
 
-    Tokens that other policies sampled are weighted by their recorded log-probs. Writes the model to
-    --output, with the record of its origin. --config and --set take options of the training and of
-    the method (learning_rate, correction, kl_coef, ...): docs/LANGUAGE_TRAINING.md.
+    Tokens that other policies sampled get importance weights from their recorded log-probs. Writes
+    the model to --output, with its lineage in replaylake.json. --config and --set take options of
+    the training and of the method (learning_rate, correction, kl_coef, ...):
+    docs/LANGUAGE_TRAINING.md.
 
     Example:
       replaylake train language agents --model base --output agent-1 --method grpo

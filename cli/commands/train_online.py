@@ -254,7 +254,7 @@ def online(
         typer.Option(
             "--mlflow",
             metavar="EXPERIMENT",
-            help="MLflow experiment to report metrics to, at MLFLOW_TRACKING_URI.",
+            help="MLflow experiment to report to, at the server of MLFLOW_TRACKING_URI.",
             rich_help_panel=_MONITORING,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""`replaylake webhooks`: URLs that hear of new policy versions, moved aliases and tags."""
+"""`replaylake webhooks`: URLs that are notified of new policy versions, moved aliases and tags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_webhook(
     name: NameArgument,
     url: Annotated[
         str,
-        typer.Argument(metavar="URL", show_default=False, help="URL that gets the requests."),
+        typer.Argument(metavar="URL", show_default=False, help="URL that receives the requests."),
     ],
     events: Annotated[
         list[str] | None,
@@ -58,7 +58,8 @@ def add_webhook(
             "--secret-file",
             metavar="FILE",
             show_default=False,
-            help="File with the secret that signs requests. By default a new one, printed once.",
+            help="File with the secret that signs requests. By default, a secret is generated and "
+            "printed once.",
         ),
     ] = None,
     lake: LakeOption = DEFAULT_LAKE,
@@ -67,7 +68,7 @@ def add_webhook(
 ) -> None:
     """Add a webhook.
 
-    It gets the events from now on, once `webhooks deliver` runs.
+    `webhooks deliver` sends it the events from now on.
 
     Example:
       replaylake webhooks add ci https://ci.example.com/hooks --event model_version_alias.created
@@ -95,7 +96,7 @@ def add_webhook(
 def list_webhooks(
     lake: LakeOption = DEFAULT_LAKE, as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
-    """List the webhooks, and how far each has heard.
+    """List the webhooks and the state of their delivery.
 
     Example:
       replaylake webhooks list
@@ -125,7 +126,7 @@ def list_webhooks(
             }
         )
     if not rows:
-        report.print_message(f"no webhooks in {lake}: `replaylake webhooks add` makes one")
+        report.print_message(f"no webhooks in {lake}: add one with `replaylake webhooks add`")
     texts = [
         {
             **row,
@@ -164,7 +165,7 @@ def send_example(
             "--event",
             metavar="EVENT",
             show_default=False,
-            help="Event to send an example of; by default the first that the webhook gets.",
+            help="Event to send an example of; by default the first of the webhook's events.",
         ),
     ] = None,
     allow_private: AllowPrivateOption = False,
@@ -172,7 +173,7 @@ def send_example(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Send an example of an event.
+    """Send an example event.
 
     Exits with 3 if the receiver does not answer with 2xx.
 

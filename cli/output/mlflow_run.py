@@ -1,8 +1,8 @@
-"""MLflow: a run's parameters and metrics sent to a tracking server, by its REST API.
+"""MLflow: send a run's parameters and metrics to a tracking server through its REST API.
 
-A thread sends them, so that training never waits for the network. Its library would bring a web
-server and a database; what is needed of it are six requests. They go to the server that
-MLFLOW_TRACKING_URI names, with MLflow's own variables for its credentials.
+A thread sends them, so that training never waits for the network. MLflow's library would add a web
+server and a database for six requests. They go to the server that MLFLOW_TRACKING_URI names, with
+the credentials of MLflow's own variables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replaylake.datastore.version import VERSION
 
 _API: Final = "/api/2.0/mlflow"
 _TIMEOUT_S: Final = 10.0
-# How long the end of a run waits for what is not sent yet.
+# How long the end of a run waits for metrics that are not sent yet.
 _CLOSE_TIMEOUT_S: Final = 15.0
 _ROUND_S: Final = 1.0
 # Limits of the API for one request, and for one value.
@@ -33,17 +33,17 @@ _MAX_METRICS: Final = 1000
 _MAX_PARAMS: Final = 100
 _MAX_PARAM_CHARS: Final = 6000
 _NOT_FOUND: Final = 404
-# Refusals for now; another one is the same the next time.
+# Statuses that are retried; others are permanent.
 _TRANSIENT: Final = frozenset((408, 429, 500, 502, 503, 504))
 _RUN_TAG: Final = "replaylake.run_id"
-# Of a run's record, what changes while it runs, or is no parameter.
+# Fields of a run's record that change while it runs, or are no parameters.
 _NO_PARAMETERS: Final = frozenset(
     ("run_id", "status", "started_ms", "ended_ms", "policy_version", "metrics", "evaluation")
 )
 
 
 class MlflowError(ReplayLakeError):
-    """The tracking server refused a request, or did not answer. status: None without an answer."""
+    """The tracking server refused a request or did not answer. status: None without an answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -51,12 +51,12 @@ class MlflowError(ReplayLakeError):
 
 
 class MlflowRun:
-    """One run of a tracking server; from `log` on, a thread sends what it gets."""
+    """One run at a tracking server; a thread sends the metrics that `log` gets."""
 
     def __init__(self, experiment: str, on_failure: Callable[[str], None]) -> None:
-        """Read the environment. on_failure: hears once why nothing more is sent.
+        """Read the environment. on_failure: called once with the reason if sending stops.
 
-        Raises: ConfigInvalidError if MLFLOW_TRACKING_URI is no URL of http or https.
+        Raises: ConfigInvalidError if MLFLOW_TRACKING_URI is not an http or https URL.
         """
         uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip().rstrip("/")
         parts = urlsplit(uri)
@@ -76,9 +76,9 @@ class MlflowRun:
         self.url: str | None = None
 
     def begin(self, run_id: str, record: Mapping[str, Any]) -> None:
-        """Create the run, or continue the one that this run has there already.
+        """Create the run, or continue the one that was created for this run id.
 
-        record: that of the registry, whose fields become parameters. Raises: MlflowError.
+        record: the run's record in the registry; its fields become parameters. Raises: MlflowError.
         """
         experiment_id = self._find_experiment()
         known = self._find_run(experiment_id, run_id)
@@ -104,13 +104,13 @@ class MlflowRun:
         self._thread.start()
 
     def log(self, update: int, values: Mapping[str, float]) -> None:
-        """Send the metrics of an update soon."""
+        """Queue the metrics of an update for sending."""
         self._points.put((update, _now_ms(), dict(values)))
 
     def close(self, status: str = "FINISHED") -> None:
-        """Send the rest, and end the run as FINISHED, FAILED or KILLED.
+        """Send the remaining metrics, and end the run as FINISHED, FAILED or KILLED.
 
-        Raises: MlflowError where that does not succeed within 15 s.
+        Raises: MlflowError if that does not succeed within 15 s.
         """
         if self._thread is None:
             return
@@ -147,7 +147,7 @@ class MlflowRun:
             self._num_unsent = len(pending)
 
     def _collect(self, pending: list[dict[str, Any]]) -> bool:
-        """Add the points that came, waiting for the first; return whether they are the last."""
+        """Add the queued points, waiting for the first; return whether they are the last."""
         try:
             point = self._points.get(timeout=_ROUND_S)
             while point is not None:
@@ -214,7 +214,7 @@ class MlflowRun:
 
 
 def _read_credentials() -> str | None:
-    """Return the header for the credentials in MLflow's variables, None without any."""
+    """Return the Authorization header for MLflow's variables; None without credentials."""
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
         return f"Bearer {token}"
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
@@ -244,7 +244,7 @@ def _clean_key(name: str) -> str:
 
 
 def _to_number(value: float) -> float | str:
-    """Return a number as protobuf's JSON has it, which MLflow reads."""
+    """Return a number in protobuf's JSON encoding, which MLflow reads."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

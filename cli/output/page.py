@@ -60,7 +60,7 @@ def html(profile: Profile, episodes: EpisodeReport) -> str:
 
 
 def _order_sections(profile: Profile, episodes: EpisodeReport) -> Iterator[Section]:
-    """Yield the sections of the profile, with those of episodes behind its first one."""
+    """Yield the sections of the profile, with those of episodes after the first one."""
     first, *others = profile_sections(profile)
     yield first
     yield from _episode_sections(episodes)
@@ -68,12 +68,12 @@ def _order_sections(profile: Profile, episodes: EpisodeReport) -> Iterator[Secti
 
 
 def _episode_sections(report: EpisodeReport) -> Iterator[Section]:
-    names = ("least", "5%", "25%", "half", "75%", "95%", "greatest")
+    names = ("min", "5%", "25%", "median", "75%", "95%", "max")
     quantiles = [
         [what, *map(number_text, values)]
         for what, values in (
             ("return", report.return_quantiles),
-            ("steps an episode", report.length_quantiles),
+            ("steps per episode", report.length_quantiles),
         )
         if values
     ]
@@ -82,10 +82,10 @@ def _episode_sections(report: EpisodeReport) -> Iterator[Section]:
         yield Section("Quantiles", table(columns, quantiles, label="Quantiles"))
     if report.best:
         body = [
-            tag("h3", "Greatest returns"),
-            _episode_table(report.best, "Greatest returns"),
-            tag("h3", "Least returns"),
-            _episode_table(report.worst, "Least returns"),
+            tag("h3", "Highest returns"),
+            _episode_table(report.best, "Highest returns"),
+            tag("h3", "Lowest returns"),
+            _episode_table(report.worst, "Lowest returns"),
         ]
         yield Section("Best and worst episodes", body)
     for title, what, parts, num in (
@@ -107,9 +107,9 @@ def _episode_sections(report: EpisodeReport) -> Iterator[Section]:
             )
             for one in report.action_rewards
         ]
-        label = "Mean reward by action, with intervals of 95% by the normal approximation"
+        label = "Mean reward by action, with 95% intervals by the normal approximation"
         note = (
-            "Actions were chosen by the logged policies: a difference may be that of their states."
+            "The logged policies chose the actions, so differences may be due to different states."
         )
         yield Section(
             "Reward by action", [tag("p", note, class_="note"), interval_chart(rows, label=label)]
@@ -154,6 +154,6 @@ def _draw_parts(parts: Sequence[EpisodePart], what: str, num: int) -> Iterator[C
     ]
     unknown = len(parts) - len(rows)
     if rows:
-        yield interval_chart(rows, label="Mean return and the quartiles of the episodes")
+        yield interval_chart(rows, label="Mean and quartiles of the returns")
     if unknown:
         yield tag("p", f"without a known return: {count(unknown, what)}", class_="note")

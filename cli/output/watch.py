@@ -1,4 +1,4 @@
-"""Watch: a run's metrics, as they come, for TensorBoard, and for W&B and MLflow where asked for.
+"""Watch: report a run's metrics to TensorBoard and, if configured, to W&B and MLflow.
 
 The lake has them too (datastore/lake/runs/metrics.py). What is here are tools to look on with, so
 that no failure of theirs ends a run once it goes on: it is said, and that tool hears no more.
@@ -110,9 +110,9 @@ class Watchers:
             mlflow.begin(run_id, self._find_record(run_id))
         except MlflowError as error:
             raise ConfigInvalidError(
-                f"MLflow: {str(error).rstrip('.')}, expected to begin run {run_id}. Check "
+                f"MLflow: {str(error).rstrip('.')}, expected to start run {run_id}. Check "
                 "MLFLOW_TRACKING_URI and its credentials, or leave out --mlflow: TensorBoard's "
-                "event files are written either way."
+                "event files are written in any case."
             ) from error
         self._report.print_message(f"at MLflow: {mlflow.url}")
         self._listeners["MLflow"] = mlflow.log

@@ -1,7 +1,7 @@
-"""Images: their type and size, from their first bytes. None is decoded.
+"""Images: their type and size, from their first bytes, without decoding.
 
-Only raster formats that every browser draws: a file is one of them by its own bytes, whatever a
-message calls it. SVG, which may contain scripts, is none of them.
+Only raster formats that every browser can show. The type is determined from the bytes, not from the
+message. SVG is excluded, because it may contain scripts.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-# The size of a JPEG comes after its metadata, which are usually shorter than this.
+# The size of a JPEG follows its metadata, which are usually shorter than this.
 HEADER_BYTES: Final = 64 << 10
-# No image of a pixel is as short, and each of the headers before the frame of a JPEG is shorter.
+# Shorter than any image of one pixel, and long enough for every fixed header below.
 _MIN_BYTES: Final = 30
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _JPEG: Final = b"\xff\xd8\xff"
@@ -22,7 +22,7 @@ _JPEG_WITHOUT_LENGTH: Final = frozenset((0x01, *range(0xD0, 0xD8)))
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What an image is: its media type, and its width and height in pixels."""
+    """The media type of an image, and its width and height in pixels."""
 
     media_type: str
     width: int
@@ -32,7 +32,7 @@ class ImageHeader:
 def read_image_header(content: bytes) -> ImageHeader | None:
     """Return the header of a PNG, JPEG, GIF or WebP; None for other bytes.
 
-    content: the file, or at least its first HEADER_BYTES. None also if the size is not within them.
+    content: the file, or at least its first HEADER_BYTES. Also None if these do not have the size.
     """
     if len(content) < _MIN_BYTES:
         return None

@@ -96,11 +96,11 @@ def split_sequence(sequence: TokenSequence) -> dict[str, pa.Array]:
 
 
 def split_sequences(joined: TokenSequence, lengths: Array) -> tuple[dict[str, pa.Array], Array]:
-    """Return the token columns of the generations of L sequences, as `split_sequence` of each.
+    """Return the token columns of L sequences, as `split_sequence` does for each.
 
-    joined: the sequences one after the other. lengths int64 [L]: the tokens of each, 1 or more. A
-    column that not all of them have is NULL in the steps of the others. The second result, int64
-    [L], is the number of steps of each.
+    joined: the concatenated sequences. lengths int64 [L]: number of tokens of each, 1 or more.
+    Columns that some sequences lack are NULL in their steps. The second result, int64 [L], is the
+    number of steps of each sequence.
 
     Raises: EpisodeInvalidError for a sequence without a sampled token.
     """

@@ -77,7 +77,7 @@ TOKEN_LOG_PROB_TOLERANCE: Final = 1e-4
 # differ by their order.
 _SUM_TOLERANCE: Final = 1e-4
 _SUM_RELATIVE_TOLERANCE: Final = 1e-6
-# Tokens whose numbers stay in the processor's cache.
+# Number of tokens whose values fit into the processor's cache.
 _SUMMED_AT_ONCE: Final = 1 << 15
 
 
@@ -502,7 +502,7 @@ def _fill_behavior_log_probs(stated: Array | None, lists: _Lists) -> Array:
 
 
 def _sum_rows(lists: _Lists, function: Callable[[Array], Array]) -> Array:
-    """Return the sum of a function of each row's numbers, in their order, float64 [T]."""
+    """Return the sum of a function of each row's values, added in order, float64 [T]."""
     values, lengths = numbers(lists.values), lists.lengths
     offsets = np.append(0, np.cumsum(lengths))
     sums = np.zeros(len(lengths))

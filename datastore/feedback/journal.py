@@ -105,7 +105,7 @@ class Journal:
 
     @property
     def is_ended(self) -> bool:
-        """Whether another process ended it, so that its last records were not committed."""
+        """Whether another process ended the journal; its last records were not committed."""
         return self._is_ended
 
     @property
@@ -309,8 +309,8 @@ class Journal:
             if done.num_ended:
                 self._is_ended = True
                 self._failure = (
-                    f"another process ended the journal {self.worker} and goes on in its place. "
-                    f"{done.num_ended} records are not committed, and kept in "
+                    f"another process ended the journal {self.worker} and took over its producer. "
+                    f"{done.num_ended} records were not committed, and are stored in "
                     f"{self.worker}-*{DAMAGED}"
                 )
                 _logger.error("journal stopped: %s", self._failure)

@@ -123,9 +123,9 @@ class _MovePlan:
 
 @dataclass(frozen=True)
 class EpisodePosition:
-    """How far an agent's steps have come: all below next_step are stored, and it is not.
+    """The position of an agent in an episode: all steps below next_step are stored, it is not.
 
-    episode_id: the client's. ended: whether one of them ended the episode.
+    episode_id: the client's. ended: whether a stored step ended the episode.
     """
 
     episode_id: str
@@ -135,11 +135,11 @@ class EpisodePosition:
 
 
 def find_positions(dataset: Dataset, episode_ids: Sequence[str]) -> list[EpisodePosition]:
-    """Return how far received episodes have come, by the ids of their clients, in their order.
+    """Return the positions of received episodes, by their clients' ids, in the given order.
 
-    An episode has one position for each of its agents; one that is unknown is at step 0 of the
-    agent "". Counted are steps that are committed, moved into the dataset or not yet. Cost: a scan
-    of the ids of the received steps and of the dataset's. Raises: StorageError, ShardCorruptError.
+    An episode has one position for each of its agents; an unknown one has step 0 of the agent "".
+    All committed steps count, whether or not they were moved into the dataset. Cost: a scan of the
+    ids of the received steps and of the dataset's. Raises: StorageError, ShardCorruptError.
     """
     names = pa.table({"e": [f"{PREFIX}{name}" for name in dict.fromkeys(episode_ids)]})
     found: dict[str, list[EpisodePosition]] = {}

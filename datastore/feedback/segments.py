@@ -5,8 +5,8 @@
 <table>/_journal/<worker>-<k>.damaged  a segment of which some records could not be committed, kept
                                        for a person to look at; nothing reads it
 
-A worker that another process ended (`end_worker`), on whichever machine, commits nothing more: its
-segments are kept under that name too.
+A worker that another process ended (`end_worker`) can commit nothing more, on any machine: its
+segments are retained under that name as well.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Recovered:
     """What became of segments: how many there were, and of their lines how many ...
 
     num_rows: are rows of the table. num_torn: are the last and have no end, so that nobody was
-    answered for them. num_damaged: cannot be read or encoded; their segment is kept. num_ended: are
-    of a worker that was ended, and not committed; their segment is kept.
+    answered for them. num_damaged: cannot be read or encoded; their segment is kept. num_ended:
+    belong to a worker that was ended, and are not committed; their segment is kept.
     """
 
     num_segments: int
@@ -119,9 +119,9 @@ def producer_name(worker: str) -> str:
 
 
 def end_worker(table: Table, worker: str) -> None:
-    """Let nothing more of a worker's journal be committed, on whichever machine it is.
+    """Prevent further commits of a worker's journal, on any machine; committed rows stay.
 
-    What was committed stays. Raises: StorageError.
+    Raises: StorageError.
     """
     table.end_producer(producer_name(worker))
 
@@ -195,7 +195,7 @@ def commit_segment(table: Table, encode: Encode, producer: str, segment: Segment
 
 
 def _set_aside(path: Path, num_records: int, reason: str) -> None:
-    """Keep a segment for a person to look at. Raises: StorageError."""
+    """Rename a segment so that it is retained but not read. Raises: StorageError."""
     try:
         kept = path.rename(path.with_suffix(DAMAGED))
     except OSError as error:

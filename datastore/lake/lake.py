@@ -147,9 +147,9 @@ class Lake:
             at: the version or tag to read, by dataset; the newest by default.
                 `{"before": "cartpole@12"}` reads a version under another name, so that two versions
                 can be compared.
-            cancellation: its `cancel`, from another thread, ends the query.
+            cancellation: ends the query if `cancel` is called in another thread.
 
-        Raises: QueryRefusedError, QueryError, also as it was cancelled, NotFoundError for an
+        Raises: QueryRefusedError; QueryError, including after a cancellation; NotFoundError for an
         unknown dataset or version.
         """
         return query.run_query(text, self.catalog(at), parameters, cancellation=cancellation)
@@ -175,7 +175,7 @@ class Lake:
             limits: of time, memory and rows.
             reader: whose query it is, as `RoleTable.find_reader` finds it by a token: for it there
                 are only the datasets and columns that the role table grants. Without one, all.
-            cancellation: its `cancel`, from another thread, ends the query.
+            cancellation: ends the query if `cancel` is called in another thread.
 
         Raises: as sql; QueryError with the limit that was exceeded, or as it was cancelled.
         """

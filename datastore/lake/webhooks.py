@@ -1,13 +1,13 @@
-"""Webhooks: URLs that hear of changes to policies and tags, and how far each has heard.
+"""Webhooks: URLs that are notified of changes to policies, aliases and tags.
 
-The lake's log is the queue: its commits are the events, in their order, and a webhook's entry has
-the place up to which they were delivered. Entries are, beside policies and aliases:
+The lake's log is the queue: its commits are the events, in order, and each webhook has a position
+in it, up to which they were delivered. Entries of the log, beside policies and aliases:
 
-    webhook/<name>          URL, events, and the id by which the secret's file is found
-    webhook-state/<name>    the place in the log, the attempts for the next event, and counts
+    webhook/<name>          URL, events, and the id that names the secret's file
+    webhook-state/<name>    position in the log, attempts for the next event, and counts
 
-Events and their data have the names and fields of MLflow's webhooks, so that what receives those
-receives these; `model_version.deleted` and the events of dataset tags are ours.
+Events and their data have the names and fields of MLflow's webhooks, so that receivers of MLflow's
+webhooks need no change. MLflow has no `model_version.deleted` and no events of dataset tags.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from replaylake.datastore.storage.log.state import Change, LogState
 from replaylake.datastore.storage.seals import read_json, seal_json
 from replaylake.datastore.storage.storage import Storage
 
-# Each event with an example of its data, which a test of a webhook sends.
+# Each event with example data, for test requests.
 EVENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "registered_model.created": {"name": "example", "tags": {}, "description": None},
     "model_version.created": {
@@ -69,13 +69,13 @@ ACTIVE: Final = "active"
 DISABLED: Final = "disabled"
 _MIN_SECRET_CHARS: Final = 16
 _MAX_URL_CHARS: Final = 2048
-# Commits of the log that are read at once.
+# Commits read from the log at once.
 _CHUNK: Final = 64
 
 
 @dataclass(frozen=True)
 class Webhook:
-    """A URL and the events that it gets. id: of this registration, which no other has."""
+    """A URL and the events that it receives. id: unique to this registration."""
 
     name: str
     url: str
@@ -86,12 +86,12 @@ class Webhook:
 
 @dataclass(frozen=True)
 class WebhookState:
-    """How far a webhook has heard, and how the attempts went.
+    """The state of a webhook's delivery.
 
     version and index: the next event is at `index` of the events of that version of the lake's log,
-    or in a later version. attempts, first_attempt_ms, next_attempt_ms: of that next event. status
-    is `disabled` once the receiver answered 410. num_given_up: events that were not delivered in
-    time; num_unreadable: commits that are gone from the log.
+    or in a later version. attempts, first_attempt_ms, next_attempt_ms: of that next event. status:
+    `disabled` after the receiver answered 410. num_given_up: events that were not delivered in
+    time; num_unreadable: commits that the log no longer has. Times are ms since 1970.
     """
 
     version: int
@@ -110,7 +110,7 @@ class WebhookState:
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that a commit of the lake's log did. version and index: its place."""
+    """A change by a commit of the lake's log. version and index: its position in the log."""
 
     kind: str
     data: Mapping[str, Any]
@@ -121,7 +121,7 @@ class Event:
 
 @dataclass(frozen=True)
 class AddedWebhook:
-    """A new webhook with its secret, which is shown this once."""
+    """A new webhook with its secret, which is returned only once."""
 
     webhook: Webhook
     secret: str = field(repr=False)
@@ -136,11 +136,11 @@ class Webhooks:
     def add(
         self, name: str, url: str, *, events: Sequence[str] = (), secret: str | None = None
     ) -> AddedWebhook:
-        """Add a webhook, which gets the events from now on.
+        """Add a webhook; it receives the events from now on.
 
-        events: by default all of EVENTS. secret: at least 16 characters, which sign each request; a
-        new one by default. Raises: InvalidNameError, ConfigInvalidError; AlreadyExistsError for a
-        name that is taken.
+        events: by default all of EVENTS. secret: the key that signs requests, at least 16
+        characters; by default a generated one. Raises: InvalidNameError, ConfigInvalidError;
+        AlreadyExistsError for a name that is taken.
         """
         check_alias(name)
         _check_url(url)
@@ -162,7 +162,7 @@ class Webhooks:
             return Intent(f"webhook/{webhook.id}", 0, "ADD WEBHOOK", entries=entries)
 
         build(self._log.newest())  # refuses a taken name before the secret is written
-        # Before the commit, so that whoever sees the webhook finds its secret.
+        # Before the commit, so that every process that sees the webhook finds its secret.
         sealed = seal_json({"secret": secret})
         self._storage.put_if_absent(_secret_path(webhook), sealed, private=True)
         try:
@@ -193,7 +193,7 @@ class Webhooks:
             known = ", ".join(webhook.name for webhook in self.list())
             raise NotFoundError(
                 f"webhook {name}: found none of that name, expected one of {known or 'none'}. "
-                "`replaylake webhooks add` makes one."
+                "Add it first."
             )
         return _read_webhook(text)
 
@@ -206,9 +206,9 @@ class Webhooks:
         ]
 
     def secret(self, webhook: Webhook) -> str:
-        """Return what signs a webhook's requests.
+        """Return the secret of a webhook.
 
-        Raises: NotFoundError if its file is gone, StorageError if that is damaged.
+        Raises: NotFoundError if its file is missing, StorageError if it is damaged.
         """
         data = self._storage.get(_secret_path(webhook))
         if data is None:
@@ -226,15 +226,18 @@ class Webhooks:
         return secret
 
     def state(self, name: str) -> WebhookState:
-        """Return how far a webhook has heard. Raises: NotFoundError."""
+        """Return the state of a webhook's delivery. Raises: NotFoundError."""
         text = self._log.newest().entries.get(_state_key(name))
         if text is None:
             self.get(name)
-            raise NotFoundError(f"webhook {name}: found no state, expected one. Add it again.")
+            raise NotFoundError(
+                f"webhook {name}: found no delivery state, expected one. Remove it, then add it "
+                "again."
+            )
         return WebhookState(**json.loads(text))
 
     def save_state(self, webhook: Webhook, before: WebhookState, after: WebhookState) -> bool:
-        """Record how far a webhook has heard; False where it is gone or another process did."""
+        """Record a state; False if the webhook was removed or another process has recorded one."""
         key = _state_key(webhook.name)
         texts = json.dumps(asdict(before)), json.dumps(asdict(after))
         expected = {key: texts[0], _key(webhook.name): json.dumps(asdict(webhook))}
@@ -254,7 +257,8 @@ class Webhooks:
     ) -> Iterator[tuple[int, Sequence[Event] | None]]:
         """Yield (version, events) of the lake's commits from `version` on.
 
-        events is None of a commit that is gone; of the first, events before `index` are left out.
+        events is None for a commit that the log no longer has. Events of the first commit before
+        `index` are left out.
         """
         newest = self._log.newest().version
         for begin in range(version, newest + 1, _CHUNK):

@@ -1,14 +1,14 @@
 """Webhook delivery: signed requests for the events of a lake's log, until each is acknowledged.
 
-A webhook's events are delivered in their order, each at least once: its place is recorded after the
-receiver answered with 2xx, so a crash in between repeats a request under the same delivery id. A
-failed one is sent again after pauses that grow, for three days, then given up.
+A webhook's events are delivered in order, each at least once: its position is recorded after the
+receiver answered with 2xx, so after a crash in between, a request is repeated with the same
+delivery id. A failed one is retried with exponential backoff for three days, then given up.
 
 The signature is that of MLflow's webhooks: HMAC-SHA256 of `delivery id.timestamp.body`.
 
-A URL may be chosen by somebody who may not reach what this machine reaches. So each address of its
-host is checked, and the connection is made to a checked address; redirects are not followed, no
-proxy is used, and nothing of an answer but its status is kept.
+Whoever adds a webhook must not reach, through this machine, hosts that they cannot reach themselves
+(server-side request forgery). Each address of the URL's host is checked, and the connection is made
+to a checked address; redirects are not followed, no proxy is used, and only the status is stored.
 """
 
 from __future__ import annotations
@@ -55,36 +55,36 @@ _MAX_PAUSE_MS: Final = 3_600_000
 _GONE: Final = 410
 _MAX_HEAD_BYTES: Final = 1 << 14
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r?\n")
-# Commits without an event, after which the place in the log is recorded all the same.
+# Commits without an event, after which the position in the log is recorded anyway.
 _MAX_SKIPPED: Final = 1_000
 _MAX_THREADS: Final = 8
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # IPv4 addresses as a NAT64 gateway translates them (RFC 6052).
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
-# Where clouds have the credentials of their machines, beside the link-local 169.254.169.254.
+# Cloud metadata services, which return credentials; 169.254.169.254 is link-local.
 _METADATA: Final = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200")))
 
 
 class AddressRefusedError(ReplayLakeError):
-    """A webhook's host has an address that requests are not sent to."""
+    """A webhook's host has an address to which requests are not sent."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """How one request went. status: of the answer, None without one; error: why there is none."""
+    """The result of one request. status: of the answer; error: why there is no answer."""
 
     status: int | None = None
     error: str | None = None
 
     @property
     def is_delivered(self) -> bool:
-        """Whether the receiver has taken the event."""
+        """Whether the receiver has acknowledged the event."""
         return self.status is not None and 200 <= self.status < 300
 
 
 @dataclass(frozen=True)
 class DeliveryResult:
-    """What a round did for one webhook.
+    """The result of a round for one webhook.
 
     is_waiting: an event is left that could not be delivered yet, or the webhook is disabled.
     """
@@ -107,11 +107,11 @@ def deliver_webhooks(
     stop: threading.Event | None = None,
     now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
 ) -> list[DeliveryResult]:
-    """Deliver what is due, and return what was done for each webhook, by name.
+    """Deliver the events that are due; return one result for each webhook, sorted by name.
 
     allow_private: also send to loopback and private addresses, and by plain http. stop: ends the
-    round between two requests. Several processes may do this at once; receivers tell a repeat by
-    its delivery id. Raises: StorageError, LogCorruptError.
+    round between two requests. now_ms: the clock. Several processes may deliver at the same time;
+    receivers recognize repeated requests by the delivery id. Raises: StorageError, LogCorruptError.
     """
     webhooks = lake.webhooks.list()
 
@@ -120,7 +120,7 @@ def deliver_webhooks(
 
     if not webhooks:
         return []
-    # Side by side: a receiver that does not answer holds up no other.
+    # In parallel, so that a receiver that does not answer does not delay the others.
     with ThreadPoolExecutor(min(len(webhooks), _MAX_THREADS)) as threads:
         return list(threads.map(deliver, webhooks))
 
@@ -128,7 +128,7 @@ def deliver_webhooks(
 def try_webhook(
     lake: Lake, name: str, kind: str | None = None, *, allow_private: bool = False
 ) -> Attempt:
-    """Send an example of an event, by default the first that the webhook gets; nothing is recorded.
+    """Send an example event, by default the first of the webhook's; nothing is recorded.
 
     Raises: NotFoundError, ConfigInvalidError.
     """
@@ -144,7 +144,7 @@ def try_webhook(
 
 
 def sign(secret: str, delivery_id: str, timestamp: str, body: bytes) -> str:
-    """Return the signature of a request: `v1,` and the HMAC-SHA256 in base64.
+    """Return the signature of a request: `v1,` followed by the HMAC-SHA256 in base64.
 
     timestamp: seconds since 1970, as in the header.
     """
@@ -184,7 +184,7 @@ class _Round:
         )
 
     def _deliver_all(self, state: WebhookState, secret: str) -> tuple[WebhookState, bool]:
-        """Return the state at the end, and whether something is left."""
+        """Return the new state, and whether events are left."""
         if state.status != ACTIVE:
             return state, True
         recorded = state
@@ -241,7 +241,7 @@ class _Round:
                 num_delivered=state.num_delivered + attempt.is_delivered,
                 num_given_up=state.num_given_up + is_given_up,
             )
-        # Half of it at random: many that failed at once do not come back at once.
+        # With jitter, so that webhooks that failed together are not retried together.
         pause_ms = min(_MIN_PAUSE_MS * 2**state.attempts, _MAX_PAUSE_MS)
         return replace(
             state,
@@ -280,7 +280,7 @@ def _post(url: str, headers: Mapping[str, str], body: bytes, allow_private: bool
     host = parts.hostname or ""
     if parts.scheme != "https" and not allow_private:
         raise AddressRefusedError(
-            f"{url}: found http, expected https: anybody on the way could read and change it. "
+            f"{url}: found http, expected https, because anybody on the route could read it. "
             "Allow it with `allow_private`."
         )
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -298,7 +298,7 @@ def _post(url: str, headers: Mapping[str, str], body: bytes, allow_private: bool
 
 
 def _connect(host: str, port: int, allow_private: bool, deadline: float) -> socket.socket:
-    """Connect to a checked address: asked again, a name's server may answer with another."""
+    """Connect to a checked address; a second DNS lookup might return another one."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for *_, address in found:
         check_address(host, str(address[0]), allow_private)
@@ -319,8 +319,8 @@ def _connect(host: str, port: int, allow_private: bool, deadline: float) -> sock
 def check_address(host: str, address: str, allow_private: bool) -> None:
     """Check an address that a webhook's host has.
 
-    Raises: AddressRefusedError for a loopback or private one unless `allow_private`; always for
-    one at which clouds have credentials, for a link-local one, and for what is no host's address.
+    Raises: AddressRefusedError for a loopback or private address unless `allow_private`; always for
+    link-local, multicast and reserved addresses, and for those of cloud metadata services.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     for one in _embedded_addresses(ip):
@@ -330,20 +330,21 @@ def check_address(host: str, address: str, allow_private: bool) -> None:
             is_never = one.is_multicast or one.is_reserved or one.is_link_local
         if is_never or one in _METADATA:
             raise AddressRefusedError(
-                f"{host}: found the address {address}, expected none that is link-local, multicast "
-                "or reserved. Requests are never sent there."
+                f"{host}: found the address {address}, expected none that is link-local, "
+                "multicast, reserved or a metadata service: requests are never sent there. Change "
+                "the URL."
             )
         # Python takes site-local addresses (RFC 3879) for public ones.
         is_site_local = isinstance(one, ipaddress.IPv6Address) and one.is_site_local
         if (is_site_local or not one.is_global) and not allow_private:
             raise AddressRefusedError(
-                f"{host}: found the address {address}, expected a public one: it is this machine "
-                "or in a private network. Allow it with `allow_private`."
+                f"{host}: found the address {address}, expected a public one, not this machine "
+                "or a private network. Allow it with `allow_private`."
             )
 
 
 def _embedded_addresses(ip: _Address) -> list[_Address]:
-    """Return an address, and the IPv4 addresses that one of IPv6 may lead to."""
+    """Return an address, and the IPv4 addresses that are embedded in an IPv6 address."""
     if ip.version == 4:
         return [ip]
     if ip.ipv4_mapped is not None:
@@ -362,7 +363,7 @@ def _encode_request(parts: SplitResult, headers: Mapping[str, str], body: bytes)
     target = parts.path or "/"
     if parts.query:
         target += f"?{parts.query}"
-    # Without the user that a URL may name, which is refused when a webhook is added.
+    # Without user information, which is refused when a webhook is added.
     authority = parts.netloc.rpartition("@")[2]
     lines = [
         f"POST {target} HTTP/1.1",

@@ -44,8 +44,8 @@ def connect() -> duckdb.DuckDBPyConnection:
 def limit_threads(num_threads: int) -> None:
     """Let the queries of this process's sessions use so many threads, all together.
 
-    For a process that runs beside others that have to be fast: DuckDB then also gives memory back
-    after each query, where it keeps up to 128 MiB of each thread for the next one.
+    For a process that runs beside others that have to be fast: DuckDB then also returns memory
+    after each query; by default, it retains up to 128 MiB for each thread.
     """
     global _num_threads
     with _lock:

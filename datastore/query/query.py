@@ -36,7 +36,7 @@ def run_query(
     """Run one SELECT with `$name` parameters and return Arrow.
 
     cancellation: ends the query from another thread. Raises: QueryRefusedError if it is not one
-    SELECT, QueryError with DuckDB's own words, or as it was cancelled,
+    SELECT, QueryError with DuckDB's message, or after a cancellation,
     NotFoundError if it names a dataset or view that does not exist or a version whose shards were
     removed, ShardCorruptError if a file is missing that should be there.
     """

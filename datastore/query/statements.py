@@ -42,7 +42,7 @@ _NON_READING_FUNCTIONS: Final = {
     "write_log",
 }
 
-# How long a cancelled query goes on at most.
+# How long a cancelled query continues at most.
 _CHECK_S: Final = 0.1
 # How the message of error() in a condition over episodes begins (conditions.py).
 VARYING_COLUMN: Final = "condition over episodes: "
@@ -55,7 +55,7 @@ _UNKNOWN_TABLE: Final = re.compile(
 
 
 class Cancellation:
-    """Ends queries from another thread, also those that begin only later."""
+    """Cancels queries from another thread, including those that start later."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Cancellation:
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """End the query that runs, and those that begin after it."""
+        """Cancel the running query and all that start later."""
         with self._lock:
             self._is_cancelled = True
             if self._stop is not None:
@@ -75,7 +75,7 @@ class Cancellation:
 
     @contextmanager
     def watching(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Call `stop` if the query is cancelled within the block, or was before it."""
+        """Call `stop` if the query is cancelled within the block or was before."""
         with self._lock:
             self._stop = stop
             if self._is_cancelled:
@@ -149,7 +149,7 @@ def execute_interruptibly(
     parameters: Mapping[str, object] | None = None,
     cancellation: Cancellation | None = None,
 ) -> pa.Table:
-    """Run a query of a user's, which Ctrl-C ends, or its cancellation. Raises: as execute.
+    """Run a user's query, which Ctrl-C or its cancellation ends. Raises: as execute.
 
     DuckDB 2.0.0 misses one Ctrl-C in four, and every second one of a process, while a query runs
     in the main thread. So the query runs in another, and the main thread waits and tells it.
@@ -161,7 +161,7 @@ def execute_interruptibly(
         try:
             while cancellation is not None and not wait([running], _CHECK_S).done:
                 if cancellation.is_cancelled:
-                    # Again at each turn: DuckDB forgets one that comes before the query begins.
+                    # Repeated: DuckDB ignores an interrupt that precedes the start of the query.
                     connection.interrupt()
             return running.result()
         except (QueryError, KeyboardInterrupt) as error:

@@ -45,7 +45,7 @@ _CACHE_BYTES: Final = 256 << 20
 _GROUP_STEPS: Final = 4_000_000
 _MAX_CHUNKS: Final = 64
 _GROUP_PIECES: Final = 131_072
-# Columns with fewer distinct values are in memory as places among these, of a byte each.
+# Columns with at most this many distinct values are dictionary-encoded in memory, 1 byte a value.
 _MAX_DISTINCT: Final = 127
 OnProgress = Callable[[int, int], None]
 
@@ -204,16 +204,16 @@ def _extend(
 
 
 def _compact(pieces: pa.Table) -> pa.Table:
-    """Return pieces whose columns of few distinct values are dictionaries: half of the memory.
+    """Return pieces with columns of few distinct values as dictionaries, in half of the memory.
 
-    Of a million pieces, 106 MiB become 52. Queries see the same types.
+    A million pieces take 52 MiB instead of 106 MiB. Queries see the same types.
     """
     for place, field in enumerate(pieces.schema):
         if field.name == _SHARD or not (
             pa.types.is_integer(field.type) or pa.types.is_string(field.type)
         ):
             continue
-        # Of most columns, the first rows say that it does not pay.
+        # For most columns, the first rows have too many distinct values.
         head = pieces.column(place).slice(0, _PROBED_ROWS)
         if not 0 < len(head.unique().drop_null()) <= _MAX_DISTINCT:
             continue
@@ -226,7 +226,7 @@ def _compact(pieces: pa.Table) -> pa.Table:
 
 
 def _expand(pieces: pa.Table) -> pa.Table:
-    """Return pieces with the values themselves in all columns."""
+    """Return pieces without dictionaries."""
     for place, field in enumerate(pieces.schema):
         if pa.types.is_dictionary(field.type):
             kind = field.type.value_type
@@ -264,7 +264,7 @@ def _pieces(snapshot: TableSnapshot) -> pa.Table:
             f"FROM {scan_files(snapshot)} GROUP BY file_index, {schema.EPISODE_ID}, "
             f"{schema.AGENT_ID} ORDER BY file_index, first_step",
         )
-    # A copy: else each column of DuckDB's result would retain the memory of all of them.
+    # A copy: otherwise, each column of DuckDB's result would retain the memory of all columns.
     return pa.concat_tables([table, table.slice(0, 0)]).combine_chunks()
 
 
@@ -285,8 +285,8 @@ def _are_distinct(pieces: pa.Table) -> bool:
 
 def _encode(summary: Summary) -> bytes:
     about = {"shards": summary.shards, "is_distinct": summary.is_distinct}
-    # The file has the values themselves, as those of earlier releases have. In small groups, made
-    # one after the other, and read by one thread: what this takes for a moment grows with both.
+    # The file has no dictionaries, like those of earlier releases. Small groups, written one after
+    # the other and read by one thread, limit the temporary memory.
     schema_of_file = _expand(summary.pieces.slice(0, 0)).schema.with_metadata(
         {_METADATA_KEY: json.dumps(about)}
     )

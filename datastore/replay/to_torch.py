@@ -76,7 +76,7 @@ def _convert_tokens(
 ) -> TokenBatch[torch.Tensor]:
     def convert(array: Array) -> torch.Tensor:
         tensor = stage(_tensor(array))
-        # Even to where it is, a move takes 1 us.
+        # `to` takes 1 us even if the tensor is on the device already.
         return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
     fields = {

@@ -59,7 +59,7 @@ def return_freed_memory() -> None:
 
 
 def release_unused_memory() -> None:
-    """Give back what Arrow took for a moment, where that is more than what stays."""
+    """Return unused memory of Arrow's pool to the operating system."""
     pa.default_memory_pool().release_unused()
 
 

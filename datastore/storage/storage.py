@@ -83,9 +83,9 @@ class Storage(Protocol):
         ...
 
     def read_ends(self, blobs: Sequence[Blob], num_bytes: int) -> list[bytes | None]:
-        """Return the last bytes of blobs of known size, all of a shorter one; None if one is gone.
+        """Return the last bytes of blobs, or all of a shorter one; None if one is missing.
 
-        No copy is made, and nothing is checked.
+        Blobs are not cached and their sha256 is not checked.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""CleanRL: the state_dict that its scripts save, and those of further networks of its scripts.
+"""CleanRL: convert the state_dict of a script's acting network.
 
 A script is one file that is meant to be changed, and what it saves are tensors alone. Which network
 it is, the tensors' names say; the activations are those of the scripts, unless others are stated.
@@ -45,8 +45,8 @@ _NORMALIZED: Final = (
     "actions do (NormalizeObservation): state the statistics if they were."
 )
 _CLIPPED: Final = (
-    "Drawn actions are truncated to the bounds, where CleanRL clips them: best actions are the "
-    "same, sampled ones have another distribution at the bounds."
+    "Sampled actions are truncated to the bounds, where CleanRL clips them: best actions are the "
+    "same, sampled ones are distributed differently at the bounds."
 )
 
 
@@ -87,7 +87,7 @@ def convert_state_dict(
 
 
 def _choose_actor(tensors: Any) -> Any:
-    """Return the state_dict of what acts, of what a script saved."""
+    """Return the state_dict of the acting network in a script's file."""
     if isinstance(tensors, Mapping) and _MODEL_WEIGHTS in tensors:
         return tensors[_MODEL_WEIGHTS]
     if isinstance(tensors, tuple | list) and tensors:
@@ -96,7 +96,7 @@ def _choose_actor(tensors: Any) -> Any:
 
 
 class _Source:
-    """What the networks of the scripts share."""
+    """The parts that the scripts' networks share."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Source:
         self._num_frames = num_frames
 
     def activation(self, default: str) -> type[nn.Module]:
-        """Return the activation that was stated, or the script's."""
+        """Return the stated activation function, else the script's."""
         return activation(self._activation_name or default)
 
     def flat(self) -> FlatFeatures:

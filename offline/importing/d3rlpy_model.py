@@ -1,4 +1,4 @@
-"""d3rlpy: the `.d3` files that `save` writes.
+"""d3rlpy: convert the `.d3` files that `save` writes.
 
 Such a file is a pickle of a dictionary: the configuration as JSON, the weights as torch.save wrote
 them, and the version of d3rlpy. d3rlpy itself would unpickle it; here its opcodes are read, and
@@ -73,7 +73,9 @@ def convert_model(data: bytes, what: str, observations: Space, actions: Space) -
     config = _parse_config(parts["config"], what)
     tensors = load_tensors(bytes(parts["torch"]), what)
     if not isinstance(tensors, Mapping):
-        raise SourceInvalidError(f"{what}: found no weights by module, expected those of d3rlpy.")
+        raise SourceInvalidError(
+            f"{what}: found no weights by module, expected those of d3rlpy. The file is damaged."
+        )
     networks = {
         str(name): Weights(state, f"{what}: {name}")
         for name, state in tensors.items()
@@ -113,8 +115,8 @@ def _read_dictionary(data: bytes, what: str) -> dict[str, Any]:
                 values.append(argument)
             elif opcode.name not in _STRUCTURE:
                 raise SourceInvalidError(
-                    f"{what}: found {opcode.name} at byte {position}, expected texts and bytes "
-                    "alone, as d3rlpy's `save` writes. Nothing in it was executed."
+                    f"{what}: found {opcode.name} at byte {position}, expected only strings "
+                    "and bytes, as d3rlpy's `save` writes. Nothing in it was executed."
                 )
     except (ValueError, UnicodeDecodeError, IndexError) as error:
         raise SourceInvalidError(
@@ -172,7 +174,7 @@ def _numbers(value: Any, key: str) -> Iterator[tuple[str, int]]:
 
 
 def _features(space: Space, config: Mapping[str, Any], what: str) -> nn.Module:
-    """Return what makes d3rlpy's observations of the dataset's."""
+    """Return the module that converts the dataset's observations to d3rlpy's."""
     shape = tuple(config["observation_shape"])
     if len(shape) == 3:
         if isinstance(space, Box) and len(space.shape) == 3:

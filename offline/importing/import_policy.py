@@ -1,7 +1,8 @@
-"""Import: a policy that another library trained, checked on logged observations, registered.
+"""Import: convert a policy of another library, check it on logged observations, register it.
 
 The file is converted into the graph of a policy package, so that it is evaluated, promoted and
-served as any other version, without the library that trained it. docs/IMPORT.md lists the formats.
+served like any other version, without the library that trained it. docs/IMPORT.md lists the
+formats.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ _FORMATS_OF_OPTION: Final = {
     "outputs": ("onnx",),
 }
 _MAX_ARRAY_BYTES: Final = 1 << 30
-# Steps of the dataset that the policy is tried on; more if more actions are given to compare with.
+# Steps of the dataset on which the policy is tested; more if more actions are to be compared.
 _NUM_CHECKED: Final = 1024
-# The same rows one by one: as many as show whether a row's actions depend on the others.
+# Rows that are also tested one by one, to detect outputs that depend on other rows.
 _NUM_SINGLE: Final = 16
 _ATOL: Final = 1e-5
 _RTOL: Final = 1e-5
@@ -99,16 +100,15 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class PolicyImport:
-    """What an import did.
+    """The result of an import.
 
-    policy: the version that was registered. algorithm: what the file was recognized as. head: the
-    policy's. num_observations: logged observations that it was tried on. agreement: of Discrete
-    actions the share of these steps where its best action is the logged one, else None.
-    num_compared: actions that were given and compared, num_distinct of them different from one
-    another. max_difference: the greatest difference between one of these and the policy's, None if
-    none were given or they are countable. num_ties: countable actions that differ where the two
-    best scores are equal. not_carried: sentences on what the package does not have, but the policy
-    may have had.
+    policy: the registered version. algorithm: the recognized algorithm. head: the policy's head.
+    num_observations: logged observations on which it was tested. agreement: share of these steps
+    whose logged action is the policy's best one; None unless actions are Discrete. num_compared:
+    expected actions; num_distinct: distinct ones among them. max_difference: largest difference
+    between an expected action and the policy's; None if none were given or actions are discrete.
+    num_ties: discrete actions that differ because the two best scores are equal. not_carried:
+    sentences on what the policy may have had and the package does not.
     """
 
     policy: PolicyRef
@@ -123,7 +123,7 @@ class PolicyImport:
     not_carried: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the import as JSON; `policy` and `version` stand for the version."""
+        """Return the fields as JSON; the version as `policy` and `version`."""
         body = {key: getattr(self, key) for key in self.__dataclass_fields__ if key != "policy"}
         return {
             "policy": self.policy.name,
@@ -156,7 +156,7 @@ def import_policy(
         policy: the name to register it under, as the next version.
         path: the file.
         options: how to read it.
-        expect: best actions [K, *act] that the policy takes where it comes from, or a `.npy` file
+        expect: best actions [K, *act] according to the original library, or a `.npy` file
             of them, for the first K steps of the dataset, or for `observations`.
         observations: the observations [K, *obs] of `expect`, or a `.npy` file of them.
 
@@ -170,8 +170,8 @@ def import_policy(
     path = Path(path)
     if observations is not None and expect is None:
         raise ConfigInvalidError(
-            "observations: found observations without actions, expected the actions that the "
-            "policy takes for them, too: `expect`.",
+            "observations: found observations without actions, expected the policy's "
+            "actions for them as well. Give `expect`.",
             parameter="observations",
         )
     snapshot = lake.snapshot(dataset)
@@ -207,7 +207,7 @@ def import_policy(
 
 @dataclass(frozen=True, eq=False)
 class _Acting:
-    """A converted policy that runs, and what the file of it is called."""
+    """A converted policy that can act. what: the file, for errors."""
 
     conversion: Conversion
     run: Callable[[dict[str, Array]], dict[str, Array]]
@@ -278,7 +278,8 @@ def _convert(data: bytes, path: Path, spec: DatasetSpec, options: ImportOptions)
         if conversion.spec.frame_stack > 1:
             raise ConfigInvalidError(
                 "normalization: found statistics for a policy of stacked frames, expected none: "
-                "whether they are of one frame or of the stack is not known.",
+                "it is unknown whether they are of one frame or of the stack. Export the policy to "
+                "ONNX with its normalization.",
                 parameter="normalization",
             )
         conversion = replace(
@@ -302,13 +303,13 @@ def _detect(data: bytes, what: str) -> str:
     elif xgboost_model.is_model(data):
         return "xgboost"
     raise SourceInvalidError(
-        f"{what}: its format was not recognized, expected one of {', '.join(FORMATS)}. Name it "
-        "with `format`."
+        f"{what}: its format was not recognized, expected one of {', '.join(FORMATS)}. Give "
+        "`format`."
     )
 
 
 def _check_options(options: ImportOptions, kind: str) -> None:
-    """Refuse options that the format does not have. Raises: ConfigInvalidError."""
+    """Check that the format has the given options. Raises: ConfigInvalidError."""
     if kind not in FORMATS:
         raise ConfigInvalidError(
             f"format: found {kind!r}, expected {AUTO} or one of {', '.join(FORMATS)}.",
@@ -324,8 +325,8 @@ def _check_options(options: ImportOptions, kind: str) -> None:
         formats = _FORMATS_OF_OPTION.get(field.name)
         if is_given and formats is not None and kind not in formats:
             raise ConfigInvalidError(
-                f"{field.name}: found it for the format {kind}, expected it for "
-                f"{' or '.join(formats)} alone. Leave it out.",
+                f"{field.name}: found {getattr(options, field.name)!r} for the format {kind}, "
+                f"expected it only for {' or '.join(formats)}. Leave it out.",
                 parameter=field.name,
             )
 
@@ -351,7 +352,8 @@ def _read_normalization(path: Path) -> tuple[Array, Array, float]:
     ) as error:
         raise SourceInvalidError(
             f"normalization: {path} cannot be read ({error}), expected an .npz file with the "
-            "arrays `mean` and `var`, and if they differ from 1e-8 and 10 `epsilon` and `clip`.",
+            "arrays `mean` and `var`, and optionally `epsilon` and `clip`. Save it with "
+            "numpy.savez.",
             parameter="normalization",
         ) from error
     std = np.sqrt(np.where(var + epsilon > 0, var + epsilon, np.nan))
@@ -373,7 +375,7 @@ def _try_policy(conversion: Conversion, path: Path) -> _Acting:
 
 
 def _read_first_steps(snapshot: Snapshot, num: int) -> LoggedSteps:
-    """Return at least so many steps, of the first episodes by id; all if there are fewer.
+    """Return at least `num` steps, of the first episodes by id; all if there are fewer.
 
     Raises: EmptyReplayError where there is none.
     """
@@ -385,7 +387,7 @@ def _read_first_steps(snapshot: Snapshot, num: int) -> LoggedSteps:
     )
     if not episodes.num_rows:
         raise EmptyReplayError(
-            f"{snapshot.dataset}@{snapshot.version}: found no steps, expected observations to try "
+            f"{snapshot.dataset}@{snapshot.version}: found no steps, expected observations to test "
             "the policy on. Ingest a log of its environment."
         )
     upto = episodes["upto"].to_numpy()
@@ -395,10 +397,10 @@ def _read_first_steps(snapshot: Snapshot, num: int) -> LoggedSteps:
 
 
 def _check_logged(acting: _Acting, steps: LoggedSteps, num: int) -> float | None:
-    """Try the policy on the first `num` logged observations; see PolicyImport.agreement.
+    """Test the policy on the first `num` logged observations; see PolicyImport.agreement.
 
-    Raises: SourceInvalidError if it cannot act on them, or if what it does for one of them depends
-    on others.
+    Raises: SourceInvalidError if it cannot act on them, or if outputs for one observation depend on
+    others.
     """
     assert steps.observations is not None  # they were read
     observations = take(steps.observations, slice(0, num))
@@ -425,15 +427,15 @@ def _check_rows_independent(
     """Refuse a graph that was exported for one batch size, or normalizes over the batch."""
     spec = acting.conversion.spec
     if spec.state_size or spec.noise_size:
-        return  # it was run one by one; or draws other noise in each call
+        return  # with a state, it was run one by one; with noise, outputs differ in each call
     for number in range(min(_NUM_SINGLE, num_values(observations))):
         one, _ = _act(acting, take(observations, slice(number, number + 1)), np.array([True]))
         for name, array in one.items():
             if not np.allclose(array[0], outputs[name][number], rtol=1e-4, atol=1e-5):
                 raise SourceInvalidError(
-                    f"{acting.what}: its {name} for observation {number} are other ones alone than "
-                    f"among {num_values(observations):,} observations. Export it in evaluation "
-                    "mode, with a free batch dimension."
+                    f"{acting.what}: its {name} for observation {number} are not the same alone "
+                    f"and in a batch of {num_values(observations):,}, expected independent rows. "
+                    "Export it in evaluation mode, with a free batch dimension."
                 )
 
 
@@ -454,8 +456,8 @@ def _compare_actions(
     spec = acting.conversion.spec
     if spec.noise_size:
         raise ConfigInvalidError(
-            f"expect: found actions for a policy with the head {spec.head}, expected none: it "
-            "draws its actions also without exploration.",
+            f"expect: found actions for a policy with the head {spec.head}, expected none: its "
+            "actions are random even without exploration. Leave them out.",
             parameter="expect",
         )
     observations, starts = _given_observations(acting, steps, len(expected), given)
@@ -476,9 +478,9 @@ def _compare_actions(
         row = int(wrong.argmax())
         raise SourceInvalidError(
             f"{acting.what}: its action for observation {row} is {actions[row].tolist()}, expected "
-            f"{wanted[row].tolist()}; {int(wrong.sum()):,} of {num:,} differ. What is not in the "
-            "file decides too: normalization, frame stacks or rescaled actions of its training, "
-            "or other observations than these."
+            f"{wanted[row].tolist()}; {int(wrong.sum()):,} of {num:,} differ. Check what the "
+            "file does not record, such as normalization, frame stacks or rescaled actions in "
+            "training, and that the expected actions are for these observations."
         )
     return comparison
 
@@ -491,7 +493,7 @@ def _given_observations(
         if num > steps.num_steps:
             raise ConfigInvalidError(
                 f"expect: found {num:,} actions, expected at most {steps.num_steps:,}, one for "
-                "each step of the dataset. Give their observations too.",
+                "each step of the dataset. Give `observations` as well.",
                 parameter="expect",
             )
         assert steps.observations is not None  # they were read
@@ -499,7 +501,7 @@ def _given_observations(
     if spec.state_size or isinstance(spec.observation_space, Dict | Tuple):
         raise ConfigInvalidError(
             "observations: found an array for a policy that stacks frames, or whose observations "
-            "have parts; expected none: the dataset's own are compared.",
+            "have parts; expected none. Leave it out: the dataset's observations are used.",
             parameter="observations",
         )
     try:
@@ -526,7 +528,7 @@ def _cast_floats(space: Space, values: Array) -> Array:
 
 
 def _are_ties(spec: PolicySpec, outputs: Mapping[str, Array], wanted: Array) -> Array:
-    """Return where an expected action is worth as much as the best one: bool [N]."""
+    """Return where an expected action has the same score as the best one: bool [N]."""
     if not isinstance(spec.action_space, Discrete):
         return np.zeros(len(wanted), np.bool_)
     scores = outputs[HEAD_OUTPUTS[spec.head][0]].astype(np.float64)
@@ -585,7 +587,7 @@ def _register(
             },
         },
     }
-    # Without `datasets`: what it learned from is not known, and evaluation says so.
+    # Without `datasets`: the training data is unknown, and evaluation reports this.
     lineage = {"algorithm": conversion.algorithm, "imported": origin}
     with tempfile.TemporaryDirectory(prefix="replaylake-import-") as scratch:
         package = Path(scratch) / "policy"

@@ -224,7 +224,7 @@ class NatureFeatures(nn.Module):
 
 
 def _channel_axes(space: Space, channels: int, num_frames: int) -> tuple[int, ...]:
-    """Return the axes of an image's permutation to channels first; () where they are first."""
+    """Return the permutation of an image's axes to channels first; () if they are first."""
     shape = space.shape if isinstance(space, Box) else ()
     image = shape[1:] if num_frames > 1 else shape
     own, rest = divmod(channels, num_frames)

@@ -1,4 +1,4 @@
-"""ONNX: models of other programs, made to take a dataset's observations and give a head's outputs.
+"""ONNX: adapt models of other programs to a dataset's observations and a policy head.
 
 The model becomes the middle of a package's graph. Before it observations get the dtype and shape
 that it takes; behind it its outputs get the names and shapes of the head. It runs in onnxruntime
@@ -263,7 +263,7 @@ def _model_outputs(head: str | None) -> tuple[str, ...]:
 def _make_spec(head: str | None, observations: Space, actions: Space) -> PolicySpec:
     if head not in MODEL_HEADS:
         raise ConfigInvalidError(
-            f"head: found {head!r}, expected what the model's outputs are: one of "
+            f"head: found {head!r}, expected the meaning of the model's outputs, one of "
             f"{', '.join(MODEL_HEADS)}.",
             parameter="head",
         )
@@ -298,7 +298,7 @@ def _choose_outputs(
 
 
 def _input_nodes(graph: Any, spec: PolicySpec, what: str) -> list[Any]:
-    """Return the nodes that make the model's inputs of observations."""
+    """Return the nodes that convert observations to the model's inputs."""
     constants = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]
     sources = graph_input_names(spec)
@@ -366,7 +366,7 @@ def _input_shape(
 def _output_nodes(
     nodes: list[Any], constants: list[Any], names: Sequence[str], head: str | None, actions: Space
 ) -> None:
-    """Add the nodes that make the head's outputs of the model's."""
+    """Add the nodes that convert the model's outputs to the head's."""
     size = _num_outputs(actions)
     constants.append(numpy_helper.from_array(np.array([-1, size], np.int64), "output.shape"))
 

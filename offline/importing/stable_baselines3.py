@@ -1,4 +1,4 @@
-"""Stable-Baselines3: the zip archives that `model.save` writes, of it and of sb3-contrib.
+"""Stable-Baselines3 and sb3-contrib: convert the zip archives that `model.save` writes.
 
 The archive has `data`, a JSON object, and `policy.pth`, the weights. Objects of Python are in
 `data` as pickles in base64 beside texts that describe them; only the texts are read. The class of
@@ -72,8 +72,8 @@ _NORMALIZATION: Final = (
     "statistics if they were."
 )
 _CLIPPED: Final = (
-    "Drawn actions are truncated to the bounds, where Stable-Baselines3 clips them: best actions "
-    "are the same, sampled ones have another distribution at the bounds."
+    "Sampled actions are truncated to the bounds, where Stable-Baselines3 clips them: best actions "
+    "are the same, sampled ones are distributed differently at the bounds."
 )
 _ZERO_FRAMES: Final = (
     "Before an episode's first observation the frame stack repeats it, where VecFrameStack has "
@@ -107,7 +107,7 @@ def convert_archive(
 
 
 class _Archive:
-    """What an archive says, and the parts that all networks share."""
+    """The contents of an archive, and the parts that all networks share."""
 
     def __init__(
         self, data: bytes, what: str, observations: Space, actions: Space, num_frames: int
@@ -361,7 +361,9 @@ def _parse_data(text: bytes, what: str) -> Mapping[str, Any]:
             f"{what}: its entry {_DATA} is no JSON ({error}): the archive is damaged."
         ) from error
     if not isinstance(values, dict):
-        raise SourceInvalidError(f"{what}: its entry {_DATA} is no JSON object.")
+        raise SourceInvalidError(
+            f"{what}: its entry {_DATA} is no JSON object. The archive is damaged."
+        )
     return values
 
 

@@ -1,7 +1,7 @@
-"""Weights: the tensors of files that other programs wrote. Nothing in a file is executed.
+"""Weights: read the tensors of files that other programs wrote, without executing anything.
 
 A file of torch.save is a pickle in a zip archive. It is loaded with `weights_only`, which builds
-tensors, numbers, texts and containers of them, and refuses everything else.
+tensors, numbers, strings and containers of them, and refuses everything else.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no such file. Give the file of the policy.") from error
     except OSError as error:
-        raise SourceInvalidError(f"{path}: cannot be read: {error.strerror}.") from error
+        raise SourceInvalidError(
+            f"{path}: cannot be read: {error.strerror}. Check its permissions."
+        ) from error
     if not path.is_file():
         raise SourceInvalidError(f"{path}: is not a file. Give the file of the policy.")
     raise SourceInvalidError(
@@ -81,7 +83,8 @@ def read_entry(data: bytes, name: str, what: str, *, max_bytes: int = MAX_BYTES)
             "or incomplete. Copy it again."
         ) from error
     raise SourceInvalidError(
-        f"{what}: its entry {name} has {num_bytes:,} bytes, expected at most {max_bytes:,}."
+        f"{what}: its entry {name} has {num_bytes:,} bytes, expected at most {max_bytes:,}. "
+        "Save the policy without its replay buffer."
     )
 
 
@@ -99,7 +102,7 @@ def load_tensors(data: bytes, what: str) -> Any:
         if any(name.endswith("constants.pkl") for name in names):
             raise SourceInvalidError(
                 f"{what}: found a TorchScript module, expected the weights that torch.save writes. "
-                "Name its format."
+                "Save the network's state_dict()."
             )
         if num_bytes <= MAX_BYTES:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -150,7 +153,7 @@ class Layer:
 
 
 class Weights:
-    """Named tensors, float32. What nothing took is an architecture that was not understood."""
+    """Named tensors, float32. Tensors that no layer takes belong to an unknown architecture."""
 
     def __init__(self, tensors: Any, what: str) -> None:
         """Check the tensors.
@@ -159,7 +162,8 @@ class Weights:
         """
         if not isinstance(tensors, Mapping) or not tensors:
             raise SourceInvalidError(
-                f"{what}: found {type(tensors).__name__}, expected a state_dict: tensors by name."
+                f"{what}: found {type(tensors).__name__}, expected a state_dict, tensors by name. "
+                "Save the network's state_dict()."
             )
         self._what = what
         self._tensors = {str(name): _check_tensor(what, name, t) for name, t in tensors.items()}
@@ -179,7 +183,8 @@ class Weights:
         """Return a tensor. Raises: SourceInvalidError if there is none of that name."""
         if name not in self._tensors:
             raise SourceInvalidError(
-                f"{self._what}: found no tensor {name!r}, expected one beside {self._describe()}."
+                f"{self._what}: found no tensor {name!r}, only {self._describe()}. Check the "
+                "format, or export the policy to ONNX."
             )
         self._taken.add(name)
         return self._tensors[name]
@@ -203,17 +208,17 @@ class Weights:
         return [self.take_layer(f"{prefix}.{number}") for number in numbers]
 
     def ignore(self, *prefixes: str) -> None:
-        """Take tensors that do not act, such as those of critics."""
+        """Mark tensors that the acting network does not need, such as those of critics."""
         self._taken.update(name for name in self._tensors if name.startswith(prefixes))
 
     def check_all_taken(self) -> None:
-        """Refuse a network with further tensors. Raises: SourceInvalidError, naming them."""
+        """Check that no tensor is left. Raises: SourceInvalidError, naming those left."""
         left = [name for name in self._tensors if name not in self._taken]
         if left:
             shown = ", ".join(left[:6]) + (", ..." if len(left) > 6 else "")
             raise SourceInvalidError(
                 f"{self._what}: found the tensors {shown}, which the standard networks do not "
-                "have. A network of one's own is imported as ONNX."
+                "have. Export a custom network to ONNX."
             )
 
     def _describe(self) -> str:
@@ -224,13 +229,15 @@ class Weights:
 def _check_tensor(what: str, name: object, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         raise SourceInvalidError(
-            f"{what}: found {type(tensor).__name__} as {name!r}, expected a dense tensor."
+            f"{what}: found {type(tensor).__name__} as {name!r}, expected a dense tensor. "
+            "Save the network's state_dict()."
         )
     # A view may claim more numbers than it has, and copying it takes the memory that it claims.
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise SourceInvalidError(
             f"{what}: found {name!r} of {list(tensor.shape)} numbers in "
-            f"{tensor.untyped_storage().nbytes():,} bytes, expected as many as it has."
+            f"{tensor.untyped_storage().nbytes():,} bytes, expected all of them. The file is "
+            "damaged."
         )
     values = tensor.detach().float()
     if not bool(torch.isfinite(values).all()):

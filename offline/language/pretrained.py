@@ -1,7 +1,7 @@
-"""Pretrained models: folders that transformers wrote, checked and loaded.
+"""Pretrained models: check, load and write directories in the format of transformers.
 
 A folder has config.json, weights in safetensors and tokenizer.json. Nothing is downloaded, and no
-code of the folder runs. Its version is the sha256 of its files.
+code in the folder is executed. Its version is the sha256 of its files.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _AUTO_CLASSES: Final = {
     "sequence classifier": "AutoModelForSequenceClassification",
     "causal language model": "AutoModelForCausalLM",
 }
-# The file in a folder that says where its model comes from.
+# The file of a folder with the origin of its model.
 ORIGIN: Final = "replaylake.json"
-# What decides the outputs; a folder may hold more, such as a README.
+# Files that determine the outputs; a folder may have others, such as a README.
 _PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with a model; sha256: of its files, files: that of each by its name."""
+    """A folder with a model. files: sha256 by file name; sha256: one over all of these."""
 
     path: Path
     sha256: str
@@ -40,9 +40,9 @@ class ModelFolder:
 
 
 def check_model_folder(path: str | Path) -> ModelFolder:
-    """Return a folder whose model may be loaded.
+    """Check that a folder has a complete model and no code, and hash its files.
 
-    Raises: NotFoundError for a missing file; SourceInvalidError for code in the folder.
+    Raises: NotFoundError for a missing file; SourceInvalidError for code or damaged JSON.
     """
     folder = Path(path)
     for needed in (_CONFIG, TOKENIZER):
@@ -54,8 +54,8 @@ def check_model_folder(path: str | Path) -> ModelFolder:
             )
     if not list(folder.glob("*.safetensors")):
         raise NotFoundError(
-            f"model: {folder} has no *.safetensors, expected weights in this form: others "
-            "may hold code. Save the model again with safe serialization.",
+            f"model: {folder} has no *.safetensors, expected weights in this format: others "
+            "may contain code. Save the model again with safe serialization.",
             parameter="model",
         )
     _refuse_code(folder)
@@ -75,8 +75,8 @@ def load_pretrained(
 ) -> tuple[Any, Any]:
     """Return the model, in float32 and in evaluation mode, and its tokenizer.
 
-    num_outputs: how many a classifier has to have. Raises: SourceInvalidError for a folder of
-    another architecture or without all weights; ExtraMissingError without transformers.
+    num_outputs: number of outputs that a classifier must have. Raises: SourceInvalidError for
+    another architecture or missing weights; ExtraMissingError without transformers.
     """
     try:
         import transformers
@@ -88,7 +88,7 @@ def load_pretrained(
         ) from None
     path = folder.path
     options = {"local_files_only": True, "trust_remote_code": False}
-    # What is wrong is raised below.
+    # Errors are raised below instead of logged.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -97,7 +97,8 @@ def load_pretrained(
             found = transformers.AutoConfig.from_pretrained(path, **options).num_labels
             if found != num_outputs:
                 raise SourceInvalidError(
-                    f"model: {path} has {found} outputs, expected one, the reward.",
+                    f"model: {path} has {found} outputs, expected {num_outputs}. Give a reward "
+                    "model.",
                     parameter="model",
                 )
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
@@ -116,7 +117,7 @@ def load_pretrained(
         # transformers would fill them with random numbers.
         raise SourceInvalidError(
             f"model: {path} has no weights {', '.join(absent[:3])}, expected those of a "
-            f"{type(model).__name__}: it was saved as another architecture.",
+            f"{type(model).__name__}. Save the model with this architecture.",
             parameter="model",
         )
     return model.to(device).eval(), tokenizer
@@ -150,7 +151,7 @@ def _refuse_code(folder: Path) -> None:
             ) from error
         if isinstance(body, dict) and "auto_map" in body:
             raise SourceInvalidError(
-                f"model: {path} names code of its own (auto_map), expected an architecture of "
-                "transformers: code of a model's folder is not run.",
+                f"model: {path} refers to its own code (auto_map), expected an architecture of "
+                "transformers: code in a model's folder is never executed.",
                 parameter="model",
             )

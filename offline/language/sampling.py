@@ -17,11 +17,11 @@ from replaylake.datastore.errors import ConfigInvalidError
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled after one prompt.
+    """The completion of one prompt.
 
-    token_ids: of the completion, its stop token included. log_probs: of each of them, under the
-    distribution that it was drawn from (with the temperature). finish_reason: `stop` after a stop
-    token, `length` where max_new_tokens came first.
+    token_ids: those of the completion, including its stop token. log_probs: one for each token,
+    under the distribution that it was sampled from (with the temperature). finish_reason: `stop`
+    after a stop token, `length` if max_new_tokens was reached before.
     """
 
     token_ids: list[int]
@@ -39,18 +39,18 @@ def sample_completions(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> list[Completion]:
-    """Return one completion of each prompt, sampled side by side with a cache of keys and values.
+    """Sample one completion for each prompt, as one batch with a key-value cache.
 
     Args:
         model: a causal language model of transformers, in evaluation mode.
-        prompts: token ids, one or more of each prompt; their lengths may differ.
-        max_new_tokens: most tokens of a completion.
+        prompts: token ids of each prompt, at least one; their lengths may differ.
+        max_new_tokens: largest number of tokens of a completion.
         stop_ids: tokens that end a completion.
-        temperature: by which logits are divided; 0: the most likely token, whose log-prob is 0.
-        generator: of torch, on the model's device; None: its default one.
+        temperature: divisor of the logits; 0: greedy decoding, with log-probs of 0.
+        generator: a torch generator on the model's device; None: the default one.
 
-    Raises: ConfigInvalidError for an empty prompt, and for lengths that the model does not take.
-    Cost: a pass of the model for each token of the longest completion.
+    Raises: ConfigInvalidError for an empty prompt, and for lengths above the model's limit.
+    Cost: a forward pass for each token of the longest completion.
     """
     if not prompts:
         return []
@@ -64,11 +64,11 @@ def sample_completions(
     if limit is not None and width + max_new_tokens > limit:
         raise ConfigInvalidError(
             f"sampling: found a prompt of {width:,} tokens and max_new_tokens {max_new_tokens:,}, "
-            f"expected at most {limit:,} tokens together, which the model takes.",
+            f"expected at most {limit:,} tokens together, the model's limit.",
             parameter="max_new_tokens",
         )
     device = model.device
-    # Padded at the left: the last position of every row is the one that is sampled after.
+    # Padded on the left, so that the last position of every row predicts its next token.
     ids = torch.tensor([[0] * (width - len(one)) + list(one) for one in prompts], device=device)
     lengths = torch.tensor([len(one) for one in prompts], device=device)
     mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
@@ -95,7 +95,7 @@ def sample_completions(
         else:
             ids = logits.argmax(dim=-1, keepdim=True)
             taken = torch.zeros(len(prompts), device=device)
-        # Behind the end of a row -1 stands for no token.
+        # -1: no token, because the row has ended.
         tokens.append(torch.where(is_open, ids[:, 0], -1))
         log_probs.append(taken)
         is_open = is_open & ~torch.isin(ids[:, 0], stops)

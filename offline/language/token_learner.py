@@ -1,7 +1,7 @@
-"""TokenLearner: a causal language model that learns from stored token sequences, on or off policy.
+"""TokenLearner: training of a causal language model on stored token sequences, on or off policy.
 
-Each method is a choice of advantages, of what the ratio is of, and of how tokens are averaged
-(METHODS). Tokens of other policies are weighted by their recorded log-probs.
+Each method is a choice of advantages, of the level of the ratio, and of the mean over tokens
+(METHODS). Tokens of other policies get importance weights from their recorded log-probs.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ _ENTROPY_ROWS: Final = 256
 
 @dataclass(frozen=True)
 class TokenMethod:
-    """What a method is made of.
+    """The definition of a method.
 
-    loss: of the likelihood, of pairs of the best and the worst sequence of a group, or of a policy
-    gradient. baseline: of its advantages; None: those of a value head. level: of what its ratio is.
-    clip_low, clip_high: defaults of the options. needs_groups: batches hold all sequences of a
-    group.
+    loss: `likelihood`; `pairs`, the best and the worst sequence of each group; `policy_gradient`.
+    baseline: of the advantages; None: a value head. level: of the ratio. clip_low, clip_high:
+    defaults of the options. needs_groups: batches contain all sequences of a group.
     """
 
     summary: str
@@ -66,7 +65,7 @@ class TokenMethod:
 
 METHODS: Final[Mapping[str, TokenMethod]] = {
     "sft": TokenMethod(
-        "supervised: the tokens of the sequences become more likely",
+        "supervised: maximizes the likelihood of the tokens",
         "likelihood",
         reduction="token_mean",
         needs_groups=False,
@@ -79,7 +78,7 @@ METHODS: Final[Mapping[str, TokenMethod]] = {
         "group mean and standard deviation (Shao et al. 2024)", "policy_gradient", "group_norm"
     ),
     "dr-grpo": TokenMethod(
-        "group mean, tokens of all lengths weigh alike (Liu et al. 2025)",
+        "group mean, no normalization by length (Liu et al. 2025)",
         "policy_gradient",
         "group_mean",
         reduction="constant",
@@ -118,13 +117,12 @@ METHODS: Final[Mapping[str, TokenMethod]] = {
 class TokenOptions:
     """Options of all methods.
 
-    correction, correction_level, low, high: weights of tokens that other policies sampled; see
-    importance_weights. correction_level None: of what the method's ratio is. clip_low, clip_high:
-    of the ratio to the policy before the update; None: the method's. kl_coef: weight of the
-    divergence from the model that the run began with. epochs: passes over each batch, each in
-    `minibatches` gradient steps; micro_batch_size: sequences of a step that are in memory at once;
-    None: all. beta: of `dpo`. discount, lambda_, value_coef,
-    value_learning_rate: of `ppo`.
+    correction, correction_level, low, high: importance weights of tokens; see importance_weights.
+    correction_level None: the level of the method's ratio. clip_low, clip_high: clipping of the
+    ratio to the policy before the update; None: the method's default. kl_coef: weight of the KL
+    divergence from the initial model. epochs: passes over each batch, each in `minibatches`
+    gradient steps; micro_batch_size: sequences of a step that are in memory at once; None: all.
+    beta: of `dpo`. discount, lambda_, value_coef, value_learning_rate: of `ppo`.
     """
 
     learning_rate: float = 1e-5
@@ -213,9 +211,9 @@ def find_weight_level(method: str, options: TokenOptions) -> Level:
 
 
 class TokenLearner:
-    """A model of transformers and what trains it, in float32.
+    """A model of transformers with its optimizer, in float32.
 
-    Dropout is off: a ratio of two policies has to be 1 where their weights are the same.
+    Dropout is off, so that two policies with equal weights have a ratio of 1.
     """
 
     def __init__(
@@ -230,14 +228,14 @@ class TokenLearner:
         """Load the model.
 
         Args:
-            folder: of the model that the run begins with.
+            folder: the initial model.
             method: a key of METHODS.
-            options: of the method.
-            max_tokens: the length of the longest sequence.
-            device: of torch.
+            options: options of the method.
+            max_tokens: length of the longest sequence, in tokens.
+            device: a torch device.
 
-        Raises: SourceInvalidError, ExtraMissingError; SchemaMismatchError for sequences that are
-        longer than the model takes.
+        Raises: SourceInvalidError, ExtraMissingError; SchemaMismatchError for sequences above the
+        model's limit.
         """
         self.method, self.options = METHODS[method], options
         self._weight_level = find_weight_level(method, options)
@@ -283,18 +281,18 @@ class TokenLearner:
 
     @property
     def needs_log_probs(self) -> bool:
-        """Whether it learns only from tokens whose recorded log-prob is known."""
+        """Whether only tokens with a recorded log-prob are included in the loss."""
         is_weighted = self.method.loss == "policy_gradient"
         return is_weighted and self.options.correction != "none"
 
     def update(self, batch: TokenBatch[Array], episodes: Array | None = None) -> dict[str, float]:
-        """Learn from a padded batch; return the metrics of the update.
+        """Update the model on a padded batch; return the metrics.
 
         episodes: int64 [B], equal for sequences of one episode, which count once in the mean of a
         group; None: each sequence is an episode.
 
-        Raises: SchemaMismatchError for ids that the model's vocabulary does not have, and where the
-        correction needs log-probs of which there are none.
+        Raises: SchemaMismatchError for ids outside the model's vocabulary, and if the correction
+        needs log-probs that the batch does not have.
         """
         self._check_ids(batch)
         tensors = to_torch(batch, self._device)
@@ -304,7 +302,7 @@ class TokenLearner:
         for _ in range(self.options.epochs):
             for rows in self._split(len(data.mask)):
                 part = data.select(rows)
-                # Weights for nothing: a part without a token to learn from makes no step.
+                # Without a token in the loss, a step would only apply weight decay and momentum.
                 if not part.mask.any():
                     continue
                 for parameter in self._parameters:
@@ -320,7 +318,7 @@ class TokenLearner:
         return means
 
     def state_dict(self) -> dict[str, Array]:
-        """Return what a later update depends on beside the folder, as named arrays."""
+        """Return the state of training as named arrays; the reference is the initial model."""
         return pack_state(
             {
                 "parameters": [p.detach() for p in self._parameters],
@@ -329,7 +327,7 @@ class TokenLearner:
         )
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Continue from what state_dict returned."""
+        """Restore what state_dict returned."""
         tree = unpack_state(state)
         with torch.no_grad():
             for ours, theirs in zip(self._parameters, tree["parameters"], strict=True):
@@ -337,7 +335,7 @@ class TokenLearner:
         self._optimizer.load_state_dict(tree["optimizer"])
 
     def save(self, folder: Path) -> None:
-        """Write the model and its tokenizer as transformers has them, weights in safetensors."""
+        """Write the model and its tokenizer in the format of transformers, with safetensors."""
         save_pretrained(self._model, self._tokenizer, folder)
 
     def _accumulate_gradients(self, data: _Data) -> dict[str, float]:
@@ -360,16 +358,16 @@ class TokenLearner:
         return totals
 
     def _prepare(self, batch: TokenBatch[torch.Tensor], episodes: Array | None) -> _Data:
-        """Return what the gradient steps of a batch have in common."""
+        """Compute what all gradient steps of a batch share: masks, advantages, old log-probs."""
         options, mask = self.options, batch.loss_mask.clone()
-        mask[:, 0] = False  # nothing comes before it
+        mask[:, 0] = False  # nothing precedes it, so nothing predicts it
         behavior = batch.log_probs
         needs_behavior = self.needs_log_probs
         if needs_behavior:
             if behavior is None:
                 raise SchemaMismatchError(
-                    f"method {self._name}: found sequences without log-probs of the policy that "
-                    "sampled them, which the correction needs. Record them (action_log_probs), or "
+                    f"method {self._name}: found sequences without log-probs of the behavior "
+                    "policy, which the correction needs. Record them (action_log_probs), or "
                     "set correction=none.",
                     parameter="correction",
                 )
@@ -410,9 +408,10 @@ class TokenLearner:
         return data
 
     def _add_generalized_advantages(self, data: _Data, returns: torch.Tensor) -> None:
-        """Add advantages and value targets [B, T], the reward coming with the last sampled token.
+        """Add advantages and value targets [B, T].
 
-        The steps of the process are the sampled tokens: what was read in between takes none.
+        The return is the reward of the last sampled token. Only sampled tokens are time steps;
+        tokens that the model read in between are skipped.
         """
         assert data.values is not None
         mask, options = data.mask, self.options
@@ -425,7 +424,7 @@ class TokenLearner:
         values[rows[mask], place[mask]] = data.values[mask]
         is_last = columns == num[:, None] - 1
         rewards = torch.where(is_last, returns[:, None], 0.0)
-        # A sequence that has ended is worth nothing more.
+        # The value after the last sampled token is 0.
         discounts = torch.where(columns < num[:, None] - 1, options.discount, 0.0)
         compact = generalized_advantages(rewards, discounts, values, options.lambda_)
         advantages = torch.zeros_like(data.values)
@@ -504,7 +503,7 @@ class TokenLearner:
             divergence = kl_penalty(log_probs, data.reference, mask, options.kl_estimator)
             losses = losses + options.kl_coef * divergence
             metrics["kl_reference"] = divergence.detach()[mask].mean()
-        # The divergence is of the policy, not of those that sampled: it is weighted as well.
+        # The KL divergence is an expectation over pi, so it gets importance weights as well.
         loss = reduce_tokens(losses * weights, mask, method.reduction, self._max_tokens, whole)
         if data.targets is not None:
             assert forward.values is not None
@@ -523,7 +522,7 @@ class TokenLearner:
             output_hidden_states=needs_values,
             use_cache=False,
         )
-        # Position t - 1 predicts token t. Only rows that count are made log-probs of.
+        # Position t - 1 predicts token t. Only tokens in the mask get log-probs, to save memory.
         logits = output.logits[:, :-1][data.mask[:, 1:]].float()
         taken = logits.gather(1, data.ids[data.mask][:, None])[:, 0] - logits.logsumexp(dim=-1)
         log_probs = torch.zeros(data.mask.shape, dtype=taken.dtype, device=taken.device)
@@ -545,7 +544,7 @@ class TokenLearner:
             yield slice(start, start + step)
 
     def _split(self, num: int) -> Iterator[slice]:
-        """Yield the rows of each gradient step: parts of a batch as equal as can be."""
+        """Yield the rows of each gradient step; sizes differ by at most one sequence or pair."""
         unit = 2 if self.method.loss == "pairs" else 1
         parts = min(self.options.minibatches, num // unit)
         edges = [num // unit * i // parts * unit for i in range(parts + 1)] if parts else []
@@ -557,14 +556,14 @@ class TokenLearner:
         if largest >= self._vocabulary:
             raise SchemaMismatchError(
                 f"model: found token id {largest}, expected ids below {self._vocabulary}, the "
-                "model's vocabulary: the sequences were tokenized for another model.",
+                "model's vocabulary size. Use a model with the tokenizer of the sequences.",
                 parameter="model",
             )
 
 
 @dataclass
 class _Data:
-    """A batch, [B, T] each but for advantages, which may be [B]; what is not known is None."""
+    """A batch: [B, T] each, advantages also [B]; None where the method does not need it."""
 
     ids: torch.Tensor
     inside: torch.Tensor
@@ -591,7 +590,7 @@ def _mean_entropy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _find_pairs(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Return rows: of each group the best sequence, then the worst, unless their returns agree."""
+    """Return the row of the best, then of the worst sequence of each group with unequal returns."""
     rows: list[int] = []
     for group in torch.unique(groups[groups >= 0]):
         (members,) = torch.nonzero(groups == group, as_tuple=True)

@@ -33,8 +33,8 @@ def clipped_surrogate(
     Args:
         log_rho_tm1: float [B], ln pi(a|s) - ln mu(a|s), mu being who acted.
         advantages_tm1: float [B].
-        epsilon: how far below 1 the ratio may go where that pays.
-        epsilon_high: how far above 1; None: as far as below.
+        epsilon: the ratio is clipped at 1 - epsilon.
+        epsilon_high: the ratio is clipped at 1 + epsilon_high; None: epsilon.
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7.
     """

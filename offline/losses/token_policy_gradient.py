@@ -1,10 +1,10 @@
-"""Losses over the tokens that a language policy sampled, corrected for data of another policy.
+"""Policy gradient losses over sampled tokens, with off-policy correction.
 
 Arrays are [B, T]: B sequences of T tokens, padded. Position t belongs to token t: its log-prob is
-that of the token given those before it. `mask` bool [B, T]: the sampled tokens that the loss is
-over; what stands elsewhere has no influence. pi: the policy that is trained; mu: the policies that
-sampled the tokens, whose log-probs were recorded; the proximal policy: pi before the update.
-Weights and advantages are constants.
+that of the token given those before it. `mask` bool [B, T]: the tokens that are included in the
+loss; values elsewhere have no influence. pi: the target policy; mu: the behavior policies, which
+sampled the tokens and whose log-probs were recorded; the proximal policy: pi before the update.
+Weights and advantages have no gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Level = Literal["token", "sequence", "geometric"]
 Correction = Literal["none", "truncate", "mask"]
 Estimator = Literal["k2", "k3"]
 Reduction = Literal["sequence_mean", "token_mean", "constant"]
-# What a standard deviation has at least: a group whose returns are equal has no advantages.
+# Added to each standard deviation, so that a group of equal returns has advantages of 0.
 _EPSILON: Final = 1e-4
 # exp of more is infinite in float32, and infinity times an advantage of zero is not a number.
 _MAX_LOG_RATIO: Final = 20.0
@@ -32,18 +32,19 @@ def group_advantages(
     baseline: Baseline,
     episodes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the advantage of each sequence over the episodes of its group, float [B].
+    """Return the advantage of each sequence relative to the episodes of its group, float [B].
 
     Args:
         returns: float [B], of the episode of each sequence.
-        groups: int64 [B], equal for samples of one prompt; -1: a group of its own.
-        baseline: `group_norm`: minus the mean of the group, over its standard deviation (n - 1)
-            plus 1e-4; `group_mean`: minus the mean alone; `leave_one_out`: minus the mean of the
-            others; `batch_norm`: minus the mean of all, over their standard deviation plus 1e-4.
+        groups: int64 [B], equal for samples of one prompt; -1: a group of one episode.
+        baseline: `group_norm`: return minus the mean of the group, divided by its standard
+            deviation (n - 1) plus 1e-4; `group_mean`: return minus the mean of the group;
+            `leave_one_out`: return minus the mean of the other samples of the group; `batch_norm`:
+            return minus the mean of all, divided by their standard deviation plus 1e-4.
         episodes: int64 [B], equal for sequences (branches) of one episode, which count once in each
             mean; None: each sequence is an episode.
 
-    An episode that is alone in its group has an advantage of 0, but for `batch_norm`.
+    An episode that is alone in its group has an advantage of 0, except with `batch_norm`.
 
     Source: `group_norm` Shao et al. 2024, "DeepSeekMath", section 4.1.2; `group_mean` Liu et al.
     2025, "Understanding R1-Zero-Like Training" (Dr. GRPO); `leave_one_out` Ahmadian et
@@ -85,23 +86,23 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> torch.Tensor:
-    """Return the weight of each token for data of another policy, float [B, T] without a gradient.
+    """Return the importance weight of each token, float [B, T] without a gradient.
 
     Args:
-        log_ratios: float [B, T], ln pi - ln mu, pi being the policy whose data is wanted.
+        log_ratios: float [B, T], ln pi - ln mu.
         mask: bool [B, T].
-        correction: `truncate`: the ratio, at most `high`; `mask`: the ratio where it is from `low`
-            to `high`, else 0; `none`: 1.
-        level: of what the ratio is: a `token`; the whole `sequence`, whose ratio is the product of
-            its tokens'; or `geometric`, the geometric mean of them.
-        low: the smallest ratio that `mask` keeps.
-        high: the greatest ratio.
+        correction: `truncate`: the ratio, at most `high`; `mask`: the ratio, and 0 outside `low` to
+            `high`; `none`: 1.
+        level: `token`: the ratio of each token; `sequence`: the product of the ratios of all tokens
+            of the sequence; `geometric`: their geometric mean.
+        low: smallest ratio that `mask` retains.
+        high: largest ratio.
 
-    Outside of the mask the weight is 0.
+    Outside of the mask, the weight is 0.
 
     Source: Ionides 2008, "Truncated Importance Sampling", eq. 2; by token and by sequence,
     truncated and masked, Liu et al. 2025, "When Speed Kills Stability" (TIS, MIS). `token` is
-    biased with small variance, `sequence` the other way round.
+    biased with small variance, `sequence` unbiased with large variance.
     """
     _check("correction", correction, Correction)
     inside = mask.to(log_ratios.dtype)
@@ -123,20 +124,22 @@ def token_surrogate(
     clip_low: float = 0.2,
     clip_high: float | None = None,
 ) -> torch.Tensor:
-    """Return -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), float [B, T]; else 0.
+    """Return -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), float [B, T].
 
     Args:
         log_probs: float [B, T], ln pi, with a gradient.
-        proximal_log_probs: float [B, T], of the policy that rho is against.
-        advantages: float [B], or [B, T] of each token.
+        proximal_log_probs: float [B, T], of the policy in the denominator of rho.
+        advantages: float [B] by sequence, or [B, T] by token.
         mask: bool [B, T].
-        level: of what rho is a ratio, as in `importance_weights`.
-        clip_low: how far rho may go below 1 where that pays.
-        clip_high: how far above 1; None: as far as below.
+        level: of the ratio rho, as in `importance_weights`.
+        clip_low: rho is clipped at 1 - clip_low.
+        clip_high: rho is clipped at 1 + clip_high; None: clip_low.
+
+    Outside of the mask, the value is 0.
 
     Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", eq. 7; unequal clips Yu
     et al. 2025, "DAPO"; `geometric` Zheng et al. 2025, "Group Sequence Policy Optimization",
-    eq. 5 and 7. Weighted by `importance_weights` of the proximal policy against mu it is the
+    eq. 5 and 7. Weighted by `importance_weights` of the proximal policy and mu, it is the
     decoupled objective of Hilton et al. 2022, "Batch size-invariance for policy optimization".
     """
     if advantages.dim() == 1:
@@ -179,21 +182,24 @@ def reduce_tokens(
     max_tokens: int | None = None,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return one number for the values of tokens, float [B, T].
+    """Return the mean of token values as one number, float [].
 
     Args:
         values: float [B, T], 0 outside the mask.
         mask: bool [B, T].
-        reduction: `sequence_mean`: the mean over sequences of the mean over a sequence's tokens, so
-            that tokens of long sequences count for less (GRPO, RLOO, GSPO); `token_mean`: the mean
-            over all tokens (DAPO); `constant`: the sum over `max_tokens`, averaged over the
-            sequences, so that no token's weight depends on how long its sequence came out (Dr.
-            GRPO).
-        max_tokens: of `constant`, the length that a sequence may have.
+        reduction: `sequence_mean`: the mean over the tokens of each sequence, then over sequences,
+            so that tokens of long sequences have less weight (GRPO, RLOO, GSPO); `token_mean`: the
+            mean over all tokens (DAPO); `constant`: the sum over the tokens of each sequence,
+            divided by `max_tokens`, then the mean over sequences, so that a token's weight does not
+            depend on the length of its sequence (Dr. GRPO).
+        max_tokens: largest length of a sequence; for `constant`.
         whole: bool [.., T], the mask of the batch of which this is a part: the numbers of all parts
             add up to that of the batch. None: it is the batch.
 
-    Sequences without a token in the mask count for nothing.
+
+    Sequences without a token in the mask are not counted.
+
+    Raises: ValueError for `constant` without max_tokens.
     """
     _check("reduction", reduction, Reduction)
     num = mask.sum(dim=1)
@@ -203,13 +209,13 @@ def reduce_tokens(
         return values.sum() / whole.sum().clamp(min=1)
     if reduction == "constant":
         if max_tokens is None:
-            raise ValueError("reduce_tokens: constant needs max_tokens")
+            raise ValueError("max_tokens: found None, expected the largest length for `constant`")
         return values.sum() / (max_tokens * num_sequences)
     return (values.sum(dim=1) / num.clamp(min=1)).sum() / num_sequences
 
 
 def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return (sum w)^2 / sum w^2 over the share of tokens in the mask: 0 to 1, a number.
+    """Return (sum w)^2 / sum w^2 divided by the number of tokens in the mask: float [], 0 to 1.
 
     Source: Kong 1992, "A note on importance sampling using standardized weights".
     """
@@ -227,7 +233,7 @@ def _check(name: str, value: str, choices: Any) -> None:
 
 
 def _log_ratios(log_ratios: torch.Tensor, mask: torch.Tensor, level: Level) -> torch.Tensor:
-    """Return the log-ratio that each token is weighed by, 0 outside of the mask."""
+    """Return the log-ratio of each token at a level [B, T], 0 outside of the mask."""
     _check("level", level, Level)
     inside = torch.where(mask, log_ratios, 0.0)
     if level != "token":

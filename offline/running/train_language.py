@@ -1,7 +1,7 @@
-"""Train language: token sequences of a dataset to a model, in runs that survive.
+"""Train language: runs that train a causal language model on token sequences of a dataset.
 
-`train_language` begins a run and `resume_language` goes on with one. The model is written as a
-folder of transformers, with the record of its origin in `replaylake.json`.
+`train_language` starts a run and `resume_language` resumes one. The model is written as a folder
+that transformers loads, with its lineage in `replaylake.json`.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ _FROM_ONE: Final = (
 class LanguageConfig:
     """Options of a language training run; the lake and its dataset are arguments.
 
-    model: folder of the causal language model to begin with. output: folder to write the trained
-    model to, which does not exist. method: a key of METHODS. where: SQL condition over `episodes`;
-    where_sequences: over the rows of `sequences`. batch_size: sequences in a batch, or groups where
-    the method compares samples of one prompt; max_tokens: a batch has fewer where its padded tokens
-    would be more. max_staleness, policy_version: how many versions the tokens may be behind, and
-    the version that is trained. options: of the method, see TokenOptions.
+    model: folder of the initial causal language model. output: folder to create for the trained
+    model. method: a key of METHODS. where: SQL condition over `episodes`; where_sequences: SQL
+    condition over `sequences`. batch_size: sequences in a batch, or groups of sequences if the
+    method compares samples of one prompt. max_tokens: largest number of tokens in a batch, padding
+    included. policy_version: the version that is trained; max_staleness: largest difference between
+    it and the version that sampled a token. options: options of the method, see TokenOptions.
     """
 
     model: str = ""
@@ -99,7 +99,7 @@ class LanguageConfig:
     device: str = "cpu"
     threads: int = 1
     log_updates: int = 10
-    # None: ten times in all.
+    # None: a tenth of the updates.
     checkpoint_updates: int | None = None
     keep_checkpoints: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -138,11 +138,12 @@ class LanguageConfig:
 
 
 def language_config(options: Mapping[str, Any]) -> LanguageConfig:
-    """Sort flat options into the training's own and the method's. Raises: ConfigInvalidError."""
+    """Split flat options into LanguageConfig's and the method's. Raises: ConfigInvalidError."""
     nested = options.get("options", {})
     if not isinstance(nested, dict):
         raise ConfigInvalidError(
-            f"language training: options: found {nested!r}, expected a table of options."
+            f"language training: options: found {nested!r}, expected a table of options. "
+            "Give names and values."
         )
     own = {one.name for one in fields(LanguageConfig)} - {"options"}
     ours = {key: value for key, value in options.items() if key in own}
@@ -155,10 +156,10 @@ def language_config(options: Mapping[str, Any]) -> LanguageConfig:
 
 @dataclass(frozen=True)
 class LanguageResult:
-    """What a run made.
+    """The result of a run.
 
-    output: the folder of the model; sha256: of its files. dataset: name, version and counts of what
-    was learned from. metrics: their means since the last point of the log.
+    output: the folder of the model; sha256: over its files. dataset: name, version, and counts of
+    sequences and tokens. metrics: means over the updates since the last recorded point.
     """
 
     run_id: str
@@ -182,13 +183,14 @@ def train_language(
         config: model, output, method and its options.
         callbacks: on_reading, on_start, on_progress (TrainProgress), on_metrics, should_end.
 
-    Training is deterministic on the CPU: the same data, model, config and seed give the same
-    weights, also if the run was killed and resumed. Ctrl-C and SIGTERM save a checkpoint first.
+    On the CPU, training is deterministic: the same data, model, config and seed give bitwise the
+    same weights, even if the run was killed and resumed. Ctrl-C and SIGTERM save a checkpoint
+    first.
 
     Raises: NotFoundError, SourceInvalidError, SchemaMismatchError, EmptyReplayError,
     ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything is recorded;
     TrainingError that names the update if a metric is not finite; StorageError; RunInterrupted. In
-    each case no model is written.
+    each case, no model is written.
     """
     snapshot, run_id = lake.snapshot(dataset), new_ulid()
     # Whoever resumes the run may be in another folder.
@@ -212,7 +214,7 @@ def resume_language(
     """Resume a run that was killed, interrupted or failed, from its newest complete checkpoint.
 
     Raises: NotFoundError if there is no such run; CommitConflictError while another process
-    executes it; SchemaMismatchError if the model is not the one with which it began; otherwise as
+    executes it; SchemaMismatchError if the initial model was changed since; otherwise as
     `train_language`.
     """
     record = find_run(lake.registry, run_id, kind=KIND)
@@ -227,8 +229,8 @@ def resume_language(
         if job.folder.sha256 != record["model"]["sha256"]:
             raise SchemaMismatchError(
                 f"run {run_id}: model: found sha256 {job.folder.sha256[:12]} of {config.model}, "
-                f"expected {record['model']['sha256'][:12]}, with which it began. Restore the "
-                "folder, or train anew.",
+                f"expected {record['model']['sha256'][:12]}, as at its start. Restore the "
+                "folder, or start a new run.",
                 parameter="model",
             )
         running = RunRecord(lake.registry, run_id, record, kind=KIND)
@@ -247,7 +249,7 @@ class _Job:
     remarks: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
-        """Return what a run's record and the model's origin say of it."""
+        """Return the fields of the run's record and of the model's `replaylake.json`."""
         return {
             "algorithm": self.config.method,
             "seed": self.config.seed,
@@ -281,9 +283,9 @@ def _prepare(
     is_weighted = method.loss == "policy_gradient" and options.correction != "none"
     if is_weighted and not sequences.has_log_probs:
         raise SchemaMismatchError(
-            f"{dataset}: found no log-probs of the policy that sampled the tokens, which method "
-            f"{config.method} corrects by. Record action_log_probs, or set correction=none to take "
-            "the tokens for the trained policy's own.",
+            f"{dataset}: found no log-probs of the behavior policy, which the correction of method "
+            f"{config.method} needs. Record action_log_probs, or set correction=none to treat the "
+            "tokens as sampled by the trained policy.",
             parameter="correction",
         )
     remarks: list[str] = []
@@ -339,7 +341,7 @@ def _run(
     *,
     resumed: bool = False,
 ) -> LanguageResult:
-    """Make the updates that are left, and write the model."""
+    """Make the remaining updates, and write the model."""
     config, interruption = job.config, Interruption()
     with ExitStack() as stack:
         observer = LakeObserver(
@@ -384,7 +386,7 @@ def _run(
 
 
 class _Loop:
-    """From batches to updates, and what is due between two of them."""
+    """The training loop: updates, and metrics, progress and checkpoints between them."""
 
     def __init__(
         self,
@@ -401,7 +403,7 @@ class _Loop:
 
     @property
     def updates_per_s(self) -> float:
-        """Updates a second, with their batches, without what was saved in between."""
+        """Updates per second, including the sampling of batches, without checkpoints."""
         return self.update / self._update_s if self._update_s else 0.0
 
     def load_state_dict(self, update: int, state: Mapping[str, Any]) -> None:
@@ -411,7 +413,7 @@ class _Loop:
         self.means, self._update_s = dict(state["means"]), state["update_s"]
 
     def run(self) -> bool:
-        """Make the updates that are left; return false if it was asked to end before."""
+        """Make the remaining updates; return false if it was interrupted before the last one."""
         config, job = self._job.config, self._job
         reported = 0.0
         while self.update < config.updates:
@@ -478,7 +480,7 @@ def _check_device(device: str) -> None:
 
 
 def _is_written(folder: Path, run_id: str) -> bool:
-    """Whether a run was killed between writing its model and its end."""
+    """Whether a folder is the model of this run, which was killed before it was recorded."""
     try:
         origin = json.loads((folder / ORIGIN).read_bytes())
     except (OSError, ValueError):
@@ -490,17 +492,17 @@ def _check_output(folder: Path, run_id: str) -> None:
     if _is_written(folder, run_id):
         return
     if folder.exists() or not folder.parent.is_dir():
-        found = "a file or folder of that name" if folder.exists() else "no folder above it"
+        found = "a file or folder of that name" if folder.exists() else "no parent folder"
         error = AlreadyExistsError if folder.exists() else ConfigInvalidError
         raise error(
-            f"output: {folder}: found {found}, expected a free name in an existing folder for the "
-            "trained model.",
+            f"output: {folder}: found {found}, expected a new name in an existing folder for the "
+            "trained model. Choose another name, or create the parent folder.",
             parameter="output",
         )
 
 
 def _write_model(job: _Job, record: RunRecord) -> str:
-    """Write the folder, whole or not at all; return the sha256 of its files."""
+    """Write the folder atomically; return the sha256 over its files."""
     output = Path(job.config.output)
     if _is_written(output, record.run_id):
         return check_model_folder(output).sha256

@@ -154,9 +154,9 @@ def record_language(
         facts: values for all rollouts, such as run_id and policy.
 
     Raises: ConfigInvalidError if the producer is malformed, or recording in another process;
-    SchemaMismatchError for a dataset of other steps or another tokenizer; StorageError. Cost:
-    where `producer` is given, the end of each shard, and a scan of the short columns of those that
-    may have rollouts of this producer; and of all if rewards were reported.
+    SchemaMismatchError for a dataset of other steps or another tokenizer; StorageError. Cost with
+    `producer`: reading the footer of each shard, and the short columns of shards that may have
+    rollouts of this producer, or of all shards if rewards were reported.
     """
     if not isinstance(lake, Lake):
         lake = open_lake(lake, create=True)
@@ -223,12 +223,12 @@ class LanguageRecorder:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._worker, self._config = new_ulid(), config
-        self._name_holder = None if producer is None else Producer(dataset, producer, self._worker)
+        self._producer = None if producer is None else Producer(dataset, producer, self._worker)
         self._last_time = 0
         try:
             encoder = calls_encoder(dataset, RECORDER_COLUMNS)
             recover_calls(dataset, encoder)
-            number = 0 if self._name_holder is None else self._name_holder.recover(encoder)
+            number = 0 if self._producer is None else self._producer.recover(encoder)
             apply_outcomes(dataset)  # what a killed process had been told and not applied
             self._recorded: dict[str, _RecordedRollout] = {}
             if producer is not None:
@@ -238,15 +238,15 @@ class LanguageRecorder:
             self._fits, self._schema = make_fits(encoder), encoder.schema
             self._journal = Journal(dataset.table, encoder, worker=self._worker, config=config)
         except BaseException:
-            if self._name_holder is not None:
-                self._name_holder.release(is_committed=False)
+            if self._producer is not None:
+                self._producer.release(is_committed=False)
             raise
         self._reports: Journal | None = None
         self._num_reports = self._num_applied = 0
         # At the interpreter's end too: a loop that knows no recorder closes none.
         journals = (self._journal,)
         self._finalizer = weakref.finalize(
-            self, _close_all, journals, self._name_holder, self._process
+            self, _close_all, journals, self._producer, self._process
         )
         _recorders.add(self)
 
@@ -465,7 +465,7 @@ class LanguageRecorder:
                 self._finalizer.detach()
                 journals = (self._journal, self._reports)
                 self._finalizer = weakref.finalize(
-                    self, _close_all, journals, self._name_holder, self._process
+                    self, _close_all, journals, self._producer, self._process
                 )
             report = {
                 EPISODE_ID: rollout,
@@ -520,8 +520,8 @@ class LanguageRecorder:
                 self._check_committed()
                 is_committed = True
             finally:
-                if self._name_holder is not None:
-                    self._name_holder.release(is_committed=is_committed)
+                if self._producer is not None:
+                    self._producer.release(is_committed=is_committed)
 
     def episode_id(self, sequence: int | str) -> str:
         """Return the episode id of the rollout under a sequence. Raises: EpisodeInvalidError."""
@@ -548,8 +548,8 @@ class LanguageRecorder:
 
     def abandon(self) -> None:
         """Let go of the parent's lock in a forked child process."""
-        if self._name_holder is not None:
-            self._name_holder.abandon()
+        if self._producer is not None:
+            self._producer.abandon()
 
     def _use(self) -> threading.RLock:
         # The child has no threads of the journal, and its parent writes to the same file.
@@ -559,8 +559,8 @@ class LanguageRecorder:
                 f"{self._process} that created it. Open a recorder in each process, with a "
                 "producer of its own."
             )
-        if self._name_holder is not None:
-            self._name_holder.check()
+        if self._producer is not None:
+            self._producer.check()
         return self._lock
 
     def _name(self, sequence: int | str | None) -> str:
@@ -588,8 +588,8 @@ class LanguageRecorder:
         """Let the numbers of rollouts without a sequence go on after a rollout's, if it has one."""
         if (number := _to_number(name)) >= self._next_number:
             self._next_number = number + 1
-            if self._name_holder is not None:
-                self._name_holder.note_number(self._next_number)
+            if self._producer is not None:
+                self._producer.note_number(self._next_number)
 
     def _check_committed(self) -> None:
         """Raises: StorageError where a commit set records of this recorder aside."""
@@ -919,7 +919,7 @@ def _read_contexts(dataset: Dataset, name: str) -> dict[str, _Context]:
 
 
 def _query(dataset: Dataset, text: str, least: str, below: str) -> list[tuple[Any, ...]]:
-    """Query the shards that may have episodes whose ids are from `least` to before `below`."""
+    """Query the shards that may have episode ids from `least` to before `below`."""
     snapshot = dataset.table.snapshot()
     entries = list(snapshot.files)
     if snapshot.storage.is_metered:  # else DuckDB reads the footers of all sooner
@@ -959,7 +959,7 @@ def _naming(rollout: str) -> Iterator[None]:
         raise type(error)(f"rollout {rollout}: {error}") from error
 
 
-def _close_all(journals: Sequence[Journal], name_holder: Producer | None, process: int) -> None:
+def _close_all(journals: Sequence[Journal], producer: Producer | None, process: int) -> None:
     """Commit what is left for a recorder that nobody closed, and release its producer's name.
 
     What cannot be committed is left to the next recorder.
@@ -972,8 +972,8 @@ def _close_all(journals: Sequence[Journal], name_holder: Producer | None, proces
             journal.close()
         except ReplayLakeError:
             is_committed = False
-    if name_holder is not None:
-        name_holder.release(is_committed=is_committed)
+    if producer is not None:
+        producer.release(is_committed=is_committed)
 
 
 _recorders: Final[weakref.WeakSet[LanguageRecorder]] = weakref.WeakSet()

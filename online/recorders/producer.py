@@ -1,15 +1,15 @@
-"""Producer: the name under which one recorder at a time records, on whichever machine it runs.
+"""Producer: a name under which only one recorder at a time records, on any machine.
 
-On one machine, a lock of the kernel refuses a second recorder, and ends with its process. Machines
-that share a lake on an object store see each other in the lake:
+On one machine, a file lock (flock) refuses a second recorder; it ends with its process. Machines
+that share a lake on an object store coordinate through the lake:
 
-    <dataset>/_recorders/<hash of the name>/<number>.json   who has the name: host, process and
-                                                            journal, and when it last wrote this
+    <dataset>/_recorders/<hash of the name>/<number>.json   the holder of the name: host, process,
+                                                            journal, and time of its heartbeat
 
-A recorder takes a name by creating the next number, which succeeds for one only. It is refused
-while the one before is alive, as far as can be seen. If that is silent, its journal is ended
-(`end_worker`) before the new recorder reads what was recorded: what the silent one acknowledged and
-has not committed stays on its machine, and is never committed beside what the new one records.
+A recorder takes a name by creating the next number, which only one recorder can do. It is refused
+while the previous holder has recent heartbeats. Otherwise, the previous journal is ended
+(`end_worker`) before the new recorder reads what was recorded: what the previous one acknowledged
+and has not committed stays on its machine, and can no longer be committed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from replaylake.datastore.storage.seals import read_json, seal_json
 from replaylake.datastore.storage.storage import Storage, make_folder
 
 HEARTBEAT_S: Final = 10.0
-# Several heartbeats, and more than clocks of machines that keep time differ by. If one that is
-# alive is taken for dead, it is refused from then on, and nothing counts twice.
+# Several heartbeats, and more than synchronized clocks differ by. If a live holder is taken for
+# dead, its later commits are refused, so nothing is recorded twice.
 STALE_AFTER_S: Final = 40.0
 NUMBER_DIGITS: Final = 18
 _RECOVERY_TIMEOUT_S: Final = 60.0
@@ -47,7 +47,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class _Holder:
-    """Who has a name. lock: the lock file of its machine; at_ms: 0 once it has closed."""
+    """The holder of a name. lock: id of its lock file; at_ms: last heartbeat, 0 once closed."""
 
     producer: str
     worker: str
@@ -62,7 +62,7 @@ class _Holder:
 
 
 class Producer:
-    """A name that this process has, for the recorder whose journal is `worker`."""
+    """The right of this process to a name, for the recorder whose journal is `worker`."""
 
     def __init__(
         self, dataset: Dataset, name: str, worker: str, *, heartbeat_s: float = HEARTBEAT_S
@@ -83,7 +83,7 @@ class Producer:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if storage.shares_state:
-            return  # all who open the lake see the same lock
+            return  # every process that opens the lake sees the same lock
         try:
             self._take(storage)
         except BaseException:
@@ -95,12 +95,11 @@ class Producer:
         self._thread.start()
 
     def recover(self, encoder: RowEncoder) -> int:
-        """Let what the last recorder of the name on this machine left be committed.
+        """Wait until the journal of the name's last recorder on this machine is committed.
 
-        Returns the number of the next rollout, which is noted in the lock file. Another process may
-        be committing what is left at this moment, as live journals do for dead ones; before it has
-        ended, the dataset lacks rollouts that were acknowledged. Raises: StorageError after a
-        minute.
+        Returns the number of the next rollout, which is stored in the lock file. Another process
+        may be committing that journal, as open journals do for those of killed processes; until it
+        has ended, the dataset lacks acknowledged rollouts. Raises: StorageError after a minute.
         """
         assert self._lock_fd is not None
         last, _, number = os.pread(self._lock_fd, 100, 0).decode().partition(" ")
@@ -115,31 +114,32 @@ class Producer:
                 )
             time.sleep(0.02)
             recover_calls(self._dataset, encoder)
-        os.pwrite(self._lock_fd, self._worker.encode(), 0)  # each name has the same length
+        os.pwrite(self._lock_fd, self._worker.encode(), 0)  # all have the same length
         os.fsync(self._lock_fd)
         return int(number or 0)
 
     def note_number(self, number: int) -> None:
-        """Note the number of the producer's next rollout beside its journal's name.
+        """Store the number of the producer's next rollout behind its journal's name.
 
-        Not synced: after a power cut the dataset has the numbers, except of what was deleted then.
+        Not synced: after a power failure, the number is found in the dataset, except for rollouts
+        that were deleted.
         """
         assert self._lock_fd is not None
         os.pwrite(self._lock_fd, f" {number:0{NUMBER_DIGITS + 1}d}".encode(), _WORKER_CHARS)
 
     def check(self) -> None:
-        """Raises: ConfigInvalidError if another recorder has taken the name over."""
+        """Check the right to the name. Raises: ConfigInvalidError if another recorder took over."""
         if self._taken_by is not None:
             raise ConfigInvalidError(
                 f"producer: found that {self._taken_by.describe()}, has taken over "
-                f"{self.name!r}, expected this recorder alone: it was not heard of for more than "
-                f"{STALE_AFTER_S:.0f} s. What it recorded and had not committed stays in its "
-                "journal. Record here under a name of its own.",
+                f"{self.name!r}, expected this recorder alone: it had no heartbeat for more than "
+                f"{STALE_AFTER_S:.0f} s. What it had not committed stays in its journal. Record "
+                "under another name here.",
                 parameter="producer",
             )
 
     def release(self, *, is_committed: bool) -> None:
-        """Give the name back. is_committed: whether the journal left nothing on this machine."""
+        """Release the name. is_committed: whether the whole journal is committed."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -149,7 +149,7 @@ class Producer:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the lock alone, as in a forked child process of the recorder's."""
+        """Release only the lock, for example in a forked child process."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -195,7 +195,7 @@ class Producer:
         storage.delete(map(self._path, known))
 
     def _is_alive(self, storage: Storage, number: int, holder: _Holder) -> bool:
-        """Whether the last holder is, as far as can be seen: by its clock, or by the storage's."""
+        """Whether the last holder has a recent heartbeat, by its clock or by the storage's."""
         if not holder.at_ms:
             return False
         stored = [
@@ -204,7 +204,7 @@ class Producer:
         return _now_ms() - max(holder.at_ms, *stored) < STALE_AFTER_S * 1000
 
     def _read_all(self, storage: Storage) -> dict[int, _Holder]:
-        """Return the holders that the lake names, by number. Raises: StorageError."""
+        """Return the holders recorded in the lake, by number. Raises: StorageError."""
         names = storage.names(self._folder)
         numbers = [int(stem) for name in names if (stem := name.removesuffix(".json")).isdecimal()]
         found = {}
@@ -217,7 +217,7 @@ class Producer:
 
     def _beat(self, storage: Storage) -> None:
         while not self._closed.wait(self._heartbeat_s):
-            # A store that is out of reach for a moment ends no recorder.
+            # A store that cannot be reached for a moment must not end a recorder.
             with suppress(StorageError):
                 if not self._is_mine(storage):
                     return
@@ -246,13 +246,13 @@ def _decode(data: bytes, path: str) -> _Holder:
         return _Holder(**{one.name: body[one.name] for one in fields(_Holder)})
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise StorageError(
-            f"{path}: {error!r}, expected who records under a name. A recorder that is alive "
-            f"writes it again within {HEARTBEAT_S:.0f} s; where none is, remove the file."
+            f"{path}: {error!r}, expected the holder of a producer's name. A running recorder "
+            f"rewrites it within {HEARTBEAT_S:.0f} s; if none is running, remove the file."
         ) from error
 
 
 def _identify_lock(lock_fd: int) -> str:
-    """Return what tells a lock file from those of other machines."""
+    """Return an id of a lock file that is unique among machines."""
     stat = os.fstat(lock_fd)
     try:
         boot = _BOOT_ID.read_text().strip()

@@ -18,11 +18,12 @@ _KNOWN = frozenset(["raw_prompt", "uid", "agent_name", "tools_kwargs", "multi_mo
 def find_finish_reason(
     ids: Sequence[int], mask: Sequence[int], ends: Set[int | None], length: int
 ) -> str | None:
-    """Return `stop` or `length`, or None where neither can be told.
+    """Return `stop` or `length`, or None if the reason cannot be determined.
 
-    An agent loop's output does not have its engine's reason, and vLLM's is `completed` for both. A
-    response without an end of text was cut if it has all ids that it may have, or if its last ids
-    are an environment's, which nobody answered. A text to stop at leaves neither.
+    ids, mask [T]: the response, and 1 for sampled ids. ends: end-of-text ids. length: largest
+    number of ids of a response. An agent loop's output does not have its engine's reason, and
+    vLLM's is `completed` for both. A response without an end-of-text id was truncated if it has
+    `length` ids, or if it ends with ids of an environment. After a stop string, neither holds.
     """
     if ids and ids[-1] in ends:
         return "stop"

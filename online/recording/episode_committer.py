@@ -133,7 +133,7 @@ class EpisodeCommitter:
                     return False
                 self._condition.wait(0.1 if wait_s is None else min(wait_s, 0.1))
             self._check()
-            # Else what is added before the thread has looked again would not wait its interval.
+            # Otherwise, episodes added before the thread's next check would be committed at once.
             self._is_urgent = False
         return True
 

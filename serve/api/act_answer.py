@@ -113,9 +113,9 @@ def one_answer(group: Group, row: int, unknown_categories: Sequence[str] = ()) -
 
 
 def describe_decisions(groups: Sequence[Group], row: int | None = None) -> dict[str, Any]:
-    """Return the attributes of a request's span: its decisions, and the versions that made them.
+    """Return the attributes of a request's span: its decisions and their policy versions.
 
-    row: of the only group, where the request was answered together with others.
+    row: row of the only group, if the request was batched with others; None: all rows.
     """
     ids = _merge_rows(groups, lambda one: one.ids) if row is None else [groups[0].ids[row]]
     return span_attributes(ids, [(one.served.name, one.served.version) for one in groups])

@@ -1,8 +1,8 @@
-"""POST /decisions: decisions that a client took by itself while it could not reach a server.
+"""POST /decisions: decisions that a client took itself while no server answered.
 
-They are logged as those of /act are, so that the join makes steps of them and reports find them by
-their request_id. Of several decisions of one request the newest is the step: where /act logged one
-whose answer was lost, that is the client's.
+They are logged as those of /act are, so that they are joined into steps and rewards are reported by
+their request_id. Of several decisions of one request, the newest becomes the step: the client's, if
+/act had logged one whose answer was lost.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ SHA256_DIGITS: Final = 64
 
 
 class DecisionsEndpoint:
-    """Logs decisions, all of a request or none."""
+    """Logs the decisions of a request, all or none."""
 
     def __init__(self, serving: Callable[[], ServingState], metrics: Metrics, clock: Clock) -> None:
         self._serving, self._metrics, self._clock = serving, metrics, clock
         self._pace = LatencyEstimate()
 
     async def __call__(self, request: Request) -> Response:
-        """Log those of a request, in a thread if it takes long.
+        """Log the decisions of a request, in a thread if that takes long.
 
         Raises: RequestRefusedError, StorageError.
         """
@@ -102,7 +102,7 @@ class DecisionsEndpoint:
         for batch in batches:
             batch.ids = serving.signer.issue(batch.policy, batch.policy_version, batch.timestamp)
         ids = [batch.ids[0] for batch in batches]
-        # Whatever `on_log_failure` says: the client still has them, and sends them again.
+        # Regardless of `on_log_failure`: the client still has them, and sends them again.
         log.write_received(batches)
         self._metrics.set_pending("decisions", log.decisions.num_pending)
         versions = {(batch.policy, batch.policy_version) for batch in batches}
@@ -144,7 +144,7 @@ def _read_decision(
 
 
 def _read_value(space: Space, raw: Any, field: str) -> Any:
-    """Return a value as the log has it: as it came, but an array of the space's own dtype."""
+    """Return a value in the form of the log: unchanged, but arrays with the dtype of the space."""
     values = read_values(space, [raw], field, False)
     return values[0] if type(raw) is np.ndarray and type(values) is np.ndarray else raw
 
@@ -200,6 +200,6 @@ def _read_mask(
         raise invalid_value_error("action_mask", mask, f"a list of {num} booleans")
     space = spec.action_space
     if isinstance(space, Discrete) and not mask[int(item["action"]) - space.start]:
-        message = "the action is not one of those that it allows"
+        message = f"the action {item['action']} is masked; send an action that the mask allows"
         raise RequestRefusedError(422, "action_mask", message)
     return [mask]

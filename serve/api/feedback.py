@@ -158,7 +158,7 @@ class FeedbackEndpoint:
 def _describe(
     reports: Sequence[FeedbackRequest], decisions: Sequence[DecisionId | None]
 ) -> Mapping[str, Any]:
-    """Return the attributes of a request's span: the decisions that its reports name by id."""
+    """Return the attributes of a request's span: decisions that its reports refer to by id."""
     ids = [report.decision_id for report in reports if report.decision_id is not None]
     return span_attributes(ids, {(one.policy, one.policy_version) for one in decisions if one})
 

@@ -247,7 +247,7 @@ def _decisions_operation(serving: ServingState, spec: PolicySpec) -> dict[str, A
     ids: Schema = {"type": "array", "items": {"type": "string"}, "minItems": 1}
     return {
         "operationId": "decisions",
-        "summary": "Send decisions that were taken while no server answered.",
+        "summary": "Log decisions that a client took while no server answered.",
         "requestBody": {"required": True, "content": content},
         "responses": {
             "200": _answer("Logged.", object_of({"decision_ids": ids})),
@@ -514,7 +514,10 @@ def _decision_schema(spec: PolicySpec) -> Schema:
             "log_prob": _LOG_PROB,
             "policy": {"type": "string", "minLength": 1, "maxLength": 63},
             "version": {"type": "integer", "minimum": 0, "maximum": MAX_VERSION},
-            "deterministic": {**_FLAG, "description": "Nothing was left to chance."},
+            "deterministic": {
+                **_FLAG,
+                "description": "Whether the decision was taken without sampling.",
+            },
             "age_s": {
                 "type": "number",
                 "minimum": 0,

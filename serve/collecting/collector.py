@@ -2,7 +2,7 @@
 
     POST /episodes   episodes that were acted elsewhere: steps, decisions, dialogues
     POST /v1/traces  spans of OpenTelemetry, of which the calls of models become steps
-    POST /watermark  how far episodes have come, for a producer that continues
+    POST /watermark  the next step of episodes, for a producer that continues
     POST /feedback   rewards and ends of what was sent, at once or later
     GET  /livez /readyz /metrics
 
@@ -89,7 +89,7 @@ _ROUND_S: Final = 1.0
 # A round scans the ids of all that was received: at most a quarter of the time.
 _PAUSE_FACTOR: Final = 3.0
 _MAX_PAUSE_S: Final = 10.0
-# Episodes whose position one request may ask for.
+# Episodes in one watermark request.
 _MAX_POSITIONS: Final = 1000
 _logger = logging.getLogger(__name__)
 
@@ -210,10 +210,10 @@ class Collector:
         return self._received
 
     def find_positions(self, episode_ids: Sequence[str]) -> list[EpisodePosition]:
-        """Return how far episodes have come, as of all that was acknowledged by now.
+        """Return the positions of episodes, including everything acknowledged so far.
 
-        Raises: ReplayLakeError where what is acknowledged cannot be committed. Cost: that commit,
-        and that of `find_positions`.
+        Raises: ReplayLakeError if acknowledged steps cannot be committed. Cost: a commit, and that
+        of `find_positions`.
         """
         self._received.journal.flush()
         return find_positions(self.dataset, episode_ids)

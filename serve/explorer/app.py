@@ -137,7 +137,7 @@ READERS_SQL: Final = {
 }
 # Those that show what a link on another site asks for, without running it, themselves.
 _HOLD_BACK: Final = ("/policies/{name}", "/sql")
-# Pages that read all steps or decisions of a dataset, as lists by a measure do: so few at a time.
+# Pages that read all steps or decisions of a dataset, as lists by a measure do: _MAX_SCANS at once.
 _SCANS: Final = (
     "/datasets/{name}/breakdown",
     "/datasets/{name}/group",
@@ -196,7 +196,7 @@ class Explorer:
         self._token_texts = token_texts
         self.sandboxes = RequestQueue(_MAX_SANDBOXES, _MAX_WAITING)
         self.scans = RequestQueue(_MAX_SCANS, _MAX_WAITING, "pages")
-        # A page asks for several at once, and each is found among the steps of its shard.
+        # A page requests several at once, and each needs a scan of the steps of its shard.
         self.images = RequestQueue(_MAX_SCANS, _MAX_WAITING_IMAGES, "images")
         # Labels of one shard that are written at once would be planned again after each other.
         self.writes = RequestQueue(1, _MAX_WAITING, "forms")
@@ -497,7 +497,7 @@ class Explorer:
         return authorization.encode("latin-1")
 
     def _find_token(self, request: Request) -> bytes | None:
-        """Return the token that the reader's cookie stands for."""
+        """Return the token of the reader's cookie, None without one."""
         cookie = request.cookies.get(self._name_cookie(request), "").encode()
         for token, _ in self._tokens.pairs:
             if hmac.compare_digest(self._cookie_of(token), cookie):
@@ -536,7 +536,7 @@ class Explorer:
 
     def _sign_out(self, request: Request) -> Response:
         if request.method != "POST":
-            text = f"{request.method} is not possible here: pages have a button that signs out."
+            text = f'{request.method} is not possible here: use the button "Sign out" of a page.'
             return self._error(request, "/sign-out", 405, text)
         response = Response(status_code=303, headers={"location": self._links("sign-in")})
         for name in (self._name_cookie(request), _READER_COOKIE):

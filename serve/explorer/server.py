@@ -38,7 +38,7 @@ def run_explorer(
     ConfigInvalidError if other machines could read or write it without a token, and for a
     tokenizer that is none.
     """
-    # Before anything starts a thread. pandas takes 48 MiB, and half a second of the first page.
+    # Before any thread starts. pandas would take 48 MiB, and 0.5 s of the first page.
     keep_pandas_unloaded()
     return_freed_memory()
     token_texts = TokenTexts(config.tokenizers)
@@ -55,7 +55,7 @@ def run_explorer(
             token_texts=token_texts,
             promote=promote,
         )
-        # Whoever looks may wait; trainers and policy servers of this machine must not.
+        # Readers may wait; trainers and policy servers of this machine must not.
         os.nice(_NICE)
         limit_threads(1)
         server.announce(f"{lake.url} is at {server.config.url}")

@@ -37,7 +37,7 @@ _SGLEXT_OUT: Final = "return_output_ids_in_sglext"
 _PROMPT_IDS: Final = "return_prompt_token_ids"
 _IDS: Final = "return_token_ids"
 _LOG_PROBS: Final = "logprobs"
-# Fields of a chunk that are in all of its stream, with the same values, and the choices.
+# Fields of a chunk that are the same in the whole stream, and the choices.
 _HEAD: Final = frozenset(("choices", "created", "id", "model", "object"))
 # Reasons of engines for an answer that is not what the model would have generated.
 _UNFINISHED: Final = ("abort", "error")
@@ -276,7 +276,7 @@ class _OpenAIReader:
             is_last = data_of(event) == DONE
             self._is_done |= is_last
             return event, is_last
-        # By far most of the chunks have no more than a choice, and the head of the one before.
+        # Most chunks have only a choice, and the same head as the first one.
         is_plain = body.keys() <= _HEAD and self._completion_id is not None
         if not is_plain:
             self._read_head(body)
@@ -374,7 +374,7 @@ class _OpenAIReader:
                 choice["logprobs"] = None
         for name in self._added_ids:
             if name in choice:
-                # Without the request for them, vLLM sends null, but for the chunks of a stream.
+                # If they are not requested, vLLM sends null, except in chunks of a stream.
                 if self._engine == VLLM and not is_event:
                     choice[name] = None
                 else:

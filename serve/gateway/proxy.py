@@ -84,7 +84,7 @@ _PLAIN_PATHS: Final = {path.encode(): path for path in APIS}
 _LIKE_APIS: Final = (*APIS, "/chat/completions", "/completions")
 _OTHER: Final = "other"
 _OWN_PATHS: Final = ("/livez", "/readyz", "/metrics", "/v1/feedback")
-# Attributes of spans, by the names that the APIs have for them.
+# Attributes of spans, with the fields of the APIs that have their values.
 _USAGE: Final = {
     "gen_ai.usage.input_tokens": ("input_tokens", "prompt_tokens"),
     "gen_ai.usage.output_tokens": ("output_tokens", "completion_tokens"),
@@ -518,8 +518,8 @@ class Proxy:
                 is_waiting = False
                 await self._begin(exchange, answer.status, answer.headers)
             if held and answer.is_complete:
-                # All that came with the end goes with it: each system call takes as long as
-                # reading several events.
+                # Send events that arrived with the end together with it: a system call takes as
+                # long as reading several events.
                 held[:0] = passed
             elif data := b"".join(passed):
                 await self._continue(exchange, data)
@@ -870,7 +870,7 @@ class _DisconnectWatch:
 
 
 def _find_route(scope: Mapping[str, Any]) -> str:
-    """Return the path of a request as a label: of paths that are passed on there may be any."""
+    """Return the route of a request for labels, `other` for unknown paths, which may be many."""
     path: str = scope["path"]
     if path in _OWN_PATHS or path in APIS:
         return path
@@ -878,7 +878,7 @@ def _find_route(scope: Mapping[str, Any]) -> str:
 
 
 def _describe_answer(call: _Call, answer: CallAnswer, status: str) -> dict[str, Any]:
-    """Return attributes of a call, by the semantic conventions for generative models."""
+    """Return attributes of a call, by the semantic conventions for generative AI."""
     request, usage = call.request, answer.usage if isinstance(answer.usage, dict) else {}
     found: dict[str, Any] = {
         "gen_ai.operation.name": _OPERATIONS.get(call.api.name, "chat"),

@@ -74,7 +74,7 @@ def parse_event(event: bytes) -> dict[str, Any] | None:
     """Return an event's data if it is a JSON object, else None."""
     if event[:7] != b"data: {" or event.find(b"\n") != len(event) - 2:
         return parse_data(data_of(event))
-    # By far most events: one line, whose end is white space of JSON as well.
+    # Most events are one line; its end is white space to the JSON parser.
     try:
         body: dict[str, Any] = orjson.loads(event[6:])
     except orjson.JSONDecodeError:

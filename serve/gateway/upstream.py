@@ -54,7 +54,7 @@ class UpstreamAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of the body has come, read or not."""
+        """Whether the whole body was received, even if it was not read yet."""
         return self._connection.is_complete
 
     async def read_all(self) -> bytes:

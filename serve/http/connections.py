@@ -67,8 +67,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: ClassVar[ConnectionLimits] = ConnectionLimits()
     _arrivals: ClassVar[ArrivalCounter] = ArrivalCounter()
-    # Idle connections of each of uvicorn's ServerState, those that idle longest first: the next to
-    # be closed is found without a search.
+    # Idle connections by uvicorn's ServerState, the longest idle first, so that the next one to be
+    # closed is found without a search.
     _idle_of: ClassVar[WeakKeyDictionary[Any, OrderedDict[LimitedProtocol, None]]] = (
         WeakKeyDictionary()
     )

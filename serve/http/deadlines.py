@@ -24,7 +24,7 @@ class ArrivalCounter:
     """
 
     def __init__(self) -> None:
-        """num_waiting: how many have come and not begun; the event loop does not idle before."""
+        """num_waiting: requests that arrived and have not begun; until then, the loop is busy."""
         self.num_waiting, self._is_armed = 0, False
 
     def record_arrival(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,9 +45,9 @@ class ArrivalCounter:
 
 
 class RequestDeadline:
-    """One request: the task that answers it, and when (time.perf_counter) that is cut short.
+    """The deadline of a request: the task that answers it, and the time (time.perf_counter).
 
-    Whoever keeps more of a request makes it a subclass: one object a request, not two.
+    The state of a request is a subclass, so that a request needs one object, not two.
     """
 
     __slots__ = ("due", "is_overdue", "task")
@@ -68,7 +68,7 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, wait: RequestDeadline) -> None:
-        """Begin: at its `due` the task is cancelled, and `is_overdue` says by whom."""
+        """Start a deadline: when due, the task is cancelled and `is_overdue` is set."""
         self._all.add(wait)
         if self._timer is None:
             self._arm()

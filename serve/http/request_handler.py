@@ -55,8 +55,8 @@ _OF_ANY_HOST: Final = ("/livez", "/readyz", "/v2/health/live", "/v2/health/ready
 _OF_OTHER_SITES: Final = frozenset(
     {(400, "host"), (421, "host"), (403, "origin"), (415, "content-type")}
 )
-# What _take_body, write_response and write_stream_start read and set, none of which uvicorn
-# documents: a version that has another cycle is read and answered by ASGI's messages.
+# Attributes that _take_body, write_response and write_stream_start use, which uvicorn does not
+# document: for a version without them, requests are read and answered by ASGI's messages.
 _CYCLE_ATTRIBUTES: Final = frozenset(
     {
         "body",
@@ -158,8 +158,8 @@ class RequestHandler:
         except _ClientDisconnectedError:
             answer = None
         except Exception as error:
-            # Any unexpected error is logged here, and the client learns no internals. That includes
-            # an error that cannot be encoded: outside of the app BentoML answers nothing.
+            # Any unexpected error is logged here, and the client gets no internals. This includes
+            # answers that cannot be encoded: outside of the app, BentoML would send no response.
             self._complaints.error("unexpected error", error)
             refusal = RequestRefusedError(500, "server", "internal error; see the server's log")
             answer = self._form.encode_error(refusal, state.content_type)
@@ -343,13 +343,13 @@ class _RequestState(RequestDeadline):
 
     @property
     def client_address(self) -> str | None:
-        """The address that the connection came from: that of a proxy, behind one."""
+        """The address of the connection's peer, which may be a proxy."""
         client = self.scope.get("client")
         return None if client is None else client[0]
 
     @property
     def trace_id(self) -> str | None:
-        """The id of the trace that the request is part of, ours or the client's."""
+        """The trace id of the request's span, or of its traceparent."""
         ours = None if self.span is None else self.span.trace_id
         return ours or read_trace_id(self.traceparent)
 
@@ -396,10 +396,10 @@ def _read_type(value: bytes) -> str:
 
 
 def _take_body(state: _RequestState, receive: Any) -> bytes | None:
-    """Return a body that is whole already, as its client has not gone; else None.
+    """Return the body if it was received completely and the client is connected; else None.
 
-    None too where `receive` is not uvicorn's own, or the body exceeds the limit. What it does is
-    what `receive` would do, without a coroutine and a message (1.5 us a request).
+    Also None if `receive` is not uvicorn's, or the body exceeds the limit. It does what `receive`
+    would do, without a coroutine and a message (saves 1.5 us a request).
     """
     if (
         not _IS_KNOWN_CYCLE

@@ -311,7 +311,7 @@ class Metrics:
         return exposition(blocks, self._find_elements(), time.monotonic())
 
     def collect_own(self) -> list[Metric]:
-        """Return the families of this worker alone, up to a second old; from any thread."""
+        """Return the metric families of this worker alone, up to 1 s old; thread-safe."""
         blocks = list(self._open_counters().own_blocks())
         return list(_families(blocks, self._find_elements(), time.monotonic()))
 

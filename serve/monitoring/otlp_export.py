@@ -1,4 +1,4 @@
-"""OTLP export: spans of requests, and the metrics that /metrics has, sent by OpenTelemetry's SDK.
+"""OTLP export: spans of requests and the metrics of /metrics, sent by OpenTelemetry's SDK.
 
 Spans and the duration of requests follow OpenTelemetry's semantic conventions for HTTP servers. The
 SDK reads its own variables: endpoint, headers, sampler, intervals, batches, resource attributes.
@@ -50,26 +50,26 @@ from prometheus_client.core import Metric
 from replaylake.datastore.version import VERSION
 
 _SCOPE: Final = "replaylake.serve"
-# Another than the SDK's, which sends one group of metrics for each.
+# Differs from _SCOPE, because the SDK sends one group of metrics for each scope.
 _FAMILY_SCOPE: Final = "replaylake.serve.monitoring"
 _NANOSECONDS: Final = 1_000_000_000
 _METHODS: Final = frozenset(
     ("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE")
 )
-# The bounds that the semantic conventions advise, in seconds, with finer ones below: an action
+# The bounds that the semantic conventions advise, in seconds, and smaller ones, because an action
 # takes a fraction of a millisecond.
 _DURATION_BOUNDS: Final = (
     0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5,
     5.0, 7.5, 10.0,
 )  # fmt: skip
-# Probes and scrapes come every few seconds, and nobody looks for their spans.
+# Probes and scrapes, which arrive every few seconds and need no spans.
 _UNTRACED: Final = frozenset(
     ("/livez", "/readyz", "/metrics", "/v2/health/live", "/v2/health/ready", "/static")
 )
 
 
 class RequestSpan:
-    """One request: its span, and what the duration of requests is counted by."""
+    """The span of one request, and the attributes of its duration metric."""
 
     __slots__ = ("_attributes", "_owner", "_span", "_start_s")
 
@@ -79,7 +79,7 @@ class RequestSpan:
 
     @property
     def trace_id(self) -> str | None:
-        """The trace's id, 32 hexadecimal digits; None where the request is part of no trace."""
+        """The trace id, 32 hexadecimal digits; None if the request is part of no trace."""
         context = self._span.get_span_context()
         return format_trace_id(context.trace_id) if context.is_valid else None
 
@@ -89,7 +89,7 @@ class RequestSpan:
             self._span.set_attributes(attributes)
 
     def make_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers by which a server that is called becomes part of the trace."""
+        """Return the headers that propagate the trace to another server."""
         carrier: dict[str, str] = {}
         propagate.inject(carrier, set_span_in_context(self._span))
         return [(name.encode(), value.encode()) for name, value in carrier.items()]
@@ -101,7 +101,7 @@ class RequestSpan:
         num_bytes_out: int,
         describe: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
-        """End the span now, and count the request. describe: returns further attributes."""
+        """End the span, and count the request. describe: returns additional attributes."""
         attributes = self._attributes
         attributes["http.response.status_code"] = status
         if status >= 500:
@@ -130,13 +130,13 @@ class OtlpExport:
         collect: Callable[[], Iterable[Metric]],
         attributes: Mapping[str, Any],
     ) -> None:
-        """Start to send `signals`, as `open_telemetry` describes."""
+        """Start to send `signals`; for the arguments, see `open_telemetry`."""
         own = {
             "service.name": service,
             "service.version": VERSION,
             "service.instance.id": instance,
         }
-        # What the environment says of the resource counts for more.
+        # Resource attributes of the environment take precedence.
         resource = Resource.create(own).merge(OTELResourceDetector().detect())
         self._attributes = dict(attributes)
         self._num_active = 0
@@ -194,7 +194,7 @@ class OtlpExport:
             self._duration.record(seconds, attributes)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Send what is left, for at most `timeout_s`: a receiver that is gone holds up no stop."""
+        """Send the rest for at most `timeout_s`: a missing receiver must not block a stop."""
         thread = threading.Thread(target=self._shut_down, name="telemetry-close", daemon=True)
         thread.start()
         thread.join(timeout_s)
@@ -212,7 +212,7 @@ class OtlpExport:
 def _describe_connection(
     scope: Mapping[str, Any], headers: Mapping[str, str]
 ) -> Mapping[str, str | int]:
-    """Return what a request's connection and head say, without its query and credentials."""
+    """Return attributes of a request's connection and headers, without query and credentials."""
     found: dict[str, str | int] = {
         "url.path": scope["path"],
         "network.protocol.version": scope.get("http_version", "1.1"),
@@ -228,9 +228,9 @@ def _describe_connection(
 
 
 class _FamilyExporter(OTLPMetricExporter):
-    """Sends the families that Prometheus reads along with the SDK's own metrics.
+    """Sends the metric families of /metrics together with the SDK's own metrics.
 
-    They are cumulative since the process began, whatever temporality the SDK's are asked for.
+    They are cumulative since the start of the process, whatever temporality is configured.
     """
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
@@ -255,9 +255,9 @@ class _FamilyExporter(OTLPMetricExporter):
 
 
 def to_otlp_metric(family: Metric, start_ns: int, now_ns: int) -> OtlpMetric | None:
-    """Return a family in OTLP's form, under the same name; None where it has no samples.
+    """Convert a metric family to OTLP, under the same name; None if it has no samples.
 
-    A counter's name is without the suffix `_total`, as OTLP has it.
+    A counter's name has no suffix `_total`.
     """
     data: Sum | Gauge | Histogram
     if family.type == "histogram":
@@ -305,7 +305,7 @@ def _to_histogram_points(
                 sum=sums.get(key, 0.0),
                 bucket_counts=[int(a - b) for a, b in zip(counts, below, strict=True)],
                 explicit_bounds=[bound for bound, _ in cumulative[:-1]],
-                # Not known of a histogram that Prometheus reads.
+                # Prometheus histograms have no minimum and maximum.
                 min=None,  # type: ignore[arg-type]
                 max=None,  # type: ignore[arg-type]
             )

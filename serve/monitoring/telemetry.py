@@ -1,6 +1,6 @@
-"""Telemetry: whether a server reports traces and metrics over OTLP, by OpenTelemetry's variables.
+"""Telemetry: export of traces and metrics over OTLP, configured by OpenTelemetry's variables.
 
-Without these variables OpenTelemetry is not imported, and a request costs nothing more.
+Without these variables, OpenTelemetry is not imported, and requests have no overhead.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ def open_telemetry(
     environment: Mapping[str, str],
     attributes: Mapping[str, Any] | None = None,
 ) -> OtlpExport | None:
-    """Start to report what `environment` asks for; None where that is nothing.
+    """Start to export the signals that `environment` enables; None if there are none.
 
-    service and instance: the names `service.name`, unless the environment has another, and
-    `service.instance.id`. collect: returns the metric families of this process; called in another
-    thread. attributes: of every span. What cannot be reported is logged and left out: telemetry
-    never keeps a server from starting.
+    service: `service.name`, unless the environment sets another; instance: `service.instance.id`.
+    collect: returns the metric families of this process; called in another thread. attributes:
+    attributes of every span. Invalid settings are logged and ignored: telemetry never prevents a
+    server from starting.
     """
     signals = find_signals(environment)
     if not signals:
         return None
     if not _is_installed():
         _logger.warning(
-            "the environment asks for telemetry (%s), but the OTLP exporter of OpenTelemetry is "
+            "environment variables enable telemetry (%s), but OpenTelemetry's OTLP exporter is "
             "not installed. Run: pip install 'replaylake[otel]', or set OTEL_SDK_DISABLED=true",
             ", ".join(sorted(signals)),
         )
         return None
-    # Not on top: 0.3 s and 12 MB of each worker (2 cores, 2026-11), reported to or not.
+    # Not at the top: the import takes 0.3 s and 12 MB in each worker (2 cores, 2026-11).
     from replaylake.serve.monitoring.otlp_export import OtlpExport
 
     return OtlpExport(service, instance, signals, collect, attributes or {})
 
 
 def find_signals(environment: Mapping[str, str]) -> frozenset[str]:
-    """Return which of TRACES and METRICS the environment asks for.
+    """Return which of TRACES and METRICS the environment enables.
 
-    A signal is on where an endpoint for it is set, or its exporter is `otlp`, and off where its
-    exporter is `none`. Another exporter or protocol than OTLP over HTTP is logged and off.
+    A signal is enabled if an endpoint for it is set or its exporter is `otlp`, and disabled if its
+    exporter is `none`. Exporters and protocols other than OTLP over HTTP are logged and ignored.
     """
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return frozenset()
@@ -75,7 +75,7 @@ def _is_on(signal: str, environment: Mapping[str, str]) -> bool:
         return False
     if exporter not in ("", "otlp"):
         _logger.warning(
-            "%s: found %r, expected otlp or none; no %s are reported",
+            "%s: found %r, expected otlp or none; no %s are exported",
             exporter_variable,
             exporter,
             signal,
@@ -87,7 +87,7 @@ def _is_on(signal: str, environment: Mapping[str, str]) -> bool:
             if protocol == _PROTOCOL:
                 return True
             _logger.warning(
-                "%s: found %r, expected %s; no %s are reported",
+                "%s: found %r, expected %s; no %s are exported",
                 variable,
                 protocol,
                 _PROTOCOL,
@@ -100,5 +100,5 @@ def _is_on(signal: str, environment: Mapping[str, str]) -> bool:
 def _is_installed() -> bool:
     try:
         return find_spec(_EXPORTER_MODULE) is not None
-    except ModuleNotFoundError:  # not even the package above it
+    except ModuleNotFoundError:  # its parent package is missing
         return False

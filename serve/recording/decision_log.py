@@ -133,7 +133,7 @@ class DecisionLog:
     def write_received(self, decided: Sequence[DecisionBatch]) -> None:
         """Write decisions that were taken elsewhere, all or none.
 
-        Raises: StorageError, whatever `on_failure` says: who sends them can send them again.
+        Raises: StorageError, regardless of `on_failure`: the sender can send them again.
         """
         self.decisions.append([record for one in decided for record in encode_records(one)])
 

@@ -82,7 +82,7 @@ class AccessLog:
 
 
 def read_trace_id(traceparent: bytes | None) -> str | None:
-    """Return the trace's id in a W3C `traceparent`, 32 hexadecimal digits; None if it has none."""
+    """Return the trace id of a W3C `traceparent`, 32 hexadecimal digits; None if it has none."""
     found = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent.strip())
     return None if found is None or found[1] == _NO_TRACE else found[1].decode()
 

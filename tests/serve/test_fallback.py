@@ -278,7 +278,7 @@ def test_a_batch_falls_back_row_by_row(make_fallback):
 
 
 def test_faults_of_a_fallback_are_named(make_fallback, kit, package, tmp_path):
-    with pytest.raises(ConfigInvalidError, match="expected `policy` and `version`"):
+    with pytest.raises(ConfigInvalidError, match="Give `policy` and `version`"):
         FallbackPolicy(package, tmp_path / "spool")
     with pytest.raises(NotFoundError):
         FallbackPolicy(tmp_path / "absent", tmp_path / "spool", policy="p", version=1)

@@ -61,7 +61,7 @@ _REFERENCE: Final = "sha256:"
 
 @dataclass(frozen=True)
 class _StoredMedia:
-    """A file that the episode stores beside its messages. header: None if it is no image."""
+    """A media file that the episode stores. header: None if it is no image."""
 
     num_bytes: int
     header: ImageHeader | None
@@ -69,7 +69,7 @@ class _StoredMedia:
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image that the episode stores. text: its description among the media of its message."""
+    """An image that the episode stores. text: its entry in the media of its message."""
 
     text: str
     sha256: str
@@ -83,7 +83,7 @@ class StoredImage:
 class Utterance:
     """A message as text: its content, calls of tools as `name(arguments)`, and its media.
 
-    images: those of the media that are PNG, JPEG, GIF or WebP and stored with the episode.
+    images: stored media that are PNG, JPEG, GIF or WebP.
     """
 
     role: str
@@ -227,9 +227,9 @@ def read_dialogue(
 
 
 def _read_media(snapshot: Snapshot, episode_id: str) -> dict[str, _StoredMedia]:
-    """Return what an episode stores beside its messages, by sha256, from the first bytes of each.
+    """Return the stored media of an episode by sha256; only their first bytes are read.
 
-    The bytes may be in any of its steps, also of other agents.
+    They may be in any of its steps, including those of other agents.
     """
     rows = snapshot.sql(
         f"SELECT m.sha256 AS sha256, max(m.num_bytes) AS num_bytes, "

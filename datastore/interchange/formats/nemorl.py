@@ -48,7 +48,7 @@ _NEEDED: Final = ("token_ids", "token_loss_mask", "input_lengths")
 _LOG_PROBS: Final = "generation_logprobs"
 _PROXIMAL: Final = "prev_logprobs"
 _ADVANTAGES: Final = "advantages"
-# Further values of each token, by their columns.
+# Additional values of each token, by column.
 _FURTHER: Final = {tokens.PROXIMAL_LOG_PROBS: _PROXIMAL, "action_advantages": _ADVANTAGES}
 # What becomes columns; everything else of a line is kept as metadata.
 _USED: Final = (*_NEEDED, _LOG_PROBS, _PROXIMAL, _ADVANTAGES, "sample_loss_mask", "idx")
@@ -156,7 +156,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a file, and its value if `parse_lines` could read it, else None."""
+    """A line of a file. record: its value; None if `parse_lines` cannot parse it."""
 
     number: int
     text: bytes
@@ -164,17 +164,17 @@ class _Line:
 
 
 class _BlockReader:
-    """Reads some lines of a file, whose number among the source's files is `number`."""
+    """Reads blocks of lines of a file. number: the file's number in the source."""
 
     def __init__(self, file: SourceFile, number: int) -> None:
         self._file = file
         match = _STEP.search(file.base_name)
         self._train_step = int(match.group(1)) if match else None
-        # The number of a training step names a file of a run, whatever files are read beside it.
+        # Ids begin with the training step, which does not depend on the other files of the source.
         self._prefix = f"step{self._train_step}" if self._train_step is not None else str(number)
 
     def read(self, block: Sequence[tuple[int, bytes]]) -> Chunk:
-        """Return the rows of some lines, as if they were the first of the file."""
+        """Return the rows of a block, numbered as if it were the first of the file."""
         parts = [_SCHEMA.empty_table()]
         damage: dict[int, str] = {}
         numbers: list[int] = []
@@ -209,7 +209,7 @@ class _BlockReader:
         return _to_table(columns, num_steps, ids, self._train_step), num_steps
 
     def _read_sample(self, line: _Line) -> tuple[pa.Table, str | None]:
-        """Return the rows of a sample; for a malformed one an empty row, and what is wrong."""
+        """Return the rows of a sample; for a malformed one, an empty row and the error."""
         try:
             record = _parse(line.text)
             columns, num_steps = _make_rows([record])
@@ -225,7 +225,7 @@ class _BlockReader:
 
 
 def _blocks(file: SourceFile) -> Iterator[list[tuple[int, bytes]]]:
-    """Yield lines with their numbers, some at a time; the last block may be empty."""
+    """Yield blocks of numbered lines; the last block may be empty."""
     block: list[tuple[int, bytes]] = []
     num_tokens = 0
     for line, text in iter_lines(file):
@@ -238,7 +238,7 @@ def _blocks(file: SourceFile) -> Iterator[list[tuple[int, bytes]]]:
 
 
 def _find_form(record: Any) -> tuple[bool, ...] | None:
-    """Return which of the optional values per token a sample has; None for what is no sample."""
+    """Return which of the optional values per token a sample has; None if it is no sample."""
     if not isinstance(record, dict):
         return None
     return tuple(record.get(name) is not None for name in (_LOG_PROBS, *_FURTHER.values()))
@@ -368,8 +368,8 @@ def _read_sequences(
         own = np.asarray(_single(record, "token_ids"))
         if own.ndim != 1 or own.dtype.kind != "i" or not 0 < length <= len(own):
             raise SourceInvalidError(
-                f"token_ids: found {own.dtype} {list(own.shape)} of which input_lengths counts "
-                f"{length}, expected a list of at least so many ids"
+                f"token_ids: found {own.dtype} {list(own.shape)} with input_lengths {length}, "
+                f"expected a list of at least {length} ids"
             )
         if length < len(own):
             _check_ids(own[length:])
@@ -400,7 +400,7 @@ def _check_ids(ids: Array) -> None:
 
 
 def _check_padding(mask: Array, length: int) -> None:
-    """Refuse a mask that has anything but 0 after the tokens."""
+    """Check that a mask has only 0 after the tokens."""
     padding = mask[length:].astype(np.float64)
     others = padding[(padding != 0) & (padding != 1)]
     if len(others):

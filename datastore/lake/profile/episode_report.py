@@ -1,6 +1,6 @@
-"""What `show --report` has of episodes beside the profile: quantiles, extremes, days and sources.
+"""Episode report: quantiles, extreme episodes, and returns by day, source and action of a version.
 
-Computed by SQL over `episodes`, once for a report; the explorer has a page for each.
+Computed by SQL over `episodes`; the explorer has a page for each part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEY_TYPES: Final = ("string", "bool", "int64", "int32", "dictionary<values=stri
 class EpisodePart:
     """Episodes of one day or source.
 
-    mean, low, high: mean and quartiles of the returns that are known; None where none is.
+    mean, low, high: mean and quartiles of the known returns; None if no return is known.
     """
 
     name: str
@@ -42,7 +42,7 @@ class EpisodePart:
 class ActionReward:
     """Rewards of the steps that took an action: their number, mean and standard error.
 
-    action: its name, or its number. error: None of fewer than two.
+    action: its name, or its number. error: None for fewer than two steps.
     """
 
     action: str
@@ -53,7 +53,7 @@ class ActionReward:
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """Episodes of a version.
+    """The report of a version's episodes.
 
     return_quantiles, length_quantiles: at QUANTILES; empty where no return is known. best, worst:
     rows of `episodes` with `episode_id`, `agent_id`, `return` and `num_steps`. days: by the UTC day

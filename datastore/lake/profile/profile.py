@@ -125,7 +125,7 @@ def compute_profile(
     columns = statistics.read_columns(snapshot.table.schema)
     policies, by_timestamp = _policies(statistics)
     returns, lengths = _episode_histograms(snapshot)
-    # Of the shards that were counted, their statistics alone stay.
+    # Only the statistics of the shards remain in memory.
     release_unused_memory()
     return Profile(
         summary=snapshot.describe(merge_ranges(columns, snapshot.table)),

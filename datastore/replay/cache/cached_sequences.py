@@ -87,7 +87,7 @@ def column_file(number: int) -> str:
 class CheckedArray:
     """A mapped array whose blocks are compared with their checksums when they are first read.
 
-    array: the whole of it, which only `check` makes safe to use; bytes: the same memory, uint8.
+    array: the whole array; use it only after `check`. bytes: the same memory as uint8.
     """
 
     def __init__(self, path: Path, array: Array, checksums: NDArray[np.uint32] | None) -> None:

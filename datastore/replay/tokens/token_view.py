@@ -534,8 +534,8 @@ class TokenSequences:
 class _Spans:
     """Where tokens are, and where they go: [starts, ends) of an array to `places` of the output.
 
-    widths: the tokens of each with its padding. scaled: starts, lengths, places and widths in
-    bytes, by the bytes of a value.
+    widths: number of tokens of each with padding. scaled: starts, lengths, places and widths in
+    bytes, by the size of a value in bytes.
     """
 
     starts: Array

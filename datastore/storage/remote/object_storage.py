@@ -225,7 +225,7 @@ class ObjectStorage:
         return _repeat_cut_off(lambda: self._get_once(path))
 
     def _get_once(self, path: str, span: tuple[int, int] | None = None) -> bytes | None:
-        """Return a blob, or its bytes from one place to before another."""
+        """Return a blob, or the bytes of a span (start, end)."""
         options: Any = None if span is None else {"range": span}
         with self._translate_errors(path):
             try:
@@ -244,10 +244,10 @@ class ObjectStorage:
             return list(pool.map(self.get, paths))
 
     def read_ends(self, blobs: Sequence[Blob], num_bytes: int) -> list[bytes | None]:
-        """Read the ends of blobs side by side."""
+        """Read the ends of blobs in parallel."""
 
         def read(blob: Blob) -> bytes | None:
-            # Not as a suffix, which Azure does not know.
+            # Not as a suffix range, which Azure does not support.
             span = max(0, blob.size_bytes - num_bytes), blob.size_bytes
             return _repeat_cut_off(lambda: self._get_once(blob.path, span))
 

@@ -19,7 +19,7 @@ from replaylake.datastore.storage.table.delta_schema import plain_type
 from replaylake.datastore.storage.table.shard import blob_of
 from replaylake.datastore.storage.table.table_snapshot import TableSnapshot
 
-# Of a shard, what is read for its footer; a longer one is read again.
+# Bytes read at the end of a shard for its footer; a longer footer is read again.
 _END_BYTES: Final = 1 << 16
 
 
@@ -62,9 +62,9 @@ def column_ranges(snapshot: TableSnapshot) -> dict[str, ColumnRange]:
 
 
 def select_shards(snapshot: TableSnapshot, column: str, least: str, below: str) -> list[FileEntry]:
-    """Return the shards that may have texts of a column from `least` to before `below`.
+    """Return the shards that may have strings of a column from `least` to before `below`.
 
-    Cost: reads the end of each shard, of a remote one too. Raises: ShardCorruptError,
+    Cost: reads the end of each shard, also of remote ones. Raises: ShardCorruptError,
     StorageError.
     """
     blobs = [blob_of(snapshot.root, entry) for entry in snapshot.files]
@@ -72,7 +72,7 @@ def select_shards(snapshot: TableSnapshot, column: str, least: str, below: str) 
     found = []
     for blob, entry, end in zip(blobs, snapshot.files, ends, strict=True):
         if end is None:
-            found.append(entry)  # whoever reads it says that it is missing
+            found.append(entry)  # reading it raises the error
             continue
         num_bytes = 8 + int.from_bytes(end[-8:-4], "little")  # the footer, its length, `PAR1`
         if len(end) < num_bytes < entry.size_bytes:

@@ -46,7 +46,7 @@ _SHARD_BYTES: Final = 128 << 20
 # Vacuum takes shards that waited an hour or more for their commit for what a crash left behind.
 # Half of that: an upload may be dated when it began.
 _VACUUM_SAFE_MS: Final = 1_800_000
-# The sequence under which a producer is ended, which none counts to.
+# The sequence that ends a producer; others begin at 0.
 _END: Final = -1
 
 
@@ -305,8 +305,8 @@ class Table:
         if end is not None:
             raise ProducerEndedError(
                 f"{self.root}: found that version {end} ended the producer {producer}, expected "
-                "one that may commit: another process has taken over what it recorded under, and "
-                "may have recorded the same. Nothing was committed."
+                "one that may commit: another process has taken over, and may have recorded the "
+                "same. Nothing was committed. Use another producer."
             )
 
     def _check_not_vacuumed(self, entries: Sequence[FileEntry]) -> None:
@@ -341,10 +341,10 @@ class Table:
         return WrittenRows(again[0].schema if again else merged, entries)
 
     def end_producer(self, producer: str) -> None:
-        """Let a producer commit nothing from now on; what it has committed stays.
+        """Refuse all further commits of a producer; what it has committed stays.
 
-        A commit that it repeats is still answered with its version, any other raises
-        ProducerEndedError. Ending it again changes nothing. Raises: NotFoundError, StorageError.
+        A repeated commit still returns its version, any other raises ProducerEndedError. Ending it
+        again changes nothing. Raises: NotFoundError, StorageError.
         """
 
         def build(state: LogState) -> Intent:

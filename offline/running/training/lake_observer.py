@@ -19,10 +19,10 @@ from replaylake.offline.callbacks import OnMetrics
 
 
 class StatefulLearner(Protocol):
-    """What checkpoints are made of."""
+    """A learner whose state can be saved in checkpoints."""
 
     def state_dict(self) -> dict[str, Array]:
-        """Return everything that a later update depends on, as named arrays."""
+        """Return the complete state of training as named arrays."""
         ...
 
 

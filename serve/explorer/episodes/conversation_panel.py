@@ -26,12 +26,12 @@ from replaylake.serve.pages.texts import number_text, size
 
 _MAX_TURNS: Final = 500
 _MAX_DIALOGUE_BYTES: Final = 8 << 20
-# Larger images are described, not drawn: a browser decodes them to 4 bytes a pixel.
+# Larger images are described, not shown, because a browser decodes them to 4 bytes a pixel.
 _MAX_IMAGE_BYTES: Final = 8 << 20
 _MAX_PIXELS: Final = 40_000_000
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 LinkImage = Callable[[StoredImage], str]
-# Calls of a line, such as clicks and keys, are shown; longer ones are folded.
+# Calls of one line, such as clicks and keys, are shown; longer ones are collapsed.
 _MAX_CALL: Final = 160
 
 
@@ -56,7 +56,7 @@ def draw_conversation(visit: Visit, snapshot: Snapshot, episode_id: str, num_ste
 
 
 def _draw_turns(turns: Sequence[DialogueTurn], link_image: LinkImage) -> list[Markup]:
-    """Return turns with links from each to the turn that it branches from, and back."""
+    """Return turns, each with links to the turn that it branches from and to its branches."""
     places = {(turn.agent_id, turn.step): place for place, turn in enumerate(turns)}
     branches: dict[tuple[str, int], list[Markup]] = {}
     for place, turn in enumerate(turns):
@@ -76,7 +76,7 @@ def _draw_turns(turns: Sequence[DialogueTurn], link_image: LinkImage) -> list[Ma
 
 
 def _name_turn(agent_id: str, step: int) -> Markup:
-    # Isolated: a name with marks of another direction does not turn what follows.
+    # Isolated: marks of text direction in a name must not affect what follows.
     return join(tag("bdi", agent_id or "agent"), f" step {step}")
 
 
@@ -149,7 +149,7 @@ def _call(call: str) -> Markup:
 
 
 def _draw_media(said: Utterance, link_image: LinkImage) -> list[Markup]:
-    """Return each of a message's media: an image that is not too large, or a description."""
+    """Return the media of a message: images that are not too large, else descriptions."""
     images = {one.text: one for one in said.images}
     drawn = []
     for text in said.media:
@@ -190,10 +190,10 @@ def _first_line(text: str) -> str:
 
 
 def send_image(visit: Visit) -> Download:
-    """Return an image of an episode's messages by its sha256, as what its own bytes say it is.
+    """Return an image of an episode's messages by its sha256, with the type of its first bytes.
 
-    Raises: NotFoundError also for media that are no PNG, JPEG, GIF or WebP, and for large ones;
-    ConfigInvalidError.
+    Raises: NotFoundError, including for media that are no PNG, JPEG, GIF or WebP and for images
+    that are too large; ConfigInvalidError; ShardCorruptError if the sha256 of the bytes differs.
     """
     snapshot = find_snapshot(visit)
     digest = visit.values.get("sha256", "")
@@ -206,8 +206,8 @@ def send_image(visit: Visit) -> Download:
     if content is None or header is None or header.width * header.height > _MAX_PIXELS:
         raise NotFoundError(
             f"image {digest}: found no PNG, JPEG, GIF or WebP of at most {_MAX_IMAGE_BYTES >> 20} "
-            f"MiB and {_MAX_PIXELS // 1_000_000} million pixels in this episode. An export has all "
-            "media of messages."
+            f"MiB and {_MAX_PIXELS // 1_000_000} million pixels in this episode. Export the "
+            "episode to get all media."
         )
     if hashlib.sha256(content).hexdigest() != digest:
         raise ShardCorruptError(

@@ -124,7 +124,7 @@ class EpisodeList:
         """Return the query of the episodes before and after one."""
         first = ""
         if self.measure is not None:
-            # Computed once for both.
+            # The measure is computed once for both neighbors.
             columns = f"episode_id, agent_id, {self.column}"
             first = f"WITH ranked AS MATERIALIZED (SELECT {columns} FROM {self.source()}) "
 

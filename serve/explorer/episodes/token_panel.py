@@ -115,7 +115,7 @@ def draw_tokens(visit: Visit, snapshot: Snapshot, episode_id: str, agent_id: str
         _shade_links(visit, shades, shade),
         _legend(steps, shades[shade]),
         [_draw_step(step, shades[shade]) for step in steps],
-        # What a token's tooltip says, of the one that is chosen by keys or touched.
+        # The tooltip's text of the token that is selected by keys or touch.
         tag("output", "", id="token-facts", hidden=True),
         _window_links(visit, first, total) if total > _WINDOW else None,
     ]
@@ -271,7 +271,7 @@ def _draw_step(step: _Step, shade: _Shade) -> Markup:
             class_="tokens",
             role="group",
             tabindex=0,
-            aria_label=f"Tokens of step {step.step}: the arrow keys choose one",
+            aria_label=f"Tokens of step {step.step}: select one with the arrow keys",
         ),
         class_="turn sampled",
     )

@@ -64,7 +64,7 @@ def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs:
             total = count(sum(nums.values()), "decision")
             stages[3].setdefault(dataset, FlowNode(dataset, total, address))
             links.add((2, version, dataset))
-    note = "Each line leads from a source to a result. The page of a decision has its own path."
+    note = "Each line leads from a source to a result. Each decision's page has its own lineage."
     if len(entries) > len(shown):
         note = f"The newest {_MAX_VERSIONS} versions, and those with an alias. {note}"
     titled = list(zip(_STAGES, stages, strict=True))
@@ -74,9 +74,9 @@ def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs:
 
 
 def _read_recent_arms(visit: Visit, dataset: str) -> list[dict[str, Any]]:
-    """Return what each version decided, as it was known within half a minute.
+    """Return the decisions of each policy version, up to 30 s old.
 
-    Servers commit all the time, and each version of a log is a scan of it.
+    Servers commit all the time, and each new version of a log needs a scan.
     """
     key = ("recent arms", dataset)
     known: tuple[float, list[dict[str, Any]]] | None = visit.memory.get(key)

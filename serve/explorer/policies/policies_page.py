@@ -91,7 +91,7 @@ def show_policy(visit: Visit) -> Page:
     below = read_version(visit.values, "below") if visit.values.get("below") else None
     older = [row for row in versions if below is None or row["version"] < below]
     listed = older[:_MAX_ROWS]
-    # The lineage has those with an alias wherever they are, and the form may act with any.
+    # The lineage includes all versions with an alias, and the form may act with any version.
     named = {row["version"] for row in listed} | {versions[0]["version"]}
     named.add(parse_version(visit.values.get("try", "")))
     used = [row for row in versions if row["aliases"] or row["version"] in named]
@@ -252,7 +252,7 @@ def _moves_panel(visit: Visit, moves: list[dict[str, Any]]) -> Panel:
 
 
 def _say_newest(num: int) -> str | None:
-    """Return the note below a table that does not have all rows."""
+    """Return a note for a table that does not show all rows, else None."""
     return f"the newest {_MAX_ROWS} of {num:,}; SQL and JSON have all" if num > _MAX_ROWS else None
 
 

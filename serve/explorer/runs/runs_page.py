@@ -96,7 +96,7 @@ def list_runs(visit: Visit) -> Page:
 
 
 def _selection_form(visit: Visit, rows: Child) -> list[Markup]:
-    """Return the table in a form, whose button leads to the two selected runs side by side."""
+    """Return the table in a form, whose button compares the two selected runs."""
     actions = tag(
         "div",
         tag("button", "Compare two runs", type="submit", form="compare", class_="plain"),
@@ -111,14 +111,14 @@ def _selection_form(visit: Visit, rows: Child) -> list[Markup]:
 
 
 def open_comparison(visit: Visit) -> Redirect:
-    """Return the way from `/runs/compare?id=RUN&id=RUN` to the page of both.
+    """Redirect `/runs/compare?id=RUN&id=RUN` to the page of both runs.
 
-    Raises: ConfigInvalidError unless these are two.
+    Raises: ConfigInvalidError unless there are two.
     """
     ids = list(dict.fromkeys(visit.lists.get("id", ())))
     if len(ids) != 2:
         raise ConfigInvalidError(
-            f"id: found {count(len(ids), 'run')}, expected two that are compared. Select them in "
+            f"id: found {count(len(ids), 'run')}, expected two to compare. Select them in "
             "the list of runs.",
             parameter="id",
         )
@@ -315,7 +315,7 @@ def _metrics_panel(runs: Sequence[RunSummary], curves: Sequence[Mapping[str, Cur
                 row += [number_text(float(curve.values[-1])), number_text(best[1]), f"{best[0]:,}"]
         rows.append(row)
     body: Child = table(columns, rows, label="Metrics")
-    note = "A point of a training metric is the mean of the updates since the point before."
+    note = "Each point of a training metric is the mean over the updates since the previous point."
     if not rows:
         body, note = draw_empty("No metrics yet."), ""
     return Panel("Metrics", body, note=note or None, is_wide=len(runs) > 1)
@@ -364,7 +364,7 @@ def _data_panel(
 
 
 def _diff_links(visit: Visit, records: Sequence[Mapping[str, Any]]) -> Markup | None:
-    """Return links to what differs in the data of two runs, where versions of a dataset do."""
+    """Return links to the differences between the dataset versions of two runs."""
     if len(records) < 2:
         return None
     first, second = (

@@ -1,4 +1,4 @@
-"""A decision's page: from the data over the run and the version that decided to its reward."""
+"""Page of a decision: its policy version, run and training data, its reward and its episode."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _MAX_INGESTS: Final = 5
 
 @dataclass(frozen=True)
 class DecisionContents:
-    """What the panels share. trace: what trace_decision returns.
+    """The data of all panels. trace: the result of trace_decision.
 
-    step: the row of `steps` that the feedback join made of the decision, with the return of its
-    episode; None before.
+    step: the row of `steps` that the decision was joined into, with the return of its episode; None
+    if it is not joined yet.
     """
 
     trace: Mapping[str, Any]
@@ -53,7 +53,7 @@ def show_decision(visit: Visit) -> Page:
     decision_id = visit.values.get("id", "").strip()
     if not decision_id:
         raise ConfigInvalidError(
-            "id: found none, expected the id of a decision, as a server answered it.",
+            "id: found none, expected the decision_id of a server's answer. Add `?id=`.",
             parameter="id",
         )
     trace = trace_decision(visit.lake, decision_id)
@@ -95,7 +95,7 @@ def _read_step(visit: Visit, decision: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def draw_path(visit: Visit, contents: DecisionContents) -> Panel:
-    """Draw what led to the decision, and what became of it."""
+    """Draw the lineage of the decision, its reward and its episode."""
     trace, step = contents.trace, contents.step
     decision, policy, run = contents.decision, trace["policy"], trace["run"]
     data = {}
@@ -133,14 +133,14 @@ def draw_path(visit: Visit, contents: DecisionContents) -> Panel:
 
 
 def describe_decision(visit: Visit, contents: DecisionContents) -> Panel:
-    """Show what was asked and answered."""
+    """Show the request and the answer."""
     decision = contents.decision
     name, decision_id = decision["dataset"], decision["decision_id"]
     visit.note_query(f"SELECT * FROM {name}.decisions WHERE decision_id = $id", id=decision_id)
     if not decision["logged"]:
         body: Child = draw_empty(
             "The decision is not in its log yet.",
-            hint="Its server commits decisions in groups. The id alone names policy and time.",
+            hint="Its server commits decisions in groups. Until then, the id has policy and time.",
         )
         return Panel("Request and answer", body, is_wide=False)
     text = json.dumps(plain_value(decision["observation"]), ensure_ascii=False)
@@ -163,7 +163,7 @@ def describe_decision(visit: Visit, contents: DecisionContents) -> Panel:
 
 
 def list_rewards(visit: Visit, contents: DecisionContents) -> Panel:
-    """Show the reports of the decision's reward, and the step that they became."""
+    """Show the reported rewards of the decision, and the step that they were joined into."""
     decision, step = contents.decision, contents.step
     name = decision["dataset"]
     query = f"SELECT * FROM {name}.rewards WHERE decision_id = $id"
@@ -176,7 +176,7 @@ def list_rewards(visit: Visit, contents: DecisionContents) -> Panel:
     body: Child = table(columns, rows, label="Reported rewards")
     if not rows:
         body = draw_empty("No reward of this decision was reported.")
-    after: Child = tag("p", "The feedback join has made no step of it yet.", class_="quiet")
+    after: Child = tag("p", "The decision is not joined into a step yet.", class_="quiet")
     if step is not None:
         episode = tag("a", step["episode_id"], href=_episode_address(visit, contents))
         facts: list[tuple[str, Child]] = [
@@ -186,15 +186,17 @@ def list_rewards(visit: Visit, contents: DecisionContents) -> Panel:
             ("its return", quiet_number(step["return"])),
         ]
         after = write_facts(facts, is_small=True)
-    note = "Reports by the time of their arrival; the last one counts, and sums are added to it."
+    note = (
+        "Reports in order of arrival; the last one counts, and reports of mode sum are added to it."
+    )
     return Panel("Reported rewards", [body, after], note=note, is_wide=False)
 
 
 def list_data(visit: Visit, contents: DecisionContents) -> Panel:
-    """Show the data that the version which decided has learned from."""
+    """Show the training data of the policy version."""
     trace = contents.trace
     if not trace["datasets"]:
-        body: Child = draw_empty("The version has recorded no data that it learned from.")
+        body: Child = draw_empty("The policy version has no record of its training data.")
         return Panel("Learned from", body)
     rows: list[list[Child]] = []
     for used in trace["datasets"]:
@@ -217,7 +219,7 @@ def list_data(visit: Visit, contents: DecisionContents) -> Panel:
         )
     columns: list[Column | str] = [
         "Data",
-        "Episodes that were selected",
+        "Selection",
         Column("Episodes", is_number=True),
         Column("Steps", is_number=True),
         "Reproducible",

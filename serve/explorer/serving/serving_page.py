@@ -174,7 +174,7 @@ def show_serving(visit: Visit) -> Page:
 
 
 def draw_decision_form(visit: Visit) -> Markup:
-    """Return the form that leads to a decision by its id."""
+    """Return the form that opens a decision by its id."""
     return tag(
         "form",
         tag("label", "Decision", for_="decision"),
@@ -549,7 +549,7 @@ def list_newest(visit: Visit, log: ServedLog) -> Panel:
         Column("Log-prob", is_number=True),
         Column("Reward", is_number=True),
     ]
-    note = "A decision leads to the run and the data that its policy version learned from."
+    note = "The page of a decision has the run and the training data of its policy version."
     body = table(columns, cells, label="Newest decisions")
     return Panel("Newest decisions", body, note=note)
 

@@ -237,7 +237,7 @@ function startPlots() {
 const HIDDEN_PAUSE_S = 60;
 const FOCUSABLE = "a[href], button, input, select, summary, textarea, [tabindex]";
 
-// A line of one value lies in the middle: uPlot's own range of a 0 goes up to 100.
+// A constant line is drawn in the middle: uPlot's default range for a constant 0 goes up to 100.
 function chooseRange(_, low, high) {
   if (low === null) return [0, 1];
   if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
@@ -420,7 +420,7 @@ function startFollowing() {
   observer.observe(link);
 }
 
-// What is selected in a list is compared: as many episodes as there are colors, or two runs.
+// Compares the selected rows of a list: at most as many episodes as there are colors, or two runs.
 function showSelected() {
   const form = $("#compare");
   if (!form) return;
@@ -431,7 +431,7 @@ function showSelected() {
 }
 
 function startComparing() {
-  // Of the document: the form of a page that is followed is put in its place again.
+  // On the document, because following a page replaces its form.
   document.addEventListener("change", (event) => { if (event.target.closest("#compare")) showSelected(); });
   // Going back shows the boxes as they were left.
   addEventListener("pageshow", showSelected);
@@ -446,7 +446,7 @@ document.addEventListener("DOMContentLoaded", () => {
   startTokens();
 });
 
-// A token is chosen by the arrow keys, by a click or by touch: what its tooltip says is then shown.
+// The arrow keys, a click or a touch select a token, and show the text of its tooltip.
 function startTokens() {
   const say = $("#token-facts");
   if (!say) return;

@@ -73,9 +73,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Download:
-    """A file. name: the one that a browser saves it by; is_fixed: its address has its version.
+    """A file. name: file name for saving; is_fixed: whether its address contains its version.
 
-    digest: the sha256 of the content, by which a browser asks whether it has changed.
+    digest: sha256 of the content, sent as its ETag.
     """
 
     content: bytes
@@ -138,8 +138,8 @@ def to_html(
 ) -> str:
     """Return a page as HTML.
 
-    address: of this page, with its query and without a suffix. has_signed_in: whether the reader
-    may sign out.
+    address: address of this page, with its query and without a suffix. has_signed_in: whether the
+    page has a sign-out button.
     """
     path, mark, query = address.partition("?")
     stem = path.rstrip("/") if path.rstrip("/") != links().rstrip("/") else links("index")

@@ -141,7 +141,7 @@ class Visit:
         self.reader = reader
         self.token_texts = token_texts or TokenTexts()
         self.promotions = promotions
-        # Cancelled once nobody waits for the page: ends the query that runs, and begins no other.
+        # Cancelled when the reader has left: ends the running query, and prevents further ones.
         self.cancellation = Cancellation()
         self.queries: list[Query] = []
         # The address of the page whose form this is, once that is known.

@@ -78,4 +78,4 @@ def test_refusals_name_the_option_or_the_action(run, log, tmp_path):
 
 def test_one_expected_action_shows_little(run, log, tmp_path):
     np.save(tmp_path / "one.npy", np.load(EXPECT)[:1])
-    assert "all of them are one action" in _import(run, "--expect", tmp_path / "one.npy").out
+    assert "all of them are the same action" in _import(run, "--expect", tmp_path / "one.npy").out

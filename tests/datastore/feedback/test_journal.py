@@ -440,7 +440,7 @@ def test_a_journal_that_was_ended_refuses_records_and_keeps_those_it_has(tmp_pat
     end_worker(make_table(tmp_path), "w")  # as another machine does
     journal.flush()
     assert journal.is_ended
-    with pytest.raises(StorageError, match="another process ended the journal w and goes on"):
+    with pytest.raises(StorageError, match="another process ended the journal w and took over"):
         journal.append([b'{"x": 4}'])
     journal.close()
     assert rows(table) == [1]

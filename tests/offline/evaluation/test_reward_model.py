@@ -140,11 +140,11 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "x.Y"}}))
-    with pytest.raises(SourceInvalidError, match="names code of its own"):
+    with pytest.raises(SourceInvalidError, match="refers to its own code"):
         RewardModel(copy)
     two = {**config, "id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
     (copy / "config.json").write_text(json.dumps(two))
-    with pytest.raises(SourceInvalidError, match="has 2 outputs, expected one, the reward"):
+    with pytest.raises(SourceInvalidError, match="has 2 outputs, expected 1"):
         RewardModel(copy)
     (copy / "config.json").write_text("{")
     with pytest.raises(SourceInvalidError, match="expected a JSON file"):
@@ -155,7 +155,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceInvalidError, match="expected a sequence classifier"):
         RewardModel(copy)
     weights.rename(copy / "pytorch_model.bin")
-    with pytest.raises(NotFoundError, match="weights in this form: others may hold code"):
+    with pytest.raises(NotFoundError, match="weights in this format: others may contain code"):
         RewardModel(copy)
 
 

@@ -212,7 +212,7 @@ def test_a_model_that_mixes_the_rows_of_a_batch_is_refused(policy_lake, tmp_path
     ]
     (tmp_path / "batch.onnx").write_bytes(_model(nodes).SerializeToString())
     options = ImportOptions(head="categorical")
-    with pytest.raises(SourceInvalidError, match="other ones alone than"):
+    with pytest.raises(SourceInvalidError, match="not the same alone"):
         import_policy(policy_lake, "sb3_ppo", "no", tmp_path / "batch.onnx", options=options)
 
 

@@ -126,7 +126,7 @@ def test_nothing_begins_that_could_not_end(recorded, model_folder, tmp_path):
     (tmp_path / "taken").mkdir()
     for change, error, text in (
         ({"output": tmp_path / "taken"}, AlreadyExistsError, "found a file or folder of that name"),
-        ({"output": tmp_path / "a" / "b"}, ConfigInvalidError, "no folder above it"),
+        ({"output": tmp_path / "a" / "b"}, ConfigInvalidError, "no parent folder"),
         ({"model": tmp_path / "absent"}, NotFoundError, "has no config.json"),
         ({"method": "gpro"}, ConfigInvalidError, "found 'gpro', expected gspo or grpo"),
         ({"options": {"learning_rat": 1}}, ConfigInvalidError, "found option 'learning_rat'"),
@@ -181,7 +181,7 @@ def test_another_model_than_the_run_began_with_is_refused(recorded, model_folder
     with pytest.raises(RunInterrupted) as interrupted:
         train_language(recorded, "agents", config(model, tmp_path / "out"), callbacks=ends)
     (model / "generation_config.json").write_text("{}")
-    with pytest.raises(SchemaMismatchError, match="with which it began"):
+    with pytest.raises(SchemaMismatchError, match="as at its start"):
         resume_language(recorded, interrupted.value.run_id)
 
 

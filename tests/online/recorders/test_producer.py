@@ -72,7 +72,9 @@ def test_a_damaged_file_of_who_has_a_name_is_refused_by_its_path(open_on, url):
     storage = rl.open(url).dataset("math").table.storage
     (file,) = storage.files("math/_recorders")
     storage.put(file.path, storage.get(file.path).replace(b'"pid": ', b'"pid": 9'))
-    with pytest.raises(StorageError, match=rf"{file.path}: .*, expected who records under a name"):
+    with pytest.raises(
+        StorageError, match=rf"{file.path}: .*, expected the holder of a producer's name"
+    ):
         open_on("one")
     storage.delete([file.path])
     open_on("one").close()
@@ -102,7 +104,7 @@ def test_a_silent_recorder_that_was_taken_for_dead_records_nothing_more(open_on,
             first.flush()
         with pytest.raises(StorageError, match="another process ended the journal"):
             record(first, 3)
-    with pytest.raises(StorageError, match="1 records are not committed, and kept in"):
+    with pytest.raises(StorageError, match="1 records were not committed, and are stored in"):
         first.close()
     assert read(url) == [("run/0", "x"), ("run/1", "x"), ("run/2", "x")]
 
@@ -114,7 +116,7 @@ def test_a_recorder_whose_heartbeat_finds_another_says_which(open_on, monkeypatc
     monkeypatch.setattr(producer, "STALE_AFTER_S", 0)
     second = open_on("two")
     deadline = time.monotonic() + 20
-    while first._name_holder._taken_by is None:
+    while first._producer._taken_by is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with pytest.raises(ConfigInvalidError, match=rf"process {os.getpid()} of .* has taken over"):

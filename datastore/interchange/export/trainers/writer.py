@@ -243,7 +243,7 @@ def _select_steps(snapshot: Snapshot, selection: ExportSelection) -> str:
 
 
 def _explain_no_pairs(snapshot: Snapshot, selection: ExportSelection) -> str:
-    """Return why the selected episodes make no pair, and what would make one."""
+    """Return why the selected episodes form no pair, and what a pair requires."""
     groups = groups_sql(_select_steps(snapshot, selection), snapshot.table.schema.names)
     (found,) = snapshot.sql(
         "SELECT count(*) FILTER (num_episodes > 1) AS num_groups, "
@@ -253,11 +253,11 @@ def _explain_no_pairs(snapshot: Snapshot, selection: ExportSelection) -> str:
     if found["num_different"]:
         return _NOT_SELECTED
     return (
-        "a pair is two episodes of one group whose rewards are known and differ, and there are "
-        f"{found['num_groups']:,} groups of several episodes, and "
-        f"{found['num_known']:,} of {found['num_episodes']:,} episodes in groups have known "
-        "rewards. Give the samples of a prompt one group_id and report their rewards "
-        '(docs/GATEWAY.md, "Rewards"), or export dialogues without pairs (trl-sft)'
+        "a pair is two episodes of one group whose rewards are known and differ. Found: groups of "
+        f"several episodes: {found['num_groups']:,}; episodes in groups with known rewards: "
+        f"{found['num_known']:,} of {found['num_episodes']:,}. Give the samples of a "
+        'prompt one group_id and report their rewards (docs/GATEWAY.md, "Rewards"), '
+        "or export dialogues without pairs (trl-sft)"
     )
 
 

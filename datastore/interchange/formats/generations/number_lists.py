@@ -1,8 +1,8 @@
-"""Number lists: the long lists of numbers in lines of JSON, read as arrays.
+"""Number lists: parse lines of JSON, with long lists of numbers as arrays.
 
 A line of a trainer's log is nearly all ids, flags and log-probs. `json` makes an object of each
-number; here those of many lines are converted at once, by numpy and Arrow, mostly without the
-interpreter's lock. Everything else in a line is left to `json`, so it means what it means there.
+number; here, those of many lines are converted at once by numpy and Arrow, mostly without the
+interpreter's lock. `json` parses the rest of each line, so the results are the same.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _CACHED_BYTES: Final = 1 << 18
 _THREADS: Final = 2
 _OF_NUMBERS: Final = b"0123456789+-.eE, "
 _FLAGS: Final = b"01"
-# What no list of numbers has, and Arrow's conversion of texts would take: hexadecimal numbers,
-# `nan`, `inf`, ends of lines.
+# Not valid in JSON numbers, but accepted by Arrow's conversion: hexadecimal numbers, `nan`, `inf`,
+# ends of lines.
 _FOREIGN: Final = (b"x", b"X", b"n", b"N", b"\r", b"\n")
 _COMMA, _POINT, _ZERO, _MINUS, _SPACE, _NEWLINE = b",.0- \n"
 _WORD_BYTES: Final = 8
 _EXPONENTS: Final = tuple(b"eE")
 _AFTER_E: Final = np.frombuffer(b"eE+", np.uint8)
-# The reader skips nothing and quotes nothing: a value is what stands in a line.
+# No quoting and no skipped lines: each line is one value.
 _READ: Final = pc.ReadOptions(use_threads=False, column_names=["value"], block_size=1 << 20)
 _PARSE: Final = pc.ParseOptions(
     delimiter="\x01", quote_char=False, escape_char=False, ignore_empty_lines=False
@@ -44,7 +44,7 @@ _PARSE: Final = pc.ParseOptions(
 
 
 class _ForeignError(ValueError):
-    """A text is no list of numbers of one kind."""
+    """A text is not a list of numbers of one type."""
 
 
 @dataclass
@@ -59,7 +59,8 @@ def parse_lines(texts: Sequence[bytes]) -> list[Any]:
     """Return the value of each line as `json.loads` does, with long lists of numbers as arrays.
 
     A list of whole numbers of 64 bits is an array int64 [N], one of numbers with a point or an
-    exponent float64 [N]. A line that cannot be read this way is None: `json.loads` tells why.
+    exponent float64 [N]. A line that cannot be parsed this way is None; `json.loads` parses it or
+    raises.
     """
     lines = [_split(text) for text in texts]
     cuts = [cut for parts in lines for cut in parts if isinstance(cut, _Cut)]
@@ -97,12 +98,12 @@ def map_ahead(
 
 
 def _split(text: bytes) -> list[bytes | _Cut]:
-    """Return the parts of a line: lists of what may be numbers, and what is between them."""
+    """Return the parts of a line: lists that may be numbers, and the text between them."""
     parts: list[bytes | _Cut] = []
     begin, place = 0, text.find(b"[")
     while place >= 0:
         end = place
-        # Texts have brackets, too: what does not begin as numbers do is not looked at further.
+        # Strings contain brackets as well: skip those that are not followed by numbers.
         if not text[place + 1 : place + _MIN_BYTES].translate(None, _OF_NUMBERS):
             end = text.find(b"]", place)
             if end < 0:
@@ -115,10 +116,10 @@ def _split(text: bytes) -> list[bytes | _Cut]:
 
 
 def _load(parts: Sequence[bytes | _Cut]) -> Any:
-    """Return the value of a line, None where that is left to `json.loads`.
+    """Return the value of a line, None if `json.loads` has to parse it.
 
-    Each list was replaced by NaN, for which `json` calls back in their order. It calls less often
-    if one of them stood in a text.
+    Each list is replaced by NaN, for which `json` calls back in order. There are fewer calls than
+    lists if one of them was inside a string.
     """
     arrays = [part.values for part in parts if isinstance(part, _Cut)]
     rest = [part for part in parts if isinstance(part, bytes)]
@@ -134,7 +135,7 @@ def _load(parts: Sequence[bytes | _Cut]) -> Any:
 
 
 def _convert(cuts: Sequence[_Cut]) -> None:
-    """Set the values of lists. Raises: _ForeignError if one of them has anything but numbers."""
+    """Set the values of lists. Raises: _ForeignError if one contains anything but numbers."""
     integers: list[_Cut] = []
     floats: list[_Cut] = []
     for cut in cuts:
@@ -148,7 +149,7 @@ def _convert(cuts: Sequence[_Cut]) -> None:
 
 
 def _pack(cuts: Sequence[_Cut]) -> Iterator[list[_Cut]]:
-    """Yield lists in runs whose text stays in the processor's cache."""
+    """Yield groups of lists whose text fits into the processor's cache."""
     some: list[_Cut] = []
     num_bytes = 0
     for cut in cuts:
@@ -166,7 +167,7 @@ _SEPARATORS: Final = (b",", b", ", b".0,", b".0, ")
 
 
 def _read_flags(text: bytes, is_float: bool) -> Array | None:
-    """Return the values of a list of flags that all have one width, as masks have; else None."""
+    """Return the values of a list of 0s and 1s of equal width, such as a mask; else None."""
     if text[0] not in _FLAGS or (end := text.find(b",")) < 0:
         return None
     width = end + 1 + (text[end + 1 : end + 2] == b" ")
@@ -174,7 +175,7 @@ def _read_flags(text: bytes, is_float: bool) -> Array | None:
     if separator not in _SEPARATORS or (len(text) + width - end) % width:
         return None
     num = (len(text) + width - end) // width
-    # Either digit but in its last bit, and then what is between two of them.
+    # The two digits differ only in the last bit; the separators are equal.
     pattern = np.frombuffer(b"0" + separator, np.uint8)
     is_fixed = np.full(width, 0xFF, np.uint8)
     is_fixed[0] = 0xFE
@@ -188,7 +189,7 @@ def _convert_alike(cuts: Sequence[_Cut], *, is_float: bool) -> None:
     text = b",".join([cut.text for cut in cuts])
     if any(byte in text for byte in _FOREIGN):
         raise _ForeignError
-    # With a comma before and after each value, and before the first room for a word.
+    # A comma before and after each value; padded so that a word fits before the first one.
     words = np.frombuffer(b"0" * (_WORD_BYTES - 1) + b"," + text + b",", np.uint8)
     found = words[_WORD_BYTES - 1 :]
     commas = np.flatnonzero(found == _COMMA)
@@ -214,10 +215,10 @@ def _read_by_arrow(found: Array, kind: pa.DataType) -> Array:
 
 
 def _read_digits(words: Array, commas: Array) -> Array | None:
-    """Return values of 1 to 8 digits and nothing else, int64; None if there are others.
+    """Return values int64 if all have 1 to 8 digits, as token ids do; else None.
 
-    Token ids are. The digits of each are added up in the 8 bytes of one word, for all values at
-    once: 9 ns a value, and 34 by Arrow (2 cores, 2026-11-28).
+    The digits of each value are summed within one 8-byte word, for all values at once: 9 ns a
+    value, against 34 ns by Arrow (2 cores, 2026-11-28).
     """
     found = words[_WORD_BYTES - 1 :]
     is_spaced = found[commas[:-1] + 1] == _SPACE
@@ -240,9 +241,9 @@ def _read_digits(words: Array, commas: Array) -> Array | None:
 
 
 def _check_numbers(found: Array, commas: Array, *, is_float: bool) -> None:
-    """Refuse what Arrow takes for a number of this kind and JSON does not.
+    """Refuse numbers that Arrow accepts for this type and JSON does not.
 
-    That is `007`, `1.`, `.5`, and a whole number among others. Raises: _ForeignError.
+    These are `007`, `1.`, `.5`, and whole numbers among floats. Raises: _ForeignError.
     """
     is_digit = (found - np.uint8(_ZERO)) < 10
     before, after = is_digit[:-2], is_digit[2:]

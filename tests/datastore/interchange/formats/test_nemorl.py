@@ -126,7 +126,7 @@ def test_rewards_of_filtered_samples(lake: Lake, tmp_path: Path) -> None:
     [
         ('{"token_ids": [[1,', r"Expecting value: line 1 column 19"),
         ("[]", "found list, expected an object"),
-        (_sample(1, input_lengths=[11]), "of which input_lengths counts 11, expected"),
+        (_sample(1, input_lengths=[11]), "with input_lengths 11, expected"),
         (_sample(1, input_lengths=9), "input_lengths: found 9, expected a list of one value"),
         (_sample(1, input_lengths=["9"]), "input_lengths: found '9', expected a number"),
         (_sample(1, token_ids=[[1.5] * 10]), r"token_ids: found float64 \[10\]"),

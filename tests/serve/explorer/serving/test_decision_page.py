@@ -42,7 +42,7 @@ def test_a_decision_leads_to_its_version_run_data_and_episode(traced):
 def test_a_decision_without_a_reward_says_so(traced):
     page = traced.page(f"/decision?id={find_decision(traced.lake, 'live', 'd', 1)}")
     assert "No reward of this decision was reported." in page.text
-    assert "The feedback join has made no step of it yet." in page.text
+    assert "The decision is not joined into a step yet." in page.text
     assert "none reported" in page.texts
 
 
@@ -56,7 +56,7 @@ def test_a_log_lists_its_newest_decisions_with_rewards(traced):
 
 def test_an_id_that_nobody_signed_is_refused_in_words(traced):
     assert "found no dataset of this lake that signed it" in traced.page("/decision?id=x", 404).text
-    assert "expected the id of a decision" in traced.page("/decision", 400).text
+    assert "expected the decision_id" in traced.page("/decision", 400).text
 
 
 def test_a_decision_of_a_policy_that_is_not_in_the_lake(served_lake, reader_type, hostile):

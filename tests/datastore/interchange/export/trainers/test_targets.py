@@ -482,10 +482,10 @@ def test_an_export_of_pairs_without_rewards_says_what_makes_one(lake: Lake, tmp_
         return export(lake, "notes", tmp_path / "out", format="trl-dpo")
 
     add("a", None)
-    with pytest.raises(EmptyReplayError, match=r"there are 0 groups .* 0 of 1 episodes in groups"):
+    with pytest.raises(EmptyReplayError, match=r"several episodes: 0; .*known rewards: 0 of 1"):
         write()
     add("b", 1.0)
-    with pytest.raises(EmptyReplayError, match=r"there are 1 groups .* 1 of 2 episodes in groups"):
+    with pytest.raises(EmptyReplayError, match=r"several episodes: 1; .*known rewards: 1 of 2"):
         write()
     add("c", 0.0)
     assert write().num_rows == 1
