@@ -13,7 +13,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.policies.package import graph_policy
 from replaylake.offline.importing.import_policy import ImportOptions, import_policy
-from replaylake.offline.importing.onnx_model import convert_onnx
+from replaylake.offline.importing.onnx_model import add_normalization, convert_onnx
 
 _WEIGHT = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
 _VECTOR, _ACTIONS = Box((4,), "float32"), Discrete(3)
@@ -120,6 +120,43 @@ def test_observations_get_the_shape_and_dtype_of_the_model(dims, shape, order):
     arranged = images if order is None else images.transpose(order)
     expected = arranged.reshape(5, 12).astype(np.float32) @ weight
     np.testing.assert_allclose(policy.act(images).q_values, expected, rtol=1e-5)
+
+
+def test_a_model_that_takes_integers_does_not_truncate():
+    nodes = [
+        helper.make_node("Cast", ["x"], ["single"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["single", "weight"], ["y"]),
+    ]
+    model = _model(nodes, inputs=[("x", TensorProto.INT64, ["N", 4])])
+    with pytest.raises(SpaceUnsupportedError, match="takes int64, expected floats"):
+        _convert(model, head="q_values")
+    space, mean = Box((4,), "int64"), np.zeros(4)
+    observations = np.array([[1, 0, 2, 3]])
+    found = _convert(model, space, head="q_values").act(observations).q_values
+    np.testing.assert_allclose(found, observations.astype(np.float32) @ _WEIGHT, rtol=1e-5)
+    data = model.SerializeToString()
+    conversion = convert_onnx(data, "model.onnx", space, _ACTIONS, head="q_values")
+    with pytest.raises(SpaceUnsupportedError, match="a network that takes int64") as caught:
+        add_normalization(conversion, mean, mean + 2, 10.0)
+    assert caught.value.parameter == "normalization"
+
+
+@pytest.mark.parametrize(
+    "kind", [TensorProto.FLOAT, TensorProto.DOUBLE], ids=TensorProto.DataType.Name
+)
+def test_a_model_gets_normalized_integers_as_floats(kind):
+    nodes = [
+        helper.make_node("Cast", ["x"], ["single"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["single", "weight"], ["y"]),
+    ]
+    data = _model(nodes, inputs=[("x", kind, ["N", 4])]).SerializeToString()
+    space = Box((2, 2), "int64")
+    conversion = convert_onnx(data, "model.onnx", space, _ACTIONS, head="q_values")
+    onnx = add_normalization(conversion, np.ones((2, 2)), np.full((2, 2), 2.0), 10.0)
+    observations = np.array([[[2, 1], [0, 6]]])
+    found = graph_policy(onnx, conversion.spec).act(observations).q_values
+    expected = np.array([[0.5, 0, -0.5, 2.5]], np.float32) @ _WEIGHT
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_parts_of_an_observation_go_to_the_inputs_of_their_names():
