@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -68,6 +69,17 @@ _FORMATS_OF_OPTION: Final = {
     "outputs": ("onnx",),
 }
 _MAX_ARRAY_BYTES: Final = 1 << 30
+# What numpy.load raises for files that are damaged, or claim more numbers than memory holds.
+_ARRAY_ERRORS: Final = (
+    EOFError,
+    MemoryError,
+    OSError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    BadZipFile,
+    zlib.error,
+)
 # Steps of the dataset that the policy is tried on; more if more actions are given to compare with.
 _NUM_CHECKED: Final = 1024
 # The same rows one by one: as many as show whether a row's actions depend on the others.
@@ -334,21 +346,20 @@ def _read_normalization(path: Path) -> tuple[Array, Array, float]:
     """Return mean [*obs], standard deviation [*obs] and the bound of normalized values."""
     try:
         with np.load(io.BytesIO(read_file(path, _MAX_ARRAY_BYTES)), allow_pickle=False) as file:
-            arrays = {name: np.asarray(file[name], np.float64) for name in file.files}
+            num_bytes = sum(info.file_size for info in file.zip.infolist())
+            if num_bytes > _MAX_ARRAY_BYTES:
+                raise ValueError(f"{num_bytes:,} bytes, expected at most {_MAX_ARRAY_BYTES:,}")
+            arrays = {
+                name: file[name].astype(np.float64, casting="same_kind")
+                for name in ("mean", "var", "epsilon", "clip")
+                if name in file.files
+            }
         mean, var = arrays["mean"], arrays["var"]
         epsilon, clip = (
             float(arrays.get(name, default))
             for name, default in (("epsilon", 1e-8), ("clip", 10.0))
         )
-    except (
-        AttributeError,
-        EOFError,
-        KeyError,
-        OSError,
-        TypeError,
-        ValueError,
-        BadZipFile,
-    ) as error:
+    except (AttributeError, KeyError, *_ARRAY_ERRORS) as error:
         raise SourceInvalidError(
             f"normalization: {path} cannot be read ({error}), expected an .npz file with the "
             "arrays `mean` and `var`, and if they differ from 1e-8 and 10 `epsilon` and `clip`.",
@@ -544,7 +555,7 @@ def _read_array(source: str | Path | Array, name: str) -> Array:
             io.BytesIO(read_file(Path(source), _MAX_ARRAY_BYTES)), allow_pickle=False
         )
         num = len(array)
-    except (EOFError, OSError, TypeError, ValueError, BadZipFile) as error:
+    except _ARRAY_ERRORS as error:
         raise ConfigInvalidError(
             f"{name}: {source} cannot be read ({error}), expected one array as numpy.save writes.",
             parameter=name,

@@ -20,6 +20,7 @@ from replaylake.datastore.lake.policies.exploration import Exploration
 from replaylake.datastore.lake.policies.package import graph_policy, load_policy
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
+from replaylake.offline.importing import import_policy as import_module
 from replaylake.offline.importing.cleanrl import convert_state_dict
 from replaylake.offline.importing.import_policy import ImportOptions, import_policy
 from replaylake.offline.importing.onnx_model import add_normalization
@@ -224,6 +225,33 @@ def test_statistics_of_normalized_observations_go_into_the_graph(policy_lake, ki
         with pytest.raises((SourceInvalidError, SpaceUnsupportedError)) as caught:
             import_policy(policy_lake, "sb3_ppo", "no", file, options=options)
         assert caught.value.parameter == "normalization"
+
+
+def test_arrays_that_are_damaged_or_too_large_are_refused(policy_lake, kit, tmp_path, monkeypatch):
+    file, path = _file(kit, "sb3_ppo"), tmp_path / "stats.npz"
+    options = ImportOptions(normalization=path)
+
+    def refuse(reason):
+        with pytest.raises(SourceInvalidError, match=reason) as caught:
+            import_policy(policy_lake, "sb3_ppo", "no", file, options=options)
+        assert caught.value.parameter == "normalization"
+
+    np.savez(path, mean=np.full(4, 1j), var=np.ones(4))
+    refuse("cannot be read.*complex128")
+    np.savez_compressed(path, mean=np.zeros(4), var=np.arange(4.0))
+    data = bytearray(path.read_bytes())
+    start = data.index(b"mean.npy") + len(b"mean.npy") + 20
+    data[start : start + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    refuse("cannot be read")
+    np.savez_compressed(path, mean=np.zeros(1_000_000), var=np.ones(4))
+    monkeypatch.setattr(import_module, "_MAX_ARRAY_BYTES", 1_000_000)
+    refuse("expected at most 1,000,000")
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,), }"
+    header = header.ljust(117) + b"\n"
+    (tmp_path / "huge.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header)
+    with pytest.raises(ConfigInvalidError, match="cannot be read"):
+        import_policy(policy_lake, "sb3_ppo", "no", file, expect=tmp_path / "huge.npy")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "uint8"])
