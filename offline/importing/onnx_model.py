@@ -157,7 +157,7 @@ def _check_takes_floats(node: Any) -> None:
     if node.op_type == "Cast" and targets[0] not in _FLOATS:
         raise SpaceUnsupportedError(
             "normalization: found statistics for a network that takes "
-            f"{TensorProto.DataType.Name(targets[0]).lower()}, expected one that takes floats: "
+            f"{_describe_type(targets[0])}, expected one that takes floats: "
             "normalized observations are no whole numbers. Leave them out if the network "
             "normalizes its observations itself.",
             parameter="normalization",
@@ -238,7 +238,21 @@ def _graphs(graph: Any) -> Iterator[Any]:
                 pending += attribute.graphs
 
 
+def _describe_type(number: int) -> str:
+    known: dict[int, str] = {value: key.lower() for key, value in TensorProto.DataType.items()}
+    return known.get(number, f"the unknown type {number}")
+
+
 def _check_graph(graph: Any, what: str) -> None:
+    names = [part.name for part in (*graph.input, *graph.output, *graph.initializer)]
+    for node in graph.node:
+        names += [node.op_type, node.domain, node.name, *node.input, *node.output]
+    # Protobuf gives texts that are no UTF-8 as bytes.
+    if odd := [name for name in names if not isinstance(name, str)]:
+        raise SourceInvalidError(
+            f"{what}: found the name {odd[0]!r}, expected UTF-8: the file is damaged. Export it "
+            "again."
+        )
     tensors = list(graph.initializer)
     tensors += [part.values for part in graph.sparse_initializer]
     for node in graph.node:
@@ -364,7 +378,7 @@ def _add_input(
     if value_dtype(leaf).kind == "f" and tensor.elem_type not in _FLOATS:
         raise SpaceUnsupportedError(
             f"{what}: its input {value.name.removeprefix(_MODEL)!r} takes "
-            f"{TensorProto.DataType.Name(tensor.elem_type).lower()}, expected floats for the "
+            f"{_describe_type(tensor.elem_type)}, expected floats for the "
             f"dataset's observations, {describe(leaf)}, which would be truncated. Name the dataset "
             "that the policy is for."
         )

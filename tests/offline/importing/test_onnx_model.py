@@ -130,6 +130,10 @@ def test_a_model_that_takes_integers_does_not_truncate():
     model = _model(nodes, inputs=[("x", TensorProto.INT64, ["N", 4])])
     with pytest.raises(SpaceUnsupportedError, match="takes int64, expected floats"):
         _convert(model, head="q_values")
+    unknown = onnx.load_from_string(model.SerializeToString())
+    unknown.graph.input[0].type.tensor_type.elem_type = 125
+    with pytest.raises(SpaceUnsupportedError, match="the unknown type 125, expected floats"):
+        _convert(unknown, head="q_values")
     space, mean = Box((4,), "int64"), np.zeros(4)
     observations = np.array([[1, 0, 2, 3]])
     found = _convert(model, space, head="q_values").act(observations).q_values
@@ -212,6 +216,8 @@ def _truncated():
         (_model(opsets=(("", 17), ("mine", 1))), "operators of the domain 'mine'"),
         (_model(opsets=(("", 9),)), "found opset 9"),
         (b"\x08\x07 this is none", "is no ONNX model"),
+        (_model().SerializeToString().replace(b"MatMul", b"Mat\xfful"), "expected UTF-8"),
+        (_model().SerializeToString().replace(b"weight", b"\xffeight"), "expected UTF-8"),
         (b"", "without nodes"),
     ],
 )
