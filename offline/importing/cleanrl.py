@@ -184,6 +184,11 @@ def _build_q_network(source: _Source) -> _Built:
     values = perceptron(layers, size, source.activation("relu"), is_last_linear=True)
     num = source.actions.n
     atoms = source.weights.take("atoms") if "atoms" in source.weights else None
+    if atoms is not None and atoms.dim() != 1:
+        raise SourceInvalidError(
+            f"{source.what}: found atoms {list(atoms.shape)}, expected one row of them. The file "
+            "is damaged."
+        )
     expected = num if atoms is None else num * len(atoms)
     check_num_actions(num_outputs(layers, size), expected, source.actions)
     module = QValueOutputs(values, num, atoms=atoms)
@@ -200,7 +205,7 @@ def _build_actor_network(source: _Source) -> _Built:
     kind = source.activation("relu")
     trunk = perceptron(layers, features.size, kind, is_last_linear=False)
     size = num_outputs(layers, features.size)
-    space = box_actions(source.actions, _scaled_bounds(weights), is_scaled=True)
+    space = box_actions(source.actions, _scaled_bounds(weights, source.what), is_scaled=True)
     is_deterministic = weights.has("fc_mu.")
     layer = weights.take_layer("fc_mu" if is_deterministic else "fc_mean")
     mean = perceptron([layer], size, kind, is_last_linear=True)
@@ -215,8 +220,13 @@ def _build_actor_network(source: _Source) -> _Built:
     return "sac", source.graph(features, trunk, module, space, "squashed_gaussian"), ()
 
 
-def _scaled_bounds(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled_bounds(weights: Weights, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     scale, bias = (weights.take(f"action_{name}").reshape(-1) for name in ("scale", "bias"))
+    if scale.shape != bias.shape:
+        raise SourceInvalidError(
+            f"{what}: found action_scale of {len(scale)} numbers and action_bias of {len(bias)}, "
+            "expected one of each for each element of an action. The file is damaged."
+        )
     return bias - scale, bias + scale
 
 

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import json
 import pickletools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 
-from replaylake.datastore.episodes.spaces import Box, Discrete, Space, describe, num_elements
+from replaylake.datastore.episodes.spaces import (
+    Array,
+    Box,
+    Discrete,
+    Space,
+    describe,
+    num_elements,
+)
 from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedError
 from replaylake.offline.d3rlpy.algorithms import D3RLPY_ALGORITHMS, D3rlpyAlgorithm
 from replaylake.offline.d3rlpy.graphs import policy_graph
@@ -48,14 +55,6 @@ _KEYS: Final = {"torch", "config", "version"}
 _SIZES: Final = ("hidden_units", "feature_size", "n_quantiles", "embed_size")
 _MAX_COUNT: Final = 1000
 _MAX_TEXT: Final = 100
-_ERRORS: Final = (
-    AssertionError,
-    AttributeError,
-    KeyError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 def is_model(data: bytes) -> bool:
@@ -88,7 +87,7 @@ def convert_model(data: bytes, what: str, observations: Space, actions: Space) -
     impl = algo.impl
     _load_weights(impl, networks, what)
     features = _Features(encoded, algo.config.observation_scaler, what)
-    scaling, space = _scaling(algo.config.action_scaler, actions)
+    scaling, space = _scaling(algo.config.action_scaler, actions, what)
     if scaling is not None and algorithm.head == "squashed_gaussian" and isinstance(space, Box):
         space = scaling.bound_space(space)
     graph = policy_graph(algorithm, impl, features, observations, space, scaling)  # type: ignore[arg-type]
@@ -222,10 +221,11 @@ class _Features(nn.Module):
         self._is_range = kind == "min_max"
         shift, scale = np.array(0.0), np.array(1.0)
         if kind == "standard":
-            shift, scale = np.asarray(scaler.mean), np.asarray(scaler.std) + scaler.eps
+            shift, std, eps = _read_statistics(scaler, ("mean", "std", "eps"), what)
+            scale = std + eps
         elif kind == "min_max":
-            shift = np.asarray(scaler.minimum)
-            scale = np.asarray(scaler.maximum) - shift
+            shift, high = _read_statistics(scaler, ("minimum", "maximum"), what)
+            scale = high - shift
         elif kind == "pixel":
             scale = np.array(255.0)
         elif kind != "none":
@@ -233,8 +233,8 @@ class _Features(nn.Module):
                 f"{what}: found the observation scaler {kind!r}, expected none, pixel, min_max or "
                 "standard."
             )
-        self.register_buffer("shift", torch.from_numpy(shift).float(), persistent=False)
-        self.register_buffer("scale", torch.from_numpy(scale).float(), persistent=False)
+        self.register_buffer("shift", torch.from_numpy(np.asarray(shift)).float(), persistent=False)
+        self.register_buffer("scale", torch.from_numpy(np.asarray(scale)).float(), persistent=False)
 
     def nest(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Return the inputs as they are."""
@@ -258,7 +258,7 @@ def _create(text: str, config: Mapping[str, Any], what: str) -> tuple[D3rlpyAlgo
     with torch.random.fork_rng(devices=[]):
         try:
             algo = library.base.LearnableConfigWithShape.deserialize(text).create("cpu:0")
-        except _ERRORS as error:
+        except Exception as error:  # what its constructors raise, d3rlpy does not state
             raise SourceInvalidError(
                 f"{what}: d3rlpy {library.__version__} cannot create its algorithm "
                 f"{config['config']['type']!r} ({error}). Save it with this version of d3rlpy."
@@ -293,15 +293,38 @@ def _load_weights(impl: Any, networks: Mapping[str, Weights], what: str) -> None
             ) from error
 
 
-def _scaling(scaler: Any, space: Space) -> tuple[ActionScaling | None, Space]:
+def _read_statistics(scaler: Any, names: Sequence[str], what: str) -> list[Array]:
+    """Return numbers of a scaler, float64 [D] or []; of several numbers all have one length.
+
+    Raises: SourceInvalidError.
+    """
+    try:
+        arrays = [np.asarray(getattr(scaler, name), np.float64) for name in names]
+        np.broadcast_shapes(*(array.shape for array in arrays))
+        is_finite = all(np.isfinite(array).all() for array in arrays)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise SourceInvalidError(
+            f"{what}: the {' and '.join(names)} of its scaler {scaler.get_type()!r} cannot be read "
+            f"({error}). The file is damaged."
+        ) from error
+    if not is_finite:
+        raise SourceInvalidError(
+            f"{what}: found numbers that are not finite in the {' and '.join(names)} of its scaler "
+            f"{scaler.get_type()!r}. The file is damaged."
+        )
+    return arrays
+
+
+def _scaling(scaler: Any, space: Space, what: str) -> tuple[ActionScaling | None, Space]:
     if not isinstance(space, Box):
         return None, space
     size = num_elements(space)
     low, high = np.full(size, -1.0), np.full(size, 1.0)
     if scaler is not None:
         low, high = (
-            np.asarray(b, np.float64).reshape(-1) for b in (scaler.minimum, scaler.maximum)
+            bound.reshape(-1) for bound in _read_statistics(scaler, ("minimum", "maximum"), what)
         )
+        check_num_actions(len(high), size, space)
         check_num_actions(len(low), size, space)
     center, scale = ((high + low) / 2).astype(np.float32), ((high - low) / 2).astype(np.float32)
     return ActionScaling(center, scale, ("file",) * size), space

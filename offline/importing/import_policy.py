@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -69,6 +70,17 @@ _FORMATS_OF_OPTION: Final = {
     "outputs": ("onnx",),
 }
 _MAX_ARRAY_BYTES: Final = 1 << 30
+# What numpy.load raises for files that are damaged, or claim more numbers than memory holds.
+_ARRAY_ERRORS: Final = (
+    EOFError,
+    MemoryError,
+    OSError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    BadZipFile,
+    zlib.error,
+)
 # Steps of the dataset on which the policy is tested; more if more actions are to be compared.
 _NUM_CHECKED: Final = 1024
 # Rows that are also tested one by one, to detect outputs that depend on other rows.
@@ -335,21 +347,20 @@ def _read_normalization(path: Path) -> tuple[Array, Array, float]:
     """Return mean [*obs], standard deviation [*obs] and the bound of normalized values."""
     try:
         with np.load(io.BytesIO(read_file(path, _MAX_ARRAY_BYTES)), allow_pickle=False) as file:
-            arrays = {name: np.asarray(file[name], np.float64) for name in file.files}
+            num_bytes = sum(info.file_size for info in file.zip.infolist())
+            if num_bytes > _MAX_ARRAY_BYTES:
+                raise ValueError(f"{num_bytes:,} bytes, expected at most {_MAX_ARRAY_BYTES:,}")
+            arrays = {
+                name: file[name].astype(np.float64, casting="same_kind")
+                for name in ("mean", "var", "epsilon", "clip")
+                if name in file.files
+            }
         mean, var = arrays["mean"], arrays["var"]
         epsilon, clip = (
             float(arrays.get(name, default))
             for name, default in (("epsilon", 1e-8), ("clip", 10.0))
         )
-    except (
-        AttributeError,
-        EOFError,
-        KeyError,
-        OSError,
-        TypeError,
-        ValueError,
-        BadZipFile,
-    ) as error:
+    except (AttributeError, KeyError, *_ARRAY_ERRORS) as error:
         raise SourceInvalidError(
             f"normalization: {path} cannot be read ({error}), expected an .npz file with the "
             "arrays `mean` and `var`, and optionally `epsilon` and `clip`. Save it with "
@@ -546,7 +557,7 @@ def _read_array(source: str | Path | Array, name: str) -> Array:
             io.BytesIO(read_file(Path(source), _MAX_ARRAY_BYTES)), allow_pickle=False
         )
         num = len(array)
-    except (EOFError, OSError, TypeError, ValueError, BadZipFile) as error:
+    except _ARRAY_ERRORS as error:
         raise ConfigInvalidError(
             f"{name}: {source} cannot be read ({error}), expected one array as numpy.save writes.",
             parameter=name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -28,6 +29,7 @@ from replaylake.datastore.episodes.spaces import (
 )
 from replaylake.datastore.errors import (
     ConfigInvalidError,
+    PackageInvalidError,
     SourceInvalidError,
     SpaceUnsupportedError,
 )
@@ -85,8 +87,13 @@ def convert_graph(
     if num_frames > 1:
         graph = wrap_frame_stack(graph, num_frames)
     graph = copy_to_cpu(graph)
-    onnx = trace_onnx(graph)
-    _check_export(graph, onnx)
+    try:
+        onnx = trace_onnx(graph)
+        _check_export(graph, onnx)
+    except PackageInvalidError as error:
+        raise SourceInvalidError(
+            f"imported policy: its tensors do not fit each other ({error}). The file is damaged."
+        ) from error
     return Conversion(onnx, graph.spec, algorithm, facts, tuple(not_carried))
 
 
@@ -113,8 +120,10 @@ def _check_export(graph: PolicyGraph, onnx: bytes) -> None:
 
 def finite_number(value: Any) -> int | float | None:
     """Return a number that a file states; None for what is none, or is not finite."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and np.isfinite(value) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # JSON may have integers that no float holds.
+    return value if abs(value) <= sys.float_info.max else None
 
 
 class PolicyModule(nn.Module):
@@ -179,12 +188,14 @@ class NatureFeatures(nn.Module):
         num_frames: int = 1,
     ) -> None:
         super().__init__()
-        kernels = tuple(int(layer.weight.shape[2]) for layer in convolutions)
-        if kernels != _KERNELS:
+        kernels = [tuple(layer.weight.shape[2:]) for layer in convolutions]
+        if kernels != [(size, size) for size in _KERNELS] or not linears:
             raise SourceInvalidError(
-                f"convolutions: found kernels of {list(kernels)}, expected {list(_KERNELS)} with "
-                "strides of 4, 2 and 1. Export the policy to ONNX."
+                f"convolutions: found kernels of {[list(kernel) for kernel in kernels]} before "
+                f"{len(linears)} linear layers, expected {list(_KERNELS)} with strides of 4, 2 and "
+                "1 before one or more. Export the policy to ONNX."
             )
+        check_num_inputs(linears, int(linears[0].weight.shape[1]))
         channels = int(convolutions[0].weight.shape[1])
         self._num_frames = num_frames
         self._axes = _channel_axes(space, channels, num_frames)

@@ -59,6 +59,12 @@ _RANDOM: Final = (
     "RandomUniform",
     "RandomUniformLike",
 )
+_FLOATS: Final = (
+    TensorProto.FLOAT,
+    TensorProto.DOUBLE,
+    TensorProto.FLOAT16,
+    TensorProto.BFLOAT16,
+)
 _MIN_OPSET: Final = 11
 _IR_VERSION: Final = 8  # what onnxruntime 1.20 and newer read
 _MODEL: Final = "model/"
@@ -102,8 +108,9 @@ def convert_onnx(
 def add_normalization(conversion: Conversion, mean: Array, std: Array, clip: float) -> bytes:
     """Return the graph with (observations - mean) / std, clipped to [-clip, clip], before it.
 
-    mean, std: [*obs] of a Box of floats or integers. Raises: SpaceUnsupportedError for other
-    observations, or of other shapes.
+    mean, std: [*obs] of a Box of floats or integers. The network behind it gets float32, whatever
+    the dtype of the observations. Raises: SpaceUnsupportedError for other observations, for those
+    of other shapes, and for a network that takes integers, which would truncate what it gets.
     """
     space = conversion.spec.observation_space
     if not isinstance(space, Box) or mean.shape != space.shape or std.shape != space.shape:
@@ -114,30 +121,47 @@ def add_normalization(conversion: Conversion, mean: Array, std: Array, clip: flo
         )
     (name,) = (name for name in graph_input_names(conversion.spec) if name == "observations")
     model = onnx.load_from_string(conversion.onnx)
-    dtype = helper.np_dtype_to_tensor_dtype(np.dtype(_input_dtype(space)))
     for node in model.graph.node:
+        if name in node.input:
+            _check_takes_floats(node)
         for number, source in enumerate(node.input):
             if source == name:
                 node.input[number] = "normalized"
+    # In float64: integers above 2^24 are no float32, and their difference from a mean may be small.
     constants = {
-        "normalization.mean": mean.astype(np.float32),
-        "normalization.std": std.astype(np.float32),
-        "normalization.low": np.array(-clip, np.float32),
-        "normalization.high": np.array(clip, np.float32),
+        "normalization.mean": mean.astype(np.float64),
+        "normalization.std": std.astype(np.float64),
+        "normalization.low": np.array(-clip, np.float64),
+        "normalization.high": np.array(clip, np.float64),
     }
     limits = ["normalization.centered", "normalization.low", "normalization.high"]
     nodes = [
-        helper.make_node("Cast", [name], ["normalization.float"], to=TensorProto.FLOAT),
-        helper.make_node("Sub", ["normalization.float", "normalization.mean"], ["normalization.d"]),
+        helper.make_node("Cast", [name], ["normalization.double"], to=TensorProto.DOUBLE),
+        helper.make_node(
+            "Sub", ["normalization.double", "normalization.mean"], ["normalization.d"]
+        ),
         helper.make_node("Div", ["normalization.d", "normalization.std"], [limits[0]]),
         helper.make_node("Clip", limits, ["normalization.clipped"]),
-        helper.make_node("Cast", ["normalization.clipped"], ["normalized"], to=dtype),
+        helper.make_node("Cast", ["normalization.clipped"], ["normalized"], to=TensorProto.FLOAT),
     ]
     _replace(model.graph.node, [*nodes, *model.graph.node])
     model.graph.initializer.extend(
         numpy_helper.from_array(np.asarray(array), key) for key, array in constants.items()
     )
     return bytes(model.SerializeToString())
+
+
+def _check_takes_floats(node: Any) -> None:
+    """Refuse a first node that makes integers of normalized observations."""
+    targets = [attribute.i for attribute in node.attribute if attribute.name == "to"]
+    if node.op_type == "Cast" and targets[0] not in _FLOATS:
+        raise SpaceUnsupportedError(
+            "normalization: found statistics for a network that takes "
+            f"{_describe_type(targets[0])}, expected one that takes floats: "
+            "normalized observations are no whole numbers. Leave them out if the network "
+            "normalizes its observations itself.",
+            parameter="normalization",
+        )
 
 
 def make_tree_model(
@@ -214,7 +238,21 @@ def _graphs(graph: Any) -> Iterator[Any]:
                 pending += attribute.graphs
 
 
+def _describe_type(number: int) -> str:
+    known: dict[int, str] = {value: key.lower() for key, value in TensorProto.DataType.items()}
+    return known.get(number, f"the unknown type {number}")
+
+
 def _check_graph(graph: Any, what: str) -> None:
+    names = [part.name for part in (*graph.input, *graph.output, *graph.initializer)]
+    for node in graph.node:
+        names += [node.op_type, node.domain, node.name, *node.input, *node.output]
+    # Protobuf gives texts that are no UTF-8 as bytes.
+    if odd := [name for name in names if not isinstance(name, str)]:
+        raise SourceInvalidError(
+            f"{what}: found the name {odd[0]!r}, expected UTF-8: the file is damaged. Export it "
+            "again."
+        )
     tensors = list(graph.initializer)
     tensors += [part.values for part in graph.sparse_initializer]
     for node in graph.node:
@@ -336,6 +374,13 @@ def _add_input(
             f"{what}: its input {value.name.removeprefix(_MODEL)!r} has the shape {dims} (0 is any "
             f"size), expected one for the dataset's observations, {describe(leaf)}. Name the "
             "dataset that the policy is for."
+        )
+    if value_dtype(leaf).kind == "f" and tensor.elem_type not in _FLOATS:
+        raise SpaceUnsupportedError(
+            f"{what}: its input {value.name.removeprefix(_MODEL)!r} takes "
+            f"{_describe_type(tensor.elem_type)}, expected floats for the "
+            f"dataset's observations, {describe(leaf)}, which would be truncated. Name the dataset "
+            "that the policy is for."
         )
     nodes.append(helper.make_node("Cast", [source], [f"{prefix}.cast"], to=tensor.elem_type))
     if axes is not None:

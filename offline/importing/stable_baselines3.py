@@ -53,6 +53,7 @@ _POLICY: Final = "policy.pth"
 _VERSION: Final = "_stable_baselines3_version"
 _MAX_DATA_BYTES: Final = 256 << 20  # the last observations are in it too
 _MAX_TEXT: Final = 100
+_MAX_CLASS_TEXT: Final = 1000
 _NUMBER: Final = re.compile(r"[-+]?(?:inf|nan|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?)")
 _EXTRACTORS: Final = ("FlattenExtractor", "NatureCNN", "CombinedExtractor")
 # Of SAC and TQC: what log_std is clipped to.
@@ -137,11 +138,11 @@ class _Archive:
         self._check_standard()
 
     def _check_standard(self) -> None:
-        extractor = str(self.options.get("features_extractor_class", _EXTRACTORS[0]))
-        name = re.sub(r"[^\w.]", " ", extractor).split()[-1].rpartition(".")[2]
+        extractor = self.options.get("features_extractor_class", _EXTRACTORS[0])
+        name = _parse_class_name(extractor)
         if name not in _EXTRACTORS:
             raise SourceInvalidError(
-                f"{self.what}: found the features extractor {name}, expected one of "
+                f"{self.what}: found the features extractor {name!r}, expected one of "
                 f"{', '.join(_EXTRACTORS)}: the code of another is not in the archive. Export the "
                 "policy to ONNX."
             )
@@ -157,11 +158,11 @@ class _Archive:
         text = self.options.get("activation_fn")
         if text is None:
             return default
-        name = re.sub(r"[^\w.]", " ", str(text)).split()[-1].rpartition(".")[2]
+        name = _parse_class_name(text)
         kinds = {kind.__name__: kind for kind in ACTIVATIONS.values()}
         if name not in kinds:
             raise SourceInvalidError(
-                f"{self.what}: found the activation {text}, expected one of "
+                f"{self.what}: found the activation {name!r}, expected one of "
                 f"{', '.join(sorted(kinds))}. Export the policy to ONNX."
             )
         return kinds[name]
@@ -265,7 +266,12 @@ def _build_squashed(archive: _Archive) -> _Built:
         layer = weights.take_layer("actor.mu.0" if is_clipped else "actor.mu")
         mean = _check_action_net(archive, layer, num)
         if is_clipped:
-            limit = float(archive.options.get("clip_mean", 2.0))
+            limit = finite_number(archive.options.get("clip_mean", 2.0))
+            if limit is None or limit <= 0:
+                raise SourceInvalidError(
+                    f"{archive.what}: found clip_mean {archive.options['clip_mean']!r}, expected a "
+                    "number above 0. The archive is damaged."
+                )
             mean = nn.Sequential(mean, nn.Hardtanh(-limit, limit))
         module = ExplorationMatrixOutputs(mean, weights.take("actor.log_std"))
     else:
@@ -369,6 +375,12 @@ def _parse_data(text: bytes, what: str) -> Mapping[str, Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _parse_class_name(text: Any) -> str:
+    """Return the name in a text such as `<class 'torch.nn.modules.activation.Tanh'>`."""
+    words = re.sub(r"[^\w.]", " ", str(text)[:_MAX_CLASS_TEXT]).split()
+    return words[-1].rpartition(".")[2] if words else ""
 
 
 def _parse_numbers(text: Any) -> list[float] | None:

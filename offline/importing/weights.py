@@ -203,7 +203,7 @@ class Weights:
 
     def take_layers(self, prefix: str) -> list[Layer]:
         """Return the layers of a Sequential, such as `prefix.0`, `prefix.2`, in their order."""
-        pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.weight")
+        pattern = re.compile(re.escape(prefix) + r"\.(\d{1,9})\.weight")
         numbers = sorted(int(m[1]) for name in self if (m := pattern.fullmatch(name)))
         return [self.take_layer(f"{prefix}.{number}") for number in numbers]
 
@@ -232,6 +232,11 @@ def _check_tensor(what: str, name: object, tensor: Any) -> torch.Tensor:
             f"{what}: found {type(tensor).__name__} as {name!r}, expected a dense tensor. "
             "Save the network's state_dict()."
         )
+    if tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_complex():
+        raise SourceInvalidError(
+            f"{what}: found {name!r} of {tensor.dtype} on {tensor.device}, expected real numbers, "
+            "not quantized, on the CPU. Save the network's state_dict() from there."
+        )
     # A view may claim more numbers than it has, and copying it takes the memory that it claims.
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise SourceInvalidError(
@@ -239,7 +244,13 @@ def _check_tensor(what: str, name: object, tensor: Any) -> torch.Tensor:
             f"{tensor.untyped_storage().nbytes():,} bytes, expected all of them. The file is "
             "damaged."
         )
-    values = tensor.detach().float()
+    try:
+        values = tensor.detach().float()
+    except (RuntimeError, TypeError) as error:  # packed dtypes, of less than a byte
+        raise SourceInvalidError(
+            f"{what}: found {name!r} of {tensor.dtype}, which torch {torch.__version__} cannot "
+            f"convert to float32 ({_shorten(error)}). Save the network's state_dict() as floats."
+        ) from error
     if not bool(torch.isfinite(values).all()):
         raise SourceInvalidError(
             f"{what}: found numbers in {name!r} that are not finite. The training diverged: import "

@@ -30,7 +30,15 @@ _CATEGORICAL: Final = ("multi:softprob", "multi:softmax")
 _BINARY: Final = ("binary:logistic",)
 _REGRESSION: Final = ("reg:squarederror", "reg:absoluteerror", "reg:pseudohubererror")
 _MAX_DEPTH: Final = 64
-_ERRORS: Final = (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError)
+_ERRORS: Final = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def convert_xgboost(data: bytes, what: str, observations: Space, actions: Space) -> Conversion:
@@ -127,6 +135,11 @@ def _check_features(num_features: int, observations: Space) -> None:
 
 def _head(objective: str, num_targets: int, actions: Space, what: str) -> str:
     """Return the head of a package. Raises: SourceInvalidError, SpaceUnsupportedError."""
+    if objective in _BINARY and num_targets != 1:
+        raise SourceInvalidError(
+            f"{what}: found {num_targets:,} targets for the objective {objective!r}, expected one: "
+            "several labels at once are no Discrete action."
+        )
     if objective in (*_CATEGORICAL, *_BINARY):
         num = 2 if objective in _BINARY else num_targets
         check_num_actions(num, actions.n if isinstance(actions, Discrete) else 0, actions)

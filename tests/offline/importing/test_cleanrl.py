@@ -116,6 +116,27 @@ def test_td3_scales_its_actions_to_the_bounds_in_its_file():
         _convert((weights, critic), actions=Box((2,), "float32", -1, 1))
 
 
+def test_bounds_of_other_lengths_are_refused():
+    weights, _ = _actor("fc_mu")
+    weights["action_bias"] = torch.zeros(3)
+    with pytest.raises(SourceInvalidError, match="action_scale of 2 numbers and action_bias of 3"):
+        _convert(weights, actions=_TORQUE)
+
+
+def test_tensors_that_do_not_fit_each_other_are_refused():
+    mean = _perceptron(nn.Tanh, 4, 5, 2)
+    weights = {"actor_logstd": torch.zeros(1, 3), **_name("actor_mean", mean)}
+    with pytest.raises(SourceInvalidError, match="do not fit each other"):
+        _convert(weights, actions=Box((2,), "float32"))
+    convolutions = {
+        f"network.{number}.weight": torch.ones(channels, 4, size, size)
+        for number, channels, size in ((0, 4, 8), (2, 4, 4), (4, 4, 3))
+    }
+    images = Box((4, 36, 36), "uint8", 0, 255)
+    with pytest.raises(SourceInvalidError, match="before 0 linear layers"):
+        _convert({**convolutions, "network.9.weight": torch.ones(3, 5)}, images)
+
+
 def test_sac_maps_its_log_std_by_tanh():
     weights, (mean, raw) = _actor("fc_mean", "fc_logstd")
     _, policy = _convert(weights, actions=_TORQUE)
@@ -161,6 +182,9 @@ def test_atari_networks_take_stacked_frames(is_ppo):
         ((), "expected a state_dict"),
         ([1, 2], "expected a state_dict"),
         ({"network.0.weight": 3}, "expected a dense tensor"),
+        ({"network.0.weight": torch.ones(3, 4, device="meta")}, "float32 on meta, expected real"),
+        ({"network.0.weight": torch.ones(3, 4, dtype=torch.complex64)}, "complex64 on cpu"),
+        ({"network.0.weight": torch.ones(3, 4), "atoms": torch.tensor(1.0)}, r"found atoms \[\]"),
     ],
 )
 def test_other_files_are_refused(value, reason):

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.needs_d3rlpy
 _VECTOR, _ACTIONS = Box((4,), "float32"), Discrete(3)
 
 
-def _parts(kit):
-    return pickle.loads((kit.POLICIES / "d3rlpy_discrete_cql.d3").read_bytes())
+def _parts(kit, name="d3rlpy_discrete_cql"):
+    return pickle.loads((kit.POLICIES / f"{name}.d3").read_bytes())
 
 
 def _convert(parts, observations=_VECTOR, actions=_ACTIONS):
@@ -67,6 +67,36 @@ def test_a_configuration_that_does_not_fit_is_refused(kit, key, value, reason):
     place[key] = value
     with pytest.raises(SourceInvalidError, match=reason):
         _convert({**parts, "config": json.dumps(config)})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gamma", 10**400),
+        ("observation_scaler", {"type": "standard", "params": {}}),
+        ("observation_scaler", {"type": "standard", "params": {"mean": ["x"], "std": [1.0]}}),
+        ("observation_scaler", {"type": "min_max", "params": {"minimum": [1], "maximum": None}}),
+        ("observation_scaler", {"type": "standard", "params": {"mean": [0, 0], "std": [1, 1, 1]}}),
+        ("observation_scaler", {"type": "standard", "params": {"mean": [0.0], "std": [1e999]}}),
+        ("encoder_factory", {"type": "vector", "params": {"hidden_units": ""}}),
+    ],
+    ids=["large", "missing", "text", "none", "lengths", "infinite", "sizes"],
+)
+def test_statistics_and_options_that_are_no_numbers_are_refused(kit, key, value):
+    parts = _parts(kit)
+    config = json.loads(parts["config"])
+    config["config"]["params"][key] = value
+    with pytest.raises(SourceInvalidError):
+        _convert({**parts, "config": json.dumps(config)})
+
+
+def test_an_action_scaler_without_numbers_is_refused(kit):
+    parts = _parts(kit, "d3rlpy_iql")
+    config = json.loads(parts["config"])
+    config["config"]["params"]["action_scaler"]["params"] = {"minimum": [-2, -2], "maximum": ["x"]}
+    data = pickle.dumps({**parts, "config": json.dumps(config)}, protocol=4)
+    with pytest.raises(SourceInvalidError):
+        convert_model(data, "model.d3", _VECTOR, Box((2,), "float32", -2, 2))
 
 
 def test_other_spaces_are_refused(kit):

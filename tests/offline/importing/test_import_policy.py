@@ -1,7 +1,10 @@
 """Imported policies act, are evaluated and served as those of the library; others are refused."""
 
+import io
+
 import numpy as np
 import pytest
+import torch
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import (
@@ -12,11 +15,15 @@ from replaylake.datastore.errors import (
     SourceInvalidError,
     SpaceUnsupportedError,
 )
+from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.exploration import Exploration
-from replaylake.datastore.lake.policies.package import load_policy
+from replaylake.datastore.lake.policies.package import graph_policy, load_policy
 from replaylake.offline.evaluation.ope.evaluate_policy import evaluate_policy
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
+from replaylake.offline.importing import import_policy as import_module
+from replaylake.offline.importing.cleanrl import convert_state_dict
 from replaylake.offline.importing.import_policy import ImportOptions, import_policy
+from replaylake.offline.importing.onnx_model import add_normalization
 
 _NAMES = (
     "cleanrl_dqn",
@@ -218,6 +225,61 @@ def test_statistics_of_normalized_observations_go_into_the_graph(policy_lake, ki
         with pytest.raises((SourceInvalidError, SpaceUnsupportedError)) as caught:
             import_policy(policy_lake, "sb3_ppo", "no", file, options=options)
         assert caught.value.parameter == "normalization"
+
+
+def test_arrays_that_are_damaged_or_too_large_are_refused(policy_lake, kit, tmp_path, monkeypatch):
+    file, path = _file(kit, "sb3_ppo"), tmp_path / "stats.npz"
+    options = ImportOptions(normalization=path)
+
+    def refuse(reason):
+        with pytest.raises(SourceInvalidError, match=reason) as caught:
+            import_policy(policy_lake, "sb3_ppo", "no", file, options=options)
+        assert caught.value.parameter == "normalization"
+
+    np.savez(path, mean=np.full(4, 1j), var=np.ones(4))
+    refuse("cannot be read.*complex128")
+    np.savez_compressed(path, mean=np.zeros(4), var=np.arange(4.0))
+    data = bytearray(path.read_bytes())
+    start = data.index(b"mean.npy") + len(b"mean.npy") + 20
+    data[start : start + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    refuse("cannot be read")
+    np.savez_compressed(path, mean=np.zeros(1_000_000), var=np.ones(4))
+    monkeypatch.setattr(import_module, "_MAX_ARRAY_BYTES", 1_000_000)
+    refuse("expected at most 1,000,000")
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,), }"
+    header = header.ljust(117) + b"\n"
+    (tmp_path / "huge.npy").write_bytes(b"\x93NUMPY\x01\x00\x76\x00" + header)
+    with pytest.raises(ConfigInvalidError, match="cannot be read"):
+        import_policy(policy_lake, "sb3_ppo", "no", file, expect=tmp_path / "huge.npy")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "uint8"])
+def test_normalized_integers_are_not_truncated(kit, tmp_path, dtype):
+    space = Box((2,), dtype, 0, 255)
+    observations = np.array([[3, 20], [9, 2], [1, 255]], dtype)
+    lake = open_lake(tmp_path / "lake", create=True)
+    kit.add_dataset(lake, "counts", space, Discrete(2), observations, episodes=1)
+    # By hand: (x - [5, 10]) / [4, 16] is [-0.5, 0.625], [1, -0.5], [-1, 5 (15.3, clipped)].
+    np.savez(tmp_path / "stats.npz", mean=[5, 10], var=[16, 256], epsilon=0, clip=5)
+    weights = {"network.0.weight": torch.tensor([[1.0, 2.0], [4.0, -2.0]])}
+    weights["network.0.bias"] = torch.tensor([0.25, 0.0])
+    torch.save(weights, tmp_path / "dqn.cleanrl_model")
+    options = ImportOptions(normalization=tmp_path / "stats.npz")
+    result = import_policy(lake, "counts", "dqn", tmp_path / "dqn.cleanrl_model", options=options)
+    found = load_policy(result.policy.path).act(observations).q_values
+    np.testing.assert_allclose(found, [[1.0, -3.25], [0.25, 5.0], [9.25, -14.0]], atol=1e-6)
+
+
+def test_large_integers_are_normalized_exactly(kit):
+    space = Box((1,), "int64")
+    observations = np.array([[1_800_000_001], [1_800_000_003]])  # both 1,800,000,000 in float32
+    buffer = io.BytesIO()
+    torch.save({"network.0.weight": torch.tensor([[1.0]])}, buffer)
+    conversion = convert_state_dict(buffer.getvalue(), "dqn", space, Discrete(1))
+    onnx = add_normalization(conversion, np.array([1_800_000_000.0]), np.array([2.0]), 10.0)
+    found = graph_policy(onnx, conversion.spec).act(observations).q_values
+    np.testing.assert_array_equal(found, [[0.5], [1.5]])
 
 
 def test_stacked_observations_are_compared_along_the_episodes(policy_lake, kit):

@@ -13,7 +13,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.policies.package import graph_policy
 from replaylake.offline.importing.import_policy import ImportOptions, import_policy
-from replaylake.offline.importing.onnx_model import convert_onnx
+from replaylake.offline.importing.onnx_model import add_normalization, convert_onnx
 
 _WEIGHT = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
 _VECTOR, _ACTIONS = Box((4,), "float32"), Discrete(3)
@@ -122,6 +122,47 @@ def test_observations_get_the_shape_and_dtype_of_the_model(dims, shape, order):
     np.testing.assert_allclose(policy.act(images).q_values, expected, rtol=1e-5)
 
 
+def test_a_model_that_takes_integers_does_not_truncate():
+    nodes = [
+        helper.make_node("Cast", ["x"], ["single"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["single", "weight"], ["y"]),
+    ]
+    model = _model(nodes, inputs=[("x", TensorProto.INT64, ["N", 4])])
+    with pytest.raises(SpaceUnsupportedError, match="takes int64, expected floats"):
+        _convert(model, head="q_values")
+    unknown = onnx.load_from_string(model.SerializeToString())
+    unknown.graph.input[0].type.tensor_type.elem_type = 125
+    with pytest.raises(SpaceUnsupportedError, match="the unknown type 125, expected floats"):
+        _convert(unknown, head="q_values")
+    space, mean = Box((4,), "int64"), np.zeros(4)
+    observations = np.array([[1, 0, 2, 3]])
+    found = _convert(model, space, head="q_values").act(observations).q_values
+    np.testing.assert_allclose(found, observations.astype(np.float32) @ _WEIGHT, rtol=1e-5)
+    data = model.SerializeToString()
+    conversion = convert_onnx(data, "model.onnx", space, _ACTIONS, head="q_values")
+    with pytest.raises(SpaceUnsupportedError, match="a network that takes int64") as caught:
+        add_normalization(conversion, mean, mean + 2, 10.0)
+    assert caught.value.parameter == "normalization"
+
+
+@pytest.mark.parametrize(
+    "kind", [TensorProto.FLOAT, TensorProto.DOUBLE], ids=TensorProto.DataType.Name
+)
+def test_a_model_gets_normalized_integers_as_floats(kind):
+    nodes = [
+        helper.make_node("Cast", ["x"], ["single"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["single", "weight"], ["y"]),
+    ]
+    data = _model(nodes, inputs=[("x", kind, ["N", 4])]).SerializeToString()
+    space = Box((2, 2), "int64")
+    conversion = convert_onnx(data, "model.onnx", space, _ACTIONS, head="q_values")
+    onnx = add_normalization(conversion, np.ones((2, 2)), np.full((2, 2), 2.0), 10.0)
+    observations = np.array([[[2, 1], [0, 6]]])
+    found = graph_policy(onnx, conversion.spec).act(observations).q_values
+    expected = np.array([[0.5, 0, -0.5, 2.5]], np.float32) @ _WEIGHT
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_parts_of_an_observation_go_to_the_inputs_of_their_names():
     nodes = [
         helper.make_node("Cast", ["count"], ["number"], to=TensorProto.FLOAT),
@@ -175,6 +216,8 @@ def _truncated():
         (_model(opsets=(("", 17), ("mine", 1))), "operators of the domain 'mine'"),
         (_model(opsets=(("", 9),)), "found opset 9"),
         (b"\x08\x07 this is none", "is no ONNX model"),
+        (_model().SerializeToString().replace(b"MatMul", b"Mat\xfful"), "expected UTF-8"),
+        (_model().SerializeToString().replace(b"weight", b"\xffeight"), "expected UTF-8"),
         (b"", "without nodes"),
     ],
 )

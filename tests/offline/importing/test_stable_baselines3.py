@@ -117,8 +117,8 @@ def test_networks_of_ones_own_are_refused(kit, tmp_path):
         _convert(kit.write_archive(path, norm, **data))
     options = data["policy_kwargs"]
     for changes, reason in (
-        ({"features_extractor_class": "<class 'mine.Extractor'>"}, "extractor Extractor"),
-        ({"activation_fn": "<class 'mine.Swish'>"}, "the activation <class 'mine.Swish'>"),
+        ({"features_extractor_class": "<class 'mine.Extractor'>"}, "extractor 'Extractor'"),
+        ({"activation_fn": "<class 'mine.Swish'>"}, "the activation 'Swish'"),
         ({"squash_output": True}, "squash_output=True"),
     ):
         changed = {**data, "policy_kwargs": {**options, **changes}}
@@ -129,6 +129,58 @@ def test_networks_of_ones_own_are_refused(kit, tmp_path):
     lstm = {**tensors, "lstm_actor.weight_ih_l0": torch.ones(2, 2)}
     with pytest.raises(SourceInvalidError, match="RecurrentPPO"):
         _convert(kit.write_archive(path, lstm, **data))
+
+
+@pytest.mark.parametrize("text", ["", [], "\ud800", "<class ''>"])
+def test_classes_without_a_name_are_refused(kit, tmp_path, text):
+    tensors, data = _read_parts(kit)
+    for option in ("features_extractor_class", "activation_fn"):
+        changed = {**data, "policy_kwargs": {option: text}}
+        with pytest.raises(SourceInvalidError, match="Export the policy to ONNX"):
+            _convert(kit.write_archive(tmp_path / "odd.zip", tensors, **changed))
+
+
+@pytest.mark.parametrize(
+    "limit",
+    ["x", None, 0, float("nan"), 10**400],
+    ids=["text", "none", "zero", "nan", "large"],
+)
+def test_a_limit_of_means_that_is_no_number_is_refused(kit, tmp_path, limit):
+    tensors, data = _read_parts(kit, "sb3_sac")
+    size = tensors["actor.mu.weight"].shape[1]
+    for name in ("weight", "bias"):
+        tensors[f"actor.mu.0.{name}"] = tensors.pop(f"actor.mu.{name}")
+        tensors.pop(f"actor.log_std.{name}")
+    tensors["actor.log_std"] = torch.zeros(size, 2)
+    spaces = Box((3,), "float32"), Box((2,), "float32", -2, 2)
+    changed = {**data, "policy_kwargs": {"clip_mean": 1.5}}
+    _convert(kit.write_archive(tmp_path / "sde.zip", tensors, **changed), *spaces)
+    changed = {**data, "policy_kwargs": {"clip_mean": limit}}
+    with pytest.raises(SourceInvalidError, match="found clip_mean"):
+        _convert(kit.write_archive(tmp_path / "sde.zip", tensors, **changed), *spaces)
+
+
+def test_numbers_that_no_float_holds_are_left_out(kit, tmp_path):
+    tensors, data = _read_parts(kit)
+    changed = {**data, "gamma": 10**400, "num_timesteps": float("inf")}
+    path = kit.write_archive(tmp_path / "large.zip", tensors, **changed)
+    facts = _convert(path).facts
+    assert (facts["gamma"], facts["num_timesteps"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reason"),
+    [
+        (f"mlp_extractor.policy_net.{'9' * 5000}.weight", (2, 2), "tensors mlp_extractor"),
+        ("features_extractor.cnn.0.weight", (2, 2), "found kernels of"),
+        ("features_extractor.cnn.0.weight", (2, 4, 8, 4), r"found kernels of \[\[8, 4\]\]"),
+    ],
+)
+def test_layers_of_odd_names_and_shapes_are_refused(kit, tmp_path, name, shape, reason):
+    tensors, data = _read_parts(kit)
+    path = kit.write_archive(tmp_path / "odd.zip", {**tensors, name: torch.ones(shape)}, **data)
+    with pytest.raises(SourceInvalidError, match=reason):
+        _convert(path)
 
 
 def _cnn(channels, size):

@@ -129,6 +129,8 @@ def test_damaged_ubjson_is_refused(kit):
         (_model([_tree()], [5]), "another target"),
         (_model([_tree(split_conditions=[0.5, 1e999, -1.0, 2.0, 4.0])], [0]), "not finite"),
         (_model([], []), "found no trees"),
+        (_model([_tree()], [0], base_score="[" * 100_000), "RecursionError"),
+        (_model([_tree()], [0], objective="binary:logistic", num_target="2"), "found 2 targets"),
     ],
 )
 def test_models_that_are_not_converted_are_refused(model, reason):
