@@ -162,9 +162,9 @@ def _lines(result: PolicyImport, dataset: str) -> Iterator[str]:
             line += f", {result.num_ties} of them chosen otherwise among equal values"
         yield line
         if result.num_distinct == 1:
-            yield "  all of them are one action, which shows little: give more, and different ones"
+            yield "  all of them are one action, which shows little: give others too"
     else:
         yield "compared with no expected actions: give some with --expect"
     if result.not_carried:
-        yield "what the package may lack:"
+        yield "the package may lack:"
         yield from (f"  {note}" for note in result.not_carried)

@@ -150,7 +150,7 @@ class Layer:
 
 
 class Weights:
-    """Named tensors, float32. What nothing took is an architecture that was not understood."""
+    """Named tensors, float32. Tensors that nothing takes are of an unknown architecture."""
 
     def __init__(self, tensors: Any, what: str) -> None:
         """Check the tensors.
