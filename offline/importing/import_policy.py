@@ -584,6 +584,11 @@ def _register(
         "sha256": hashlib.sha256(data).hexdigest(),
         **conversion.facts,
     }
+    # Names of files and JSON may have halves of surrogate pairs, which UTF-8 cannot encode.
+    origin = {
+        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for key, value in origin.items()
+    }
     discount = conversion.facts.get("gamma")
     manifest = {
         "algorithm": conversion.algorithm,
