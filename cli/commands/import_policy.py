@@ -167,5 +167,5 @@ def _lines(result: PolicyImport, dataset: str) -> Iterator[str]:
     else:
         yield "compared with no expected actions: give some with --expect"
     if result.not_carried:
-        yield "what the package may lack:"
+        yield "the package may lack:"
         yield from (f"  {note}" for note in result.not_carried)

@@ -24,19 +24,19 @@ from replaylake.offline.importing.networks import (
     PolicyModule,
     QValueOutputs,
     StateDependentOutputs,
-    activation,
-    box_actions,
+    bound_actions,
+    build_perceptron,
     check_num_actions,
+    choose_discrete_head,
     convert_graph,
-    discrete_head,
+    count_outputs,
+    find_activation,
     make_graph,
-    num_outputs,
-    perceptron,
 )
 from replaylake.offline.importing.weights import Layer, Weights, load_tensors
 from replaylake.offline.networks.graph import PolicyGraph
 
-# What C51 saves beside the weights, and what TD3 and DDPG save before those of their critics.
+# C51 saves the weights under this key, beside the arguments of its script.
 _MODEL_WEIGHTS: Final = "model_weights"
 _LOG_STD_RANGE: Final = (-5.0, 2.0)
 _PIXELS: Final = 255.0
@@ -87,7 +87,7 @@ def convert_state_dict(
 
 
 def _choose_actor(tensors: Any) -> Any:
-    """Return the state_dict of the acting network in a script's file."""
+    """Return the state_dict of the acting network; TD3 and DDPG save it before their critics."""
     if isinstance(tensors, Mapping) and _MODEL_WEIGHTS in tensors:
         return tensors[_MODEL_WEIGHTS]
     if isinstance(tensors, tuple | list) and tensors:
@@ -112,21 +112,21 @@ class _Source:
         self._activation_name = activation_name
         self._num_frames = num_frames
 
-    def activation(self, default: str) -> type[nn.Module]:
+    def find_activation(self, default: str) -> type[nn.Module]:
         """Return the stated activation function, else the script's."""
-        return activation(self._activation_name or default)
+        return find_activation(self._activation_name or default)
 
-    def flat(self) -> FlatFeatures:
+    def build_flat_features(self) -> FlatFeatures:
         """Return observations as vectors."""
         return FlatFeatures(self.observations)
 
-    def images(self, layers: Sequence[Layer]) -> NatureFeatures:
+    def build_image_features(self, layers: Sequence[Layer]) -> NatureFeatures:
         """Return observations through the first three convolutions and linear layers of these."""
         convolutions = [layer for layer in layers if layer.is_convolution]
         linears = [layer for layer in layers if not layer.is_convolution]
         return NatureFeatures(self.observations, convolutions, linears, _PIXELS, self._num_frames)
 
-    def graph(
+    def build_graph(
         self, features: nn.Module, trunk: nn.Module, head: nn.Module, actions: Space, name: str
     ) -> PolicyGraph:
         """Return the whole graph."""
@@ -138,31 +138,33 @@ _Built = tuple[str, PolicyGraph, Sequence[str]]
 
 def _build_actor(source: _Source) -> _Built:
     """PPO with discrete actions: a perceptron, or behind convolutions one linear layer."""
-    head, num = discrete_head(source.actions)
+    head, num = choose_discrete_head(source.actions)
     features: nn.Module
     if "actor.weight" in source.weights:
-        images = source.images(source.weights.take_layers("network"))
+        images = source.build_image_features(source.weights.take_layers("network"))
         layers = [source.weights.take_layer("actor")]
         features, size = images, images.size
     else:
-        flat = source.flat()
+        flat = source.build_flat_features()
         layers = source.weights.take_layers("actor")
         features, size = flat, flat.size
-    logits = perceptron(layers, size, source.activation("tanh"), is_last_linear=True)
-    check_num_actions(num_outputs(layers, size), num, source.actions)
+    logits = build_perceptron(layers, size, source.find_activation("tanh"), is_last_linear=True)
+    check_num_actions(count_outputs(layers, size), num, source.actions)
     module = CategoricalOutputs(logits, source.actions)
-    return "ppo", source.graph(features, nn.Identity(), module, source.actions, head), ()
+    return "ppo", source.build_graph(features, nn.Identity(), module, source.actions, head), ()
 
 
 def _build_gaussian(source: _Source) -> _Built:
     """PPO and RPO with continuous actions."""
-    features = source.flat()
+    features = source.build_flat_features()
     layers = source.weights.take_layers("actor_mean")
-    means = perceptron(layers, features.size, source.activation("tanh"), is_last_linear=True)
-    space = box_actions(source.actions, None, is_scaled=False)
-    check_num_actions(num_outputs(layers, features.size), num_elements(space), space)
+    means = build_perceptron(
+        layers, features.size, source.find_activation("tanh"), is_last_linear=True
+    )
+    space = bound_actions(source.actions, None, is_scaled=False)
+    check_num_actions(count_outputs(layers, features.size), num_elements(space), space)
     module = GaussianOutputs(means, source.weights.take("actor_logstd"))
-    graph = source.graph(features, nn.Identity(), module, space, "gaussian")
+    graph = source.build_graph(features, nn.Identity(), module, space, "gaussian")
     return "ppo", graph, (_NORMALIZED, _CLIPPED)
 
 
@@ -176,12 +178,12 @@ def _build_q_network(source: _Source) -> _Built:
     layers = source.weights.take_layers("network")
     features: nn.Module
     if layers and layers[0].is_convolution:
-        images = source.images(layers[:-1])
+        images = source.build_image_features(layers[:-1])
         features, size, layers = images, images.size, layers[-1:]
     else:
-        flat = source.flat()
+        flat = source.build_flat_features()
         features, size = flat, flat.size
-    values = perceptron(layers, size, source.activation("relu"), is_last_linear=True)
+    values = build_perceptron(layers, size, source.find_activation("relu"), is_last_linear=True)
     num = source.actions.n
     atoms = source.weights.take("atoms") if "atoms" in source.weights else None
     if atoms is not None and atoms.dim() != 1:
@@ -190,9 +192,9 @@ def _build_q_network(source: _Source) -> _Built:
             "is damaged."
         )
     expected = num if atoms is None else num * len(atoms)
-    check_num_actions(num_outputs(layers, size), expected, source.actions)
+    check_num_actions(count_outputs(layers, size), expected, source.actions)
     module = QValueOutputs(values, num, atoms=atoms)
-    graph = source.graph(features, nn.Identity(), module, source.actions, "q_values")
+    graph = source.build_graph(features, nn.Identity(), module, source.actions, "q_values")
     notes = ("The exploration of its training is not in the package.",)
     return "dqn" if atoms is None else "c51", graph, notes
 
@@ -200,27 +202,27 @@ def _build_q_network(source: _Source) -> _Built:
 def _build_actor_network(source: _Source) -> _Built:
     """TD3 and DDPG (fc_mu), SAC (fc_mean and fc_logstd)."""
     weights = source.weights
-    features = source.flat()
+    features = source.build_flat_features()
     layers = [weights.take_layer("fc1"), weights.take_layer("fc2")]
-    kind = source.activation("relu")
-    trunk = perceptron(layers, features.size, kind, is_last_linear=False)
-    size = num_outputs(layers, features.size)
-    space = box_actions(source.actions, _scaled_bounds(weights, source.what), is_scaled=True)
+    kind = source.find_activation("relu")
+    trunk = build_perceptron(layers, features.size, kind, is_last_linear=False)
+    size = count_outputs(layers, features.size)
+    space = bound_actions(source.actions, _compute_bounds(weights, source.what), is_scaled=True)
     is_deterministic = weights.has("fc_mu.")
     layer = weights.take_layer("fc_mu" if is_deterministic else "fc_mean")
-    mean = perceptron([layer], size, kind, is_last_linear=True)
-    check_num_actions(num_outputs([layer], size), num_elements(space), space)
+    mean = build_perceptron([layer], size, kind, is_last_linear=True)
+    check_num_actions(count_outputs([layer], size), num_elements(space), space)
     if is_deterministic:
-        graph = source.graph(
+        graph = source.build_graph(
             features, trunk, DeterministicOutputs(mean, space), space, "deterministic"
         )
         return "td3", graph, ("The noise of its exploration is not in the package.",)
-    log_stds = perceptron([weights.take_layer("fc_logstd")], size, kind, is_last_linear=True)
+    log_stds = build_perceptron([weights.take_layer("fc_logstd")], size, kind, is_last_linear=True)
     module = StateDependentOutputs(mean, log_stds, *_LOG_STD_RANGE, is_scaled=True)
-    return "sac", source.graph(features, trunk, module, space, "squashed_gaussian"), ()
+    return "sac", source.build_graph(features, trunk, module, space, "squashed_gaussian"), ()
 
 
-def _scaled_bounds(weights: Weights, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_bounds(weights: Weights, what: str) -> tuple[torch.Tensor, torch.Tensor]:
     scale, bias = (weights.take(f"action_{name}").reshape(-1) for name in ("scale", "bias"))
     if scale.shape != bias.shape:
         raise SourceInvalidError(

@@ -33,7 +33,7 @@ from replaylake.offline.importing.networks import (
     FlatFeatures,
     check_num_actions,
     convert_graph,
-    finite_number,
+    parse_number,
 )
 from replaylake.offline.importing.weights import Weights, load_tensors
 from replaylake.offline.learning.action_scaling import ActionScaling
@@ -81,13 +81,13 @@ def convert_model(data: bytes, what: str, observations: Space, actions: Space) -
         if isinstance(state, Mapping) and state and not _is_optimizer(state)
     }
     _check_sizes(config, networks, what)
-    encoded = _features(observations, config, what)
+    encoded = _build_features(observations, config, what)
     _check_actions(actions, config, what)
     algorithm, algo = _create(parts["config"], config, what)
     impl = algo.impl
     _load_weights(impl, networks, what)
     features = _Features(encoded, algo.config.observation_scaler, what)
-    scaling, space = _scaling(algo.config.action_scaler, actions, what)
+    scaling, space = _find_scaling(algo.config.action_scaler, actions, what)
     if scaling is not None and algorithm.head == "squashed_gaussian" and isinstance(space, Box):
         space = scaling.bound_space(space)
     graph = policy_graph(algorithm, impl, features, observations, space, scaling)  # type: ignore[arg-type]
@@ -95,9 +95,11 @@ def convert_model(data: bytes, what: str, observations: Space, actions: Space) -
     facts = {
         "library": "d3rlpy",
         "library_version": str(parts["version"])[:_MAX_TEXT],
-        "gamma": finite_number(config["config"].get("params", {}).get("gamma")),
+        "gamma": parse_number(config["config"].get("params", {}).get("gamma")),
     }
-    notes = () if scaling is None else _scaling_notes(scaling, algo.config.action_scaler, actions)
+    notes = (
+        () if scaling is None else _describe_scaling(scaling, algo.config.action_scaler, actions)
+    )
     return convert_graph(graph, f"d3rlpy:{algorithm.name}", facts, notes)
 
 
@@ -150,7 +152,7 @@ def _check_sizes(config: Mapping[str, Any], networks: Mapping[str, Weights], wha
     """Refuse a configuration of sizes that no weight has, before memory is allocated by them."""
     shapes = [t.shape for weights in networks.values() for t in map(weights.take, weights)]
     known = {size for shape in shapes for size in shape}
-    for key, number in _numbers(config, ""):
+    for key, number in _iterate_integers(config, ""):
         is_size = key in _SIZES and number not in known
         is_count = key.startswith("n_") and key not in _SIZES and number > _MAX_COUNT
         if is_size or is_count:
@@ -160,19 +162,19 @@ def _check_sizes(config: Mapping[str, Any], networks: Mapping[str, Weights], wha
             )
 
 
-def _numbers(value: Any, key: str) -> Iterator[tuple[str, int]]:
+def _iterate_integers(value: Any, key: str) -> Iterator[tuple[str, int]]:
     """Yield the integers of a JSON value with the key that they are under."""
     if isinstance(value, Mapping):
         for name, sub in value.items():
-            yield from _numbers(sub, str(name))
+            yield from _iterate_integers(sub, str(name))
     elif isinstance(value, list):
         for sub in value:
-            yield from _numbers(sub, key)
+            yield from _iterate_integers(sub, key)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield key, value
 
 
-def _features(space: Space, config: Mapping[str, Any], what: str) -> nn.Module:
+def _build_features(space: Space, config: Mapping[str, Any], what: str) -> nn.Module:
     """Return the module that converts the dataset's observations to d3rlpy's."""
     shape = tuple(config["observation_shape"])
     if len(shape) == 3:
@@ -315,7 +317,7 @@ def _read_statistics(scaler: Any, names: Sequence[str], what: str) -> list[Array
     return arrays
 
 
-def _scaling(scaler: Any, space: Space, what: str) -> tuple[ActionScaling | None, Space]:
+def _find_scaling(scaler: Any, space: Space, what: str) -> tuple[ActionScaling | None, Space]:
     if not isinstance(space, Box):
         return None, space
     size = num_elements(space)
@@ -330,7 +332,7 @@ def _scaling(scaler: Any, space: Space, what: str) -> tuple[ActionScaling | None
     return ActionScaling(center, scale, ("file",) * size), space
 
 
-def _scaling_notes(scaling: ActionScaling, scaler: Any, space: Space) -> tuple[str, ...]:
+def _describe_scaling(scaling: ActionScaling, scaler: Any, space: Space) -> tuple[str, ...]:
     assert isinstance(space, Box)  # others have no scaling
     low, high = (
         np.broadcast_to(np.asarray(bound, np.float64), space.shape).reshape(-1)

@@ -70,7 +70,7 @@ _FORMATS_OF_OPTION: Final = {
     "outputs": ("onnx",),
 }
 _MAX_ARRAY_BYTES: Final = 1 << 30
-# What numpy.load raises for files that are damaged, or claim more numbers than memory holds.
+# Raised by numpy.load for damaged files, and for those that claim more than memory holds.
 _ARRAY_ERRORS: Final = (
     EOFError,
     MemoryError,
@@ -225,7 +225,9 @@ class _Acting:
     run: Callable[[dict[str, Array]], dict[str, Array]]
     what: str
 
-    def outputs(self, observations: Values, starts: Array | None = None) -> dict[str, Array]:
+    def compute_outputs(
+        self, observations: Values, starts: Array | None = None
+    ) -> dict[str, Array]:
         """Return the head's outputs [N, ...]; starts bool [N]: where an episode begins.
 
         A policy with a state acts along the rows. Raises: PackageInvalidError, EpisodeInvalidError.
@@ -244,7 +246,7 @@ class _Acting:
             state = rows[-1][NEXT_STATE]
         return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
-    def best_actions(self, outputs: Mapping[str, Array]) -> Array:
+    def choose_actions(self, outputs: Mapping[str, Array]) -> Array:
         """Return the actions without exploration. Raises: EpisodeInvalidError if not finite."""
         return act_from_head(self.conversion.spec, outputs).actions
 
@@ -415,7 +417,7 @@ def _check_logged(acting: _Acting, steps: LoggedSteps, num: int) -> float | None
     """
     assert steps.observations is not None  # they were read
     observations = take(steps.observations, slice(0, num))
-    outputs, actions = _act(acting, observations, _starts(steps)[:num])
+    outputs, actions = _act(acting, observations, _find_starts(steps)[:num])
     _check_rows_independent(acting, observations, outputs)
     if not isinstance(acting.conversion.spec.action_space, Discrete):
         return None
@@ -424,8 +426,8 @@ def _check_logged(acting: _Acting, steps: LoggedSteps, num: int) -> float | None
 
 def _act(acting: _Acting, observations: Values, starts: Array) -> tuple[dict[str, Array], Array]:
     try:
-        outputs = acting.outputs(observations, starts)
-        return outputs, acting.best_actions(outputs)
+        outputs = acting.compute_outputs(observations, starts)
+        return outputs, acting.choose_actions(outputs)
     except (EpisodeInvalidError, PackageInvalidError) as error:
         raise SourceInvalidError(
             f"{acting.what}: the policy cannot act on the dataset's observations: {error}"
@@ -450,7 +452,7 @@ def _check_rows_independent(
                 )
 
 
-def _starts(steps: LoggedSteps) -> Array:
+def _find_starts(steps: LoggedSteps) -> Array:
     starts = np.zeros(steps.num_steps, np.bool_)
     starts[steps.offsets[:-1]] = True
     return starts
@@ -471,8 +473,8 @@ def _compare_actions(
             "actions are random even without exploration. Leave them out.",
             parameter="expect",
         )
-    observations, starts = _given_observations(acting, steps, len(expected), given)
-    wanted: Any = _as_actions(spec.action_space, expected)
+    observations, starts = _choose_observations(acting, steps, len(expected), given)
+    wanted: Any = _parse_actions(spec.action_space, expected)
     outputs, actions = _act(acting, observations, starts)
     num, num_distinct = len(expected), len(np.unique(wanted, axis=0))
     if isinstance(spec.action_space, Box):
@@ -482,21 +484,21 @@ def _compare_actions(
         comparison = _Comparison(num, num_distinct, float(difference.max()))
     else:
         wrong = (actions != wanted).reshape(num, -1).any(axis=1)
-        ties = wrong & _are_ties(spec, outputs, wanted)
+        ties = wrong & _find_ties(spec, outputs, wanted)
         wrong &= ~ties
         comparison = _Comparison(num, num_distinct, None, int(ties.sum()))
     if wrong.any():
         row = int(wrong.argmax())
         raise SourceInvalidError(
             f"{acting.what}: its action for observation {row} is {actions[row].tolist()}, expected "
-            f"{wanted[row].tolist()}; {int(wrong.sum()):,} of {num:,} differ. Check what the "
-            "file does not record, such as normalization, frame stacks or rescaled actions in "
-            "training, and that the expected actions are for these observations."
+            f"{wanted[row].tolist()}; {int(wrong.sum()):,} of {num:,} differ. The file may lack "
+            "what its actions depend on: state the normalization and the frame stack of its "
+            "training, record actions in its units, and give the observations of these actions."
         )
     return comparison
 
 
-def _given_observations(
+def _choose_observations(
     acting: _Acting, steps: LoggedSteps, num: int, given: Array | None
 ) -> tuple[Values, Array]:
     spec = acting.conversion.spec
@@ -508,7 +510,7 @@ def _given_observations(
                 parameter="expect",
             )
         assert steps.observations is not None  # they were read
-        return take(steps.observations, slice(0, num)), _starts(steps)[:num]
+        return take(steps.observations, slice(0, num)), _find_starts(steps)[:num]
     if spec.state_size or isinstance(spec.observation_space, Dict | Tuple):
         raise ConfigInvalidError(
             "observations: found an array for a policy that stacks frames, or whose observations "
@@ -524,7 +526,7 @@ def _given_observations(
     return values, np.ones(num, np.bool_)
 
 
-def _as_actions(space: Space, expected: Array) -> Values:
+def _parse_actions(space: Space, expected: Array) -> Values:
     try:
         return as_values(space, _cast_floats(space, expected), "expect")
     except EpisodeInvalidError as error:
@@ -538,7 +540,7 @@ def _cast_floats(space: Space, values: Array) -> Array:
     return values
 
 
-def _are_ties(spec: PolicySpec, outputs: Mapping[str, Array], wanted: Array) -> Array:
+def _find_ties(spec: PolicySpec, outputs: Mapping[str, Array], wanted: Array) -> Array:
     """Return where an expected action has the same score as the best one: bool [N]."""
     if not isinstance(spec.action_space, Discrete):
         return np.zeros(len(wanted), np.bool_)
@@ -583,6 +585,11 @@ def _register(
         "file": path.name,
         "sha256": hashlib.sha256(data).hexdigest(),
         **conversion.facts,
+    }
+    # Names of files and JSON may have halves of surrogate pairs, which UTF-8 cannot encode.
+    origin = {
+        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for key, value in origin.items()
     }
     discount = conversion.facts.get("gamma")
     manifest = {

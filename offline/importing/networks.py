@@ -100,8 +100,8 @@ def convert_graph(
 def _check_export(graph: PolicyGraph, onnx: bytes) -> None:
     """Compare with torch by the size of the outputs: weights of others may have any scale.
 
-    What learners of ours export is compared by the size of each number, of which one near zero
-    between large ones would fail here.
+    Exports of our own learners are compared by the size of each number; here a number near zero
+    beside large ones would fail that.
     """
     session = GraphSession(onnx, graph.spec, "imported policy")
     for num in (64, 1):
@@ -118,7 +118,7 @@ def _check_export(graph: PolicyGraph, onnx: bytes) -> None:
                 )
 
 
-def finite_number(value: Any) -> int | float | None:
+def parse_number(value: Any) -> int | float | None:
     """Return a number that a file states; None for what is none, or is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -198,7 +198,7 @@ class NatureFeatures(nn.Module):
         check_num_inputs(linears, int(linears[0].weight.shape[1]))
         channels = int(convolutions[0].weight.shape[1])
         self._num_frames = num_frames
-        self._axes = _channel_axes(space, channels, num_frames)
+        self._axes = _find_channel_axes(space, channels, num_frames)
         self._scale = scale
         layers: list[nn.Module] = []
         for layer, stride in zip(convolutions, _STRIDES, strict=True):
@@ -234,7 +234,7 @@ class NatureFeatures(nn.Module):
         return images
 
 
-def _channel_axes(space: Space, channels: int, num_frames: int) -> tuple[int, ...]:
+def _find_channel_axes(space: Space, channels: int, num_frames: int) -> tuple[int, ...]:
     """Return the permutation of an image's axes to channels first; () if they are first."""
     shape = space.shape if isinstance(space, Box) else ()
     image = shape[1:] if num_frames > 1 else shape
@@ -276,7 +276,7 @@ def _check_flattened(features: NatureFeatures, space: Space, linear: Layer) -> N
         )
 
 
-def activation(name: str) -> type[nn.Module]:
+def find_activation(name: str) -> type[nn.Module]:
     """Return an activation by its name. Raises: ConfigInvalidError."""
     if name not in ACTIVATIONS:
         raise ConfigInvalidError(
@@ -286,7 +286,7 @@ def activation(name: str) -> type[nn.Module]:
     return ACTIVATIONS[name]
 
 
-def perceptron(
+def build_perceptron(
     layers: Sequence[Layer], num_inputs: int, kind: type[nn.Module], *, is_last_linear: bool
 ) -> nn.Module:
     """Return linear layers with an activation after each; of the last only if it is not linear.
@@ -302,7 +302,7 @@ def perceptron(
 
 
 def check_num_inputs(layers: Sequence[Layer], num_inputs: int) -> None:
-    """Refuse layers that cannot follow each other; raises as `perceptron`."""
+    """Refuse layers that cannot follow each other; raises as `build_perceptron`."""
     for layer in layers:
         if layer.is_convolution:
             raise SourceInvalidError(
@@ -321,7 +321,7 @@ def check_num_inputs(layers: Sequence[Layer], num_inputs: int) -> None:
             )
 
 
-def num_outputs(layers: Sequence[Layer], fallback: int) -> int:
+def count_outputs(layers: Sequence[Layer], fallback: int) -> int:
     """Return how many outputs the last layer has; without layers, the number of inputs."""
     return int(layers[-1].weight.shape[0]) if layers else fallback
 
@@ -450,7 +450,7 @@ class DeterministicOutputs(nn.Module):
         return (self.center + self.scale * torch.tanh(self._layer(features)),)
 
 
-def discrete_head(space: Space) -> tuple[str, int]:
+def choose_discrete_head(space: Space) -> tuple[str, int]:
     """Return the head of countable actions and how many logits it has.
 
     Raises: SpaceUnsupportedError for other actions.
@@ -477,7 +477,7 @@ def check_num_actions(found: int, expected: int, space: Space) -> None:
         )
 
 
-def box_actions(space: Space, found: tuple[Any, Any] | None, *, is_scaled: bool) -> Box:
+def bound_actions(space: Space, found: tuple[Any, Any] | None, *, is_scaled: bool) -> Box:
     """Return a Box of actions with the bounds that the policy was trained with.
 
     found: the bounds that its file states, each [D], or None. is_scaled: whether its outputs are

@@ -34,7 +34,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.lake.policies.graph_policy import graph_input_names
 from replaylake.datastore.lake.policies.policy import HEAD_OUTPUTS, PolicySpec
-from replaylake.offline.importing.networks import Conversion, box_actions
+from replaylake.offline.importing.networks import Conversion, bound_actions
 
 # Heads of a model that gives other numbers than those of a package: by the package's head.
 PROBABILITIES: Final = "probabilities"
@@ -91,14 +91,14 @@ def convert_onnx(
     """
     model = _parse_model(data, what)
     spec = _make_spec(head, observations, actions)
-    names = _choose_outputs(model, outputs, _model_outputs(head), what)
+    names = _choose_outputs(model, outputs, _name_outputs(head), what)
     opsets = {entry.domain: entry.version for entry in model.opset_import}
     producer = f"{model.producer_name} {model.producer_version}".strip()[:100]
     graph = compose.add_prefix(model, _MODEL).graph
-    nodes = _input_nodes(graph, spec, what)
+    nodes = _add_inputs(graph, spec, what)
     nodes += graph.node
     constants: list[Any] = []
-    _output_nodes(nodes, constants, [_MODEL + name for name in names], head, actions)
+    _add_outputs(nodes, constants, [_MODEL + name for name in names], head, actions)
     onnx_bytes = _assemble(model, graph, nodes, constants, spec)
     facts = {"library": "onnx", "producer": producer, "opsets": opsets}
     notes = ("An ONNX model does not say what was done to observations before it.",)
@@ -221,12 +221,12 @@ def _parse_model(data: bytes, what: str) -> Any:
             f"{what}: found functions of its own, {model.functions[0].name!r} first, expected "
             "operators alone. Export it with functions inlined."
         )
-    for graph in _graphs(model.graph):
+    for graph in _iterate_graphs(model.graph):
         _check_graph(graph, what)
     return model
 
 
-def _graphs(graph: Any) -> Iterator[Any]:
+def _iterate_graphs(graph: Any) -> Iterator[Any]:
     """Yield a graph and those in its nodes."""
     pending = [graph]
     while pending:
@@ -290,7 +290,7 @@ def _to_array(tensor: Any, what: str) -> Array:
     return array
 
 
-def _model_outputs(head: str | None) -> tuple[str, ...]:
+def _name_outputs(head: str | None) -> tuple[str, ...]:
     if head == PROBABILITIES:
         return ("probabilities",)
     if head == CHOICES:
@@ -307,7 +307,7 @@ def _make_spec(head: str | None, observations: Space, actions: Space) -> PolicyS
         )
     name = {PROBABILITIES: "categorical", CHOICES: "q_values"}.get(head, head)
     if name in ("gaussian", "squashed_gaussian", "deterministic"):
-        actions = box_actions(actions, None, is_scaled=name == "squashed_gaussian")
+        actions = bound_actions(actions, None, is_scaled=name == "squashed_gaussian")
     return PolicySpec(observations, actions, name)
 
 
@@ -335,7 +335,7 @@ def _choose_outputs(
     )
 
 
-def _input_nodes(graph: Any, spec: PolicySpec, what: str) -> list[Any]:
+def _add_inputs(graph: Any, spec: PolicySpec, what: str) -> list[Any]:
     """Return the nodes that convert observations to the model's inputs."""
     constants = {tensor.name for tensor in graph.initializer}
     inputs = [value for value in graph.input if value.name not in constants]
@@ -368,7 +368,7 @@ def _add_input(
     tensor = value.type.tensor_type
     dims = [dim.dim_value if dim.HasField("dim_value") else 0 for dim in tensor.shape.dim]
     shape = value_shape(leaf)
-    target, axes = _input_shape(dims, shape)
+    target, axes = _fit_input(dims, shape)
     if target is None and axes is None:
         raise SpaceUnsupportedError(
             f"{what}: its input {value.name.removeprefix(_MODEL)!r} has the shape {dims} (0 is any "
@@ -393,7 +393,7 @@ def _add_input(
     nodes.append(node)
 
 
-def _input_shape(
+def _fit_input(
     dims: Sequence[int], shape: tuple[int, ...]
 ) -> tuple[list[int] | None, list[int] | None]:
     """Return the shape to give observations, or the axes to permute; neither if nothing fits."""
@@ -408,11 +408,11 @@ def _input_shape(
     return None, None
 
 
-def _output_nodes(
+def _add_outputs(
     nodes: list[Any], constants: list[Any], names: Sequence[str], head: str | None, actions: Space
 ) -> None:
     """Add the nodes that convert the model's outputs to the head's."""
-    size = _num_outputs(actions)
+    size = _count_outputs(actions)
     constants.append(numpy_helper.from_array(np.array([-1, size], np.int64), "output.shape"))
 
     def reshape(source: str, target: str) -> None:
@@ -459,7 +459,7 @@ def _add_choices(nodes: list[Any], constants: list[Any], name: str, size: int, s
     ]
 
 
-def _num_outputs(actions: Space) -> int:
+def _count_outputs(actions: Space) -> int:
     if isinstance(actions, Discrete):
         return actions.n
     if isinstance(actions, MultiDiscrete):
@@ -478,12 +478,12 @@ def _assemble(
     inputs = [
         helper.make_tensor_value_info(
             name,
-            helper.np_dtype_to_tensor_dtype(np.dtype(_input_dtype(leaf))),
+            helper.np_dtype_to_tensor_dtype(np.dtype(_find_input_dtype(leaf))),
             ["N", *value_shape(leaf)],
         )
         for name, leaf in zip(graph_input_names(spec), parts, strict=True)
     ]
-    size = _num_outputs(spec.action_space)
+    size = _count_outputs(spec.action_space)
     outputs = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", size])
         for name in HEAD_OUTPUTS[spec.head]
@@ -504,7 +504,7 @@ def _assemble(
     return bytes(made.SerializeToString())
 
 
-def _input_dtype(leaf: Any) -> Any:
+def _find_input_dtype(leaf: Any) -> Any:
     """Return the dtype in which graph_inputs gives values: floats are float32."""
     dtype = value_dtype(leaf)
     return np.float32 if dtype.kind == "f" else dtype

@@ -35,14 +35,14 @@ from replaylake.offline.importing.networks import (
     PolicyModule,
     QValueOutputs,
     StateDependentOutputs,
-    box_actions,
+    bound_actions,
+    build_perceptron,
     check_num_actions,
+    choose_discrete_head,
     convert_graph,
-    discrete_head,
-    finite_number,
+    count_outputs,
     make_graph,
-    num_outputs,
-    perceptron,
+    parse_number,
     refuse_nested,
 )
 from replaylake.offline.importing.weights import Layer, Weights, load_tensors, read_entry
@@ -56,7 +56,7 @@ _MAX_TEXT: Final = 100
 _MAX_CLASS_TEXT: Final = 1000
 _NUMBER: Final = re.compile(r"[-+]?(?:inf|nan|\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?)")
 _EXTRACTORS: Final = ("FlattenExtractor", "NatureCNN", "CombinedExtractor")
-# Of SAC and TQC: what log_std is clipped to.
+# SAC and TQC clip log_std to this range.
 _LOG_STD_RANGE: Final = (-20.0, 2.0)
 _NOT_ACTING: Final = (
     "actor_target.",
@@ -108,7 +108,7 @@ def convert_archive(
 
 
 class _Archive:
-    """The contents of an archive, and the parts that all networks share."""
+    """The options and weights of an archive, and the parts that all networks share."""
 
     def __init__(
         self, data: bytes, what: str, observations: Space, actions: Space, num_frames: int
@@ -125,15 +125,15 @@ class _Archive:
             )
         self.values = _parse_data(text, what)
         self.weights = Weights(load_tensors(weights, f"{what}: {_POLICY}"), f"{what}: {_POLICY}")
-        self.options = _mapping(self.values.get("policy_kwargs"))
+        self.options = _parse_mapping(self.values.get("policy_kwargs"))
         version = read_entry(data, _VERSION, what, max_bytes=1000)
-        module = str(_mapping(self.values.get("policy_class")).get("__module__", ""))
+        module = str(_parse_mapping(self.values.get("policy_class")).get("__module__", ""))
         self.facts = {
             "library": "stable-baselines3",
             "library_version": None if version is None else version.decode("ascii", "replace"),
             "policy_module": module[:_MAX_TEXT],
-            "num_timesteps": finite_number(self.values.get("num_timesteps")),
-            "gamma": finite_number(self.values.get("gamma")),
+            "num_timesteps": parse_number(self.values.get("num_timesteps")),
+            "gamma": parse_number(self.values.get("gamma")),
         }
         self._check_standard()
 
@@ -153,7 +153,7 @@ class _Archive:
                     "Export the policy to ONNX."
                 )
 
-    def activation(self, default: type[nn.Module]) -> type[nn.Module]:
+    def find_activation(self, default: type[nn.Module]) -> type[nn.Module]:
         """Return the activation of the perceptrons. Raises: SourceInvalidError."""
         text = self.options.get("activation_fn")
         if text is None:
@@ -167,7 +167,7 @@ class _Archive:
             )
         return kinds[name]
 
-    def features(self, *prefixes: str) -> tuple[nn.Module, int]:
+    def build_features(self, *prefixes: str) -> tuple[nn.Module, int]:
         """Return the features extractor that acts, of these prefixes, and how many it makes."""
         for prefix in prefixes:
             if self.weights.has(f"{prefix}extractors."):
@@ -185,15 +185,15 @@ class _Archive:
                 self.weights.ignore(*prefixes)
                 images = NatureFeatures(self.observations, layers, linears, scale, self._num_frames)
                 return images, images.size
-        flat = FlatFeatures(self.observations, self._dict_keys())
+        flat = FlatFeatures(self.observations, self._order_keys())
         return flat, flat.size
 
-    def _dict_keys(self) -> list[str] | None:
+    def _order_keys(self) -> list[str] | None:
         """Return the order in which the policy joins the parts of a Dict; None of other spaces."""
         refuse_nested(self.observations)
         if not isinstance(self.observations, Dict):
             return None
-        text = str(_mapping(self.values.get("observation_space")).get("spaces", ""))
+        text = str(_parse_mapping(self.values.get("observation_space")).get("spaces", ""))
         places = {key: text.find(f"'{key}':") for key in self.observations.spaces}
         if min(places.values()) < 0:
             raise SpaceUnsupportedError(
@@ -203,9 +203,9 @@ class _Archive:
             )
         return sorted(places, key=lambda key: places[key])
 
-    def box(self, *, is_scaled: bool) -> Box:
-        """Return the actions' space with the bounds of the training; see networks.box_actions."""
-        stated = _mapping(self.values.get("action_space"))
+    def bound_actions(self, *, is_scaled: bool) -> Box:
+        """Return the actions' space with the bounds of the training; see networks.bound_actions."""
+        stated = _parse_mapping(self.values.get("action_space"))
         low, high = (_parse_numbers(stated.get(name)) for name in ("low", "high"))
         size = prod(self.actions.shape) if isinstance(self.actions, Box) else 0
         # numpy writes an array of more than 1,000 numbers with dots in it.
@@ -213,7 +213,7 @@ class _Archive:
         found = (low, high) if is_known else None
         if found is not None and size and len(found[0] or ()) != len(found[1] or ()):
             found = None
-        return box_actions(self.actions, found, is_scaled=is_scaled)
+        return bound_actions(self.actions, found, is_scaled=is_scaled)
 
 
 _Built = tuple[str, PolicyGraph, Sequence[str]]
@@ -227,19 +227,19 @@ def _build_actor_critic(archive: _Archive) -> _Built:
             f"{archive.what}: found a recurrent policy (RecurrentPPO), which is not converted: "
             "no graph of it has been compared with the original yet."
         )
-    features, size = archive.features("pi_features_extractor.", "features_extractor.")
+    features, size = archive.build_features("pi_features_extractor.", "features_extractor.")
     layers = weights.take_layers("mlp_extractor.policy_net")
-    trunk = perceptron(layers, size, archive.activation(nn.Tanh), is_last_linear=False)
+    trunk = build_perceptron(layers, size, archive.find_activation(nn.Tanh), is_last_linear=False)
     action_net = weights.take_layer("action_net")
-    outputs = _check_action_net(archive, action_net, num_outputs(layers, size))
+    outputs = _check_action_net(archive, action_net, count_outputs(layers, size))
     num = int(action_net.weight.shape[0])
     if "log_std" not in weights:
-        head, expected = discrete_head(archive.actions)
+        head, expected = choose_discrete_head(archive.actions)
         check_num_actions(num, expected, archive.actions)
         module: nn.Module = CategoricalOutputs(outputs, archive.actions)
-        graph = _graph(archive, features, trunk, module, archive.actions, head)
+        graph = _make_graph(archive, features, trunk, module, archive.actions, head)
         return "actor-critic", graph, ()
-    space = archive.box(is_scaled=False)
+    space = archive.bound_actions(is_scaled=False)
     check_num_actions(num, prod(space.shape), space)
     log_stds = weights.take("log_std")
     module = (
@@ -247,18 +247,18 @@ def _build_actor_critic(archive: _Archive) -> _Built:
         if log_stds.dim() == 2
         else GaussianOutputs(outputs, log_stds)
     )
-    graph = _graph(archive, features, trunk, module, space, "gaussian")
+    graph = _make_graph(archive, features, trunk, module, space, "gaussian")
     return "actor-critic", graph, (_CLIPPED,)
 
 
 def _build_squashed(archive: _Archive) -> _Built:
     """SAC and TQC."""
     weights = archive.weights
-    features, size = archive.features("actor.features_extractor.")
+    features, size = archive.build_features("actor.features_extractor.")
     layers = weights.take_layers("actor.latent_pi")
-    trunk = perceptron(layers, size, archive.activation(nn.ReLU), is_last_linear=False)
-    num = num_outputs(layers, size)
-    space = archive.box(is_scaled=True)
+    trunk = build_perceptron(layers, size, archive.find_activation(nn.ReLU), is_last_linear=False)
+    num = count_outputs(layers, size)
+    space = archive.bound_actions(is_scaled=True)
     module: nn.Module
     if "actor.log_std" in weights:
         # With state-dependent exploration the mean is clipped, before its tanh.
@@ -266,7 +266,7 @@ def _build_squashed(archive: _Archive) -> _Built:
         layer = weights.take_layer("actor.mu.0" if is_clipped else "actor.mu")
         mean = _check_action_net(archive, layer, num)
         if is_clipped:
-            limit = finite_number(archive.options.get("clip_mean", 2.0))
+            limit = parse_number(archive.options.get("clip_mean", 2.0))
             if limit is None or limit <= 0:
                 raise SourceInvalidError(
                     f"{archive.what}: found clip_mean {archive.options['clip_mean']!r}, expected a "
@@ -280,47 +280,47 @@ def _build_squashed(archive: _Archive) -> _Built:
         log_stds = _check_action_net(archive, weights.take_layer("actor.log_std"), num)
         module = StateDependentOutputs(mean, log_stds, *_LOG_STD_RANGE, is_scaled=False)
     check_num_actions(int(layer.weight.shape[0]), prod(space.shape), space)
-    graph = _graph(archive, features, trunk, module, space, "squashed_gaussian")
+    graph = _make_graph(archive, features, trunk, module, space, "squashed_gaussian")
     return "sac", graph, ()
 
 
 def _build_deterministic(archive: _Archive) -> _Built:
     """TD3 and DDPG."""
     weights = archive.weights
-    features, size = archive.features("actor.features_extractor.")
+    features, size = archive.build_features("actor.features_extractor.")
     layers = weights.take_layers("actor.mu")
-    mean = perceptron(layers, size, archive.activation(nn.ReLU), is_last_linear=True)
-    space = archive.box(is_scaled=True)
-    check_num_actions(num_outputs(layers, size), prod(space.shape), space)
+    mean = build_perceptron(layers, size, archive.find_activation(nn.ReLU), is_last_linear=True)
+    space = archive.bound_actions(is_scaled=True)
+    check_num_actions(count_outputs(layers, size), prod(space.shape), space)
     module = DeterministicOutputs(mean, space)
-    graph = _graph(archive, features, nn.Identity(), module, space, "deterministic")
+    graph = _make_graph(archive, features, nn.Identity(), module, space, "deterministic")
     return "td3", graph, ("The noise of its exploration is not in the package.",)
 
 
 def _build_q_network(archive: _Archive, name: str = "q_net") -> _Built:
     """DQN and QR-DQN."""
     weights = archive.weights
-    features, size = archive.features(f"{name}.features_extractor.")
+    features, size = archive.build_features(f"{name}.features_extractor.")
     layers = weights.take_layers(f"{name}.{name}")
-    values = perceptron(layers, size, archive.activation(nn.ReLU), is_last_linear=True)
+    values = build_perceptron(layers, size, archive.find_activation(nn.ReLU), is_last_linear=True)
     if not isinstance(archive.actions, Discrete):
         raise SpaceUnsupportedError(
             f"actions: found {describe(archive.actions)} in the dataset, expected a Discrete: the "
             "policy has a value for each action. Name the dataset that it is for."
         )
-    num, found = archive.actions.n, num_outputs(layers, size)
+    num, found = archive.actions.n, count_outputs(layers, size)
     is_quantiles = name == "quantile_net"
-    quantiles = _num_quantiles(archive, found) if is_quantiles else 0
+    quantiles = _read_num_quantiles(archive, found) if is_quantiles else 0
     check_num_actions(found // max(1, quantiles), num, archive.actions)
     module = QValueOutputs(values, num, quantiles=quantiles)
-    graph = _graph(archive, features, nn.Identity(), module, archive.actions, "q_values")
-    rate = finite_number(archive.values.get("exploration_rate"))
+    graph = _make_graph(archive, features, nn.Identity(), module, archive.actions, "q_values")
+    rate = parse_number(archive.values.get("exploration_rate"))
     stated = "" if rate is None else f" (epsilon {rate:g} at the end of training)"
     note = f"Its exploration{stated} is not in the package."
     return "qr-dqn" if is_quantiles else "dqn", graph, (note,)
 
 
-def _num_quantiles(archive: _Archive, found: int) -> int:
+def _read_num_quantiles(archive: _Archive, found: int) -> int:
     stated = archive.values.get("n_quantiles", archive.options.get("n_quantiles"))
     if not isinstance(stated, int) or stated < 1 or found % stated:
         raise SourceInvalidError(
@@ -339,7 +339,7 @@ _BUILDERS: Final[Sequence[tuple[str, Callable[[_Archive], _Built]]]] = (
 )
 
 
-def _graph(
+def _make_graph(
     archive: _Archive,
     features: nn.Module,
     trunk: nn.Module,
@@ -373,7 +373,7 @@ def _parse_data(text: bytes, what: str) -> Mapping[str, Any]:
     return values
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _parse_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 

@@ -193,7 +193,7 @@ def convert_torchscript(
         )
     module = _load(data, what)
     Weights({**dict(module.named_parameters()), **dict(module.named_buffers())} or _NONE, what)
-    shape = _input_shape(module, value_shape(observations), what)
+    shape = _find_input_shape(module, value_shape(observations), what)
     onnx, num = _export(module, shape, what)
     outputs = [f"output.{number}" for number in range(num)]
     conversion = convert_onnx(onnx, what, observations, actions, head=head, outputs=outputs)
@@ -291,7 +291,7 @@ def _load(data: bytes, what: str) -> Any:
             ) from error
 
 
-def _input_shape(module: Any, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
+def _find_input_shape(module: Any, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
     """Return the shape of observations that it takes: the dataset's, or else flattened."""
     failed: BaseException | None = None
     for candidate in dict.fromkeys((shape, (prod(shape),))):

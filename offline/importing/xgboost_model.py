@@ -25,7 +25,7 @@ from replaylake.datastore.errors import SourceInvalidError, SpaceUnsupportedErro
 from replaylake.offline.importing.networks import Conversion, check_num_actions
 from replaylake.offline.importing.onnx_model import convert_onnx, make_tree_model
 
-# What the raw sums of the trees are, by the objective; each with the head of a package.
+# The meaning of the trees' raw sums, by the objective.
 _CATEGORICAL: Final = ("multi:softprob", "multi:softmax")
 _BINARY: Final = ("binary:logistic",)
 _REGRESSION: Final = ("reg:squarederror", "reg:absoluteerror", "reg:pseudohubererror")
@@ -60,7 +60,7 @@ def convert_xgboost(data: bytes, what: str, observations: Space, actions: Space)
         num_targets = max(
             int(parameters.get("num_class", 0)), int(parameters.get("num_target", 1)), 1
         )
-        base_score = _base_scores(str(parameters["base_score"]))
+        base_score = _parse_base_scores(str(parameters["base_score"]))
     except _ERRORS as error:
         raise SourceInvalidError(
             f"{what}: is no model of XGBoost ({type(error).__name__}: {error}). Save it again with "
@@ -71,8 +71,8 @@ def convert_xgboost(data: bytes, what: str, observations: Space, actions: Space)
             f"{what}: found the booster {kind!r}, expected 'gbtree': others are not converted."
         )
     _check_features(num_features, observations)
-    head = _head(objective, num_targets, actions, what)
-    attributes = _tree_attributes(booster, num_targets, num_features, what)
+    head = _choose_head(objective, num_targets, actions, what)
+    attributes = _make_tree_attributes(booster, num_targets, num_features, what)
     attributes["base_values"] = _to_margins(base_score, objective, num_targets, what)
     onnx = make_tree_model(attributes, num_features, is_binary=objective in _BINARY)
     conversion = convert_onnx(onnx, what, observations, actions, head=head)
@@ -101,7 +101,7 @@ def _parse_model(data: bytes, what: str) -> Mapping[str, Any]:
     return model
 
 
-def _base_scores(text: str) -> list[float]:
+def _parse_base_scores(text: str) -> list[float]:
     """Return the base score; from XGBoost 3.1 on it is a list, with one for each target."""
     value = json.loads(text)
     return [float(one) for one in (value if isinstance(value, list) else [value])]
@@ -133,7 +133,7 @@ def _check_features(num_features: int, observations: Space) -> None:
         )
 
 
-def _head(objective: str, num_targets: int, actions: Space, what: str) -> str:
+def _choose_head(objective: str, num_targets: int, actions: Space, what: str) -> str:
     """Return the head of a package. Raises: SourceInvalidError, SpaceUnsupportedError."""
     if objective in _BINARY and num_targets != 1:
         raise SourceInvalidError(
@@ -156,7 +156,7 @@ def _head(objective: str, num_targets: int, actions: Space, what: str) -> str:
     return "deterministic"
 
 
-def _tree_attributes(
+def _make_tree_attributes(
     booster: Mapping[str, Any], num_targets: int, num_features: int, what: str
 ) -> dict[str, Any]:
     """Return the attributes of ONNX's TreeEnsembleRegressor. Raises: SourceInvalidError."""
@@ -270,7 +270,7 @@ class _UbjsonReader:
 
     def read(self) -> Any:
         """Return the value. Raises: ValueError if the data is damaged."""
-        return self._value(self._take(1))
+        return self._read_value(self._take(1))
 
     def _take(self, num: int) -> bytes:
         part = self._data[self._at : self._at + num]
@@ -279,11 +279,11 @@ class _UbjsonReader:
         self._at += num
         return part
 
-    def _value(self, marker: bytes) -> Any:
+    def _read_value(self, marker: bytes) -> Any:
         if marker in self._NUMBERS:
-            return self._array(marker, 1)[0].item()
+            return self._read_array(marker, 1)[0].item()
         if marker == b"S":
-            return self._take(self._length()).decode()
+            return self._take(self._read_length()).decode()
         if marker in (b"Z", b"T", b"F"):
             return {b"Z": None, b"T": True, b"F": False}[marker]
         if marker not in (b"[", b"{"):
@@ -291,41 +291,41 @@ class _UbjsonReader:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise ValueError("nested too deep")
-        value = self._list() if marker == b"[" else self._object()
+        value = self._read_list() if marker == b"[" else self._read_object()
         self._depth -= 1
         return value
 
-    def _length(self) -> int:
-        return int(self._value(self._take(1)))
+    def _read_length(self) -> int:
+        return int(self._read_value(self._take(1)))
 
-    def _list(self) -> Any:
+    def _read_list(self) -> Any:
         kind = None
         if self._peek() == b"$":
             self._take(1)
             kind = self._take(1)
         if self._peek() == b"#":
             self._take(1)
-            num = self._length()
+            num = self._read_length()
             if kind in self._NUMBERS:
                 assert kind is not None  # it is a key
-                return self._array(kind, num).tolist()
+                return self._read_array(kind, num).tolist()
             if num > len(self._data):
                 raise ValueError(f"a list of {num} values in {len(self._data)} bytes")
-            return [self._value(kind or self._take(1)) for _ in range(num)]
+            return [self._read_value(kind or self._take(1)) for _ in range(num)]
         values = []
         while (marker := self._take(1)) != b"]":
-            values.append(self._value(marker))
+            values.append(self._read_value(marker))
         return values
 
-    def _object(self) -> dict[str, Any]:
+    def _read_object(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
         while self._peek() != b"}":
-            name = self._take(self._length()).decode()
-            values[name] = self._value(self._take(1))
+            name = self._take(self._read_length()).decode()
+            values[name] = self._read_value(self._take(1))
         self._take(1)
         return values
 
-    def _array(self, kind: bytes, num: int) -> Array:
+    def _read_array(self, kind: bytes, num: int) -> Array:
         dtype = np.dtype(self._NUMBERS[kind])
         return np.frombuffer(self._take(num * dtype.itemsize), dtype)
 

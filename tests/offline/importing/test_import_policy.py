@@ -1,6 +1,9 @@
 """Imported policies act, are evaluated and served as those of the library; others are refused."""
 
 import io
+import json
+import os
+import zipfile
 
 import numpy as np
 import pytest
@@ -104,6 +107,17 @@ def test_the_registry_says_where_a_policy_comes_from(policy_lake, kit):
     }
     assert any("epsilon 0.05" in note for note in imported["not_carried"])
     assert result.to_json()["version"] == 1
+
+
+def test_texts_of_a_file_are_registered_as_utf_8(policy_lake, kit, tmp_path):
+    with zipfile.ZipFile(_file(kit, "sb3_ppo")) as archive:
+        data = json.loads(archive.read("data"))
+        tensors = torch.load(io.BytesIO(archive.read("policy.pth")), weights_only=True)
+    data["policy_class"] = {"__module__": "half \ud800"}
+    path = kit.write_archive(tmp_path / os.fsdecode(b"ppo\xff.zip"), tensors, **data)
+    result = import_policy(policy_lake, "sb3_ppo", "texts", path)
+    imported = load_policy(result.policy.path).manifest.body["imported"]
+    assert (imported["file"], imported["policy_module"]) == ("ppo?.zip", "half ?")
 
 
 def test_a_policy_is_refused_where_its_actions_differ(policy_lake, kit):
