@@ -8,6 +8,7 @@ model N rounds before. `dpo` makes one round: pairs of samples of the cloned mod
 
     python -m benchmarks.language_training --folder /tmp/language
     python -m benchmarks.language_training --folder /tmp/stale --staleness 4 --rounds 12 ...
+    python -m benchmarks.language_training --plot staleness.png --results stale.jsonl
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ T95: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="an empty or absent folder")
+    parser.add_argument("--folder", type=Path, help="an empty or absent folder")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the lines of --results")
+    parser.add_argument("--results", type=Path, nargs="+", metavar="JSONL")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -45,6 +48,9 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=0, help="rounds")
     parser.add_argument("--correction", default="truncate", choices=("truncate", "mask", "none"))
     options = parser.parse_args()
+    if options.plot is not None:
+        plot([json.loads(line) for p in options.results for line in p.open()], options.plot)
+        return
     for method in options.methods:
         begin = time.perf_counter()
         rows = [
@@ -189,6 +195,32 @@ def interval(values: Any) -> tuple[float, float]:
         return math.nan, math.nan
     half = T95[len(values) - 1] * values.std(ddof=1) / math.sqrt(len(values))
     return values.mean() - half, values.mean() + half
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the exact match by round, a picture for each method."""
+    import matplotlib.pyplot as plt
+
+    names = {
+        (0, "truncate"): "staleness 0",
+        (4, "truncate"): "staleness 4, corrected",
+        (4, "none"): "staleness 4, not corrected",
+    }
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    _, axes = plt.subplots(
+        1, len(methods), figsize=(3.2 * len(methods), 3), sharey=True, squeeze=False
+    )
+    for axis, method in zip(axes[0], methods, strict=True):
+        for row in rows:
+            if row["method"] == method:
+                name = names[row["staleness"], row["correction"]]
+                axis.plot(row["exact_match"], marker=".", label=name)
+        axis.set_title(method)
+        axis.set_xlabel("round")
+    axes[0][0].set_ylabel("exact match, mean of 5 seeds")
+    axes[0][0].legend(fontsize=7)
+    plt.tight_layout()
+    plt.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
