@@ -1,8 +1,8 @@
 """POST /decisions: decisions that a client took by itself while it could not reach a server.
 
 They are logged as those of /act are, so that the join makes steps of them and reports find them by
-their request_id. Of several decisions of one request the newest is the step: where /act logged one
-whose answer was lost, that is the client's.
+their request_id. Each is marked as decided by a client. Of the decisions of one request it is the
+step, not one of /act whose answer was lost, whichever was logged later.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ def _read_decision(
         policy_version=_read_version(item["version"]),
         deterministic=bool(optional(item, "deterministic", bool, "true or false")),
         package_sha256=_read_sha256(item.get("package_sha256")),
+        decided_by_client=True,
     )
 
 
