@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -40,8 +39,9 @@ LOCAL: Final = "local:"
 DECISION: Final = "decision"
 REPORT: Final = "report"
 _MAX_SENT: Final = 256
-# Ids of the server's that are remembered, for reports that come later: about 15 MB.
-_MAX_IDS: Final = 65_536
+_SERVER_ERROR: Final = 500
+# A server that refuses what is spooled is asked again after so many pauses between probes.
+_REFUSED_PAUSES: Final = 30
 # Refusals of one item, which no repeat would change. Others are of the server's configuration.
 _FINAL_STATUSES: Final = (400, 409, 410, 413, 422)
 _WITHOUT_DENSITY: Final = ("deterministic", "sampled")
@@ -76,7 +76,7 @@ class FallbackPolicy:
             version: by default the package's own.
             explore: `epsilon=E` or `temperature=T`, as `serve` has it; by default the mode.
             after_s: how long an attempt of `act` waits for the server; two attempts are made.
-            probe_s: how often a server that is away is tried again.
+            probe_s: how often a server that is away is tried again, and what is spooled is sent.
             manifest_sha256: what the package's manifest has to have.
 
         Raises: PackageInvalidError, NotFoundError, StorageError; SpaceUnsupportedError for a policy
@@ -219,7 +219,7 @@ class SpoolSender:
     def __init__(self, fallback: FallbackPolicy, transport: Transport) -> None:
         self._fallback, self._spool, self._transport = fallback, fallback.spool, transport
         self._wake, self._is_stopping = threading.Event(), False
-        self._ids: OrderedDict[str, str] = OrderedDict()  # the server's, by request_id
+        self._refusal: str | None = None  # why a server that answers takes no decisions or reports
         # What an earlier process left is sent before anything else is requested.
         self.is_down = self._spool.num_pending > 0
         self._thread = threading.Thread(target=self._run, name="replaylake-spool", daemon=True)
@@ -227,37 +227,43 @@ class SpoolSender:
         if self.is_down:
             self._wake.set()
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether reports have to wait behind what is spooled."""
-        return self.is_down or self._spool.num_pending > 0
+    def holds_back(self, report: Mapping[str, Any]) -> bool:
+        """Whether a report has to wait behind what is spooled.
+
+        Where the server refuses that, the reports on its own decisions need not.
+        """
+        self._spool.check_usable()
+        if self.is_down or not self._spool.num_pending:
+            return self.is_down
+        decision_id = report.get("decision_id")
+        is_server_s = isinstance(decision_id, str) and not decision_id.startswith(LOCAL)
+        return self._refusal is None or not is_server_s
 
     def report_failure(self) -> None:
-        """Act by the fallback from now on, until the server has taken what is spooled."""
+        """Act by the fallback from now on, until a server answers again."""
         self.is_down = True
         self._wake.set()
 
     def add_report(self, report: Mapping[str, Any]) -> None:
         """Spool a report of POST /feedback. Raises: StorageError."""
         self._spool.append({"kind": REPORT, **report})
-        self._wake.set()
 
     def name_decision(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Return a report with the server's name of a decision that was taken here.
 
-        By its id, where that is known: the decision is then the step, even if the server logs its
-        own answer to the same request later than this one.
+        That is its request: an id has a reward window from the decision on, which an outage may
+        outlast, and a decision that is sent twice has two.
         """
         decision_id = report.get("decision_id")
         if not isinstance(decision_id, str) or not decision_id.startswith(LOCAL):
             return dict(report)
         request_id = decision_id.removeprefix(LOCAL)
-        if (known := self._ids.get(request_id)) is not None:
-            return {**report, "decision_id": known}
         return {**_without(report, "decision_id"), "request_id": request_id}
 
     def close(self) -> None:
         """Try once more, then leave the rest to the next process."""
+        if not self._spool.is_own:
+            return
         self._is_stopping = True
         self._wake.set()
         self._thread.join()
@@ -268,32 +274,48 @@ class SpoolSender:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._wake.wait()
+            # Not only when it is woken: a decision may be spooled at any moment, as the last one
+            # of an outage after all others were sent.
+            is_refused = self._refusal is not None and not self.is_down
+            self._wake.wait(self._fallback.probe_s * (_REFUSED_PAUSES if is_refused else 1))
             self._wake.clear()
-            while self.holds_back and not self._try_to_send() and not self._is_stopping:
-                self._wake.wait(self._fallback.probe_s)
-                self._wake.clear()
+            if not self._is_stopping and (self.is_down or self._spool.num_pending):
+                self._try_to_send()
 
-    def _try_to_send(self) -> bool:
-        """Send all of it; return whether the server has it."""
+    def _try_to_send(self) -> None:
+        """Send all of it, if the server answers."""
         if self._transport.status("/readyz") != 200:
-            return False
+            return
         try:
             while items := self._spool.peek(_MAX_SENT):
                 for kind, group in groupby(items, key=lambda item: item["kind"]):
                     self._send(kind, list(group))
-        except (RequestFailedError, ServerUnreachableError, StorageError) as error:
-            _logger.warning(
-                "%d decisions and rewards are not sent yet, will retry: %s",
-                self._spool.num_pending,
-                error,
-            )
-            return False
+        except ServerUnreachableError as error:
+            self._log_unsent(str(error))
+            return
+        except RequestFailedError as error:
+            self._log_unsent(str(error))
+            if error.status >= _SERVER_ERROR:
+                return
+            # It answers, so that it can act, but takes no decisions of clients: it logs none, is
+            # of an earlier release, or the token lacks the role.
+            self._refusal = str(error)
+        except StorageError as error:
+            self._log_unsent(str(error))
         except Exception:  # a fault must not end what nobody watches
             _logger.exception("decisions and rewards are not sent yet, will retry")
-            return False
+        else:
+            self._refusal = None
         self.is_down = False
-        return True
+
+    def _log_unsent(self, error: str) -> None:
+        if error == self._refusal:  # logged when it was refused first
+            return
+        _logger.warning(
+            "%d decisions and rewards are not sent yet, will retry: %s",
+            self._spool.num_pending,
+            error,
+        )
 
     def _send(self, kind: str, items: Sequence[Mapping[str, Any]]) -> None:
         try:
@@ -324,10 +346,6 @@ class SpoolSender:
         if not isinstance(ids, list) or len(ids) != len(items):
             message = f"found {len(items)} decisions and another number of ids. Check the URL"
             raise RequestFailedError(502, "answer", message)
-        for item, decision_id in zip(items, ids, strict=True):
-            self._ids[item["request_id"]] = decision_id
-        while len(self._ids) > _MAX_IDS:
-            self._ids.popitem(last=False)
 
 
 def _without(item: Mapping[str, Any], *names: str) -> dict[str, Any]:

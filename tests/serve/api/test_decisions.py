@@ -101,6 +101,17 @@ def test_a_decision_of_act_is_not_marked_as_a_client_s(logged):
     assert decision == {"decided_by_client": False}
 
 
+def test_an_outage_that_outlasts_the_reward_window_loses_no_reward(logged):
+    one = {**DECISION, "age_s": logged.log.window_s + 600}
+    (decision_id,) = logged.post("/decisions", json={"decisions": [one]}).json()["decision_ids"]
+    join_feedback(logged.lake, "d", window_s=logged.log.window_s)
+    report = {"reward": 1.0, "terminated": True}
+    assert logged.post("/feedback", json={**report, "decision_id": decision_id}).status_code == 410
+    assert logged.post("/feedback", json={**report, "request_id": "r1"}).status_code == 202
+    (step,) = read_steps(logged, 1)
+    assert (step["policy"], step["reward"]) == ("fallback", 1.0)
+
+
 def test_a_report_by_id_outranks_an_answer_that_comes_late(logged):
     one = {**DECISION, "age_s": 0}
     (decision_id,) = logged.post("/decisions", json={"decisions": [one]}).json()["decision_ids"]
