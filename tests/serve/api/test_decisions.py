@@ -175,6 +175,22 @@ def test_a_body_without_decisions_is_refused(logged, body):
     assert logged.post("/decisions", json=body).status_code == 422
 
 
+def test_a_version_that_the_lake_s_policy_does_not_have_is_refused(logged, refused, package):
+    registry = logged.serving.registry = logged.lake.registry
+    ref = registry.register("clone", package, run_id="r", lineage={})
+    own = registry.entry("clone", ref.version)["manifest_sha256"]
+
+    def post(**fields):
+        one = {**DECISION, "policy": "clone", "version": ref.version, **fields}
+        return logged.post("/decisions", json={"decisions": [DECISION, one]})
+
+    refused(post(version=ref.version + 1), 422, "decisions[1].version")
+    refused(post(package_sha256="ab" * 32), 422, "decisions[1].package_sha256")
+    assert logged.log.decisions.num_pending == 0
+    assert post(package_sha256=own).status_code == post().status_code == 200
+    assert post(policy="elsewhere", package_sha256="ab" * 32).status_code == 200
+
+
 def test_more_than_a_batch_is_refused(limited_client, refused):
     answer = limited_client.post("/decisions", json={"decisions": [DECISION] * 17})
     refused(answer, 413, "decisions")
