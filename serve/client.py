@@ -113,9 +113,9 @@ class PolicyClient:
             timeout_s: of one attempt.
             retry_s: how long a request is sent again before it fails; 0 for never.
             context: for https with other than the system's certificates.
-            fallback: acts while the server does not answer, or answers with a status of 500 or
-                above. With it, act and feedback make at most two attempts of
-                `fallback.after_s` each.
+            fallback: acts where the server does not answer, or with a status of 500 or above. Then
+                act and feedback wait for it no longer than `fallback.after_s`, twice. A process
+                that is forked opens its own: in it, this client raises StorageError.
 
         Raises: ConfigInvalidError if the URL is none of http or https.
         """
@@ -145,8 +145,8 @@ class PolicyClient:
     def close(self) -> None:
         """Close the connections of all threads; another request opens a new one.
 
-        With a fallback, spooled decisions and reports are sent first if the server answers;
-        otherwise, the next process sends them. The client can then not be used again.
+        With a fallback: send what it spooled, if the server answers; the next process sends the
+        rest. Then this client is at its end, and a StorageError says so.
         """
         if self._sender is not None:
             self._sender.close()
@@ -353,6 +353,7 @@ class PolicyClient:
     ) -> dict[str, Any]:
         if self._fallback is None or self._sender is None:
             return self._act("observation", observation, fields, {"action_mask": action_mask})
+        self._fallback.spool.check_usable()
         if not self._sender.is_down:
             try:
                 return self._act("observation", observation, fields, {"action_mask": action_mask})
@@ -372,8 +373,9 @@ class PolicyClient:
     def _act_on_batch(
         self, observations: Any, fields: Mapping[str, Any], columns: Mapping[str, Any]
     ) -> dict[str, Any]:
-        if self._sender is None:
+        if self._fallback is None or self._sender is None:
             return self._act("observations", observations, fields, columns)
+        self._fallback.spool.check_usable()
         if not self._sender.is_down:
             try:
                 return self._act("observations", observations, fields, columns)
@@ -404,7 +406,7 @@ class PolicyClient:
     def _report(self, reports: Sequence[Mapping[str, Any]], *, is_batch: bool = False) -> None:
         """Send reports; spool them if no server answers or earlier ones are still spooled."""
         sender = self._sender
-        if sender is not None and sender.holds_back:
+        if sender is not None and any(map(sender.holds_back, reports)):
             for report in reports:
                 sender.add_report(report)
             return

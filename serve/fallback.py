@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -40,9 +39,10 @@ LOCAL: Final = "local:"
 DECISION: Final = "decision"
 REPORT: Final = "report"
 _MAX_SENT: Final = 256
-# Decision ids of the server that are retained for later reports: about 15 MB.
-_MAX_IDS: Final = 65_536
-# Refusals of one item, which are permanent. Others are due to the server's configuration.
+_SERVER_ERROR: Final = 500
+# A server that refuses what is spooled is asked again after so many pauses between probes.
+_REFUSED_PAUSES: Final = 30
+# Refusals of one item, which no repeat would change. Others are of the server's configuration.
 _FINAL_STATUSES: Final = (400, 409, 410, 413, 422)
 _WITHOUT_DENSITY: Final = ("deterministic", "sampled")
 _ALWAYS_DRAWN: Final = ("uniform", "sampled")
@@ -72,12 +72,12 @@ class FallbackPolicy:
         Args:
             package: the directory of a policy package.
             spool: a directory for what is not sent yet; several processes may share it.
-            policy: policy name that decisions are logged with; by default the package's.
-            version: policy version that decisions are logged with; by default the package's.
-            explore: `epsilon=E` or `temperature=T`, as for a server; by default, the mode is taken.
-            after_s: timeout of an attempt of `act`; two attempts are made.
-            probe_s: interval at which a server that does not answer is probed.
-            manifest_sha256: expected sha256 of the package's manifest; None: any.
+            policy: what decisions are logged under; by default the package's own name.
+            version: by default the package's own.
+            explore: `epsilon=E` or `temperature=T`, as `serve` has it; by default the mode.
+            after_s: how long an attempt of `act` waits for the server; two attempts are made.
+            probe_s: how often a server that is away is tried again, and what is spooled is sent.
+            manifest_sha256: what the package's manifest has to have.
 
         Raises: PackageInvalidError, NotFoundError, StorageError; SpaceUnsupportedError for a policy
         with a state, which only the server can sign; ConfigInvalidError if neither the package nor
@@ -221,45 +221,51 @@ class SpoolSender:
     def __init__(self, fallback: FallbackPolicy, transport: Transport) -> None:
         self._fallback, self._spool, self._transport = fallback, fallback.spool, transport
         self._wake, self._is_stopping = threading.Event(), False
-        self._ids: OrderedDict[str, str] = OrderedDict()  # the server's, by request_id
-        # What an earlier process left is sent before any other request.
+        self._refusal: str | None = None  # why a server that answers takes no decisions or reports
+        # What an earlier process left is sent before anything else is requested.
         self.is_down = self._spool.num_pending > 0
         self._thread = threading.Thread(target=self._run, name="replaylake-spool", daemon=True)
         self._thread.start()
         if self.is_down:
             self._wake.set()
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether reports have to be spooled, because earlier items are not sent yet."""
-        return self.is_down or self._spool.num_pending > 0
+    def holds_back(self, report: Mapping[str, Any]) -> bool:
+        """Whether a report has to wait behind what is spooled.
+
+        Where the server refuses that, the reports on its own decisions need not.
+        """
+        self._spool.check_usable()
+        if self.is_down or not self._spool.num_pending:
+            return self.is_down
+        decision_id = report.get("decision_id")
+        is_server_s = isinstance(decision_id, str) and not decision_id.startswith(LOCAL)
+        return self._refusal is None or not is_server_s
 
     def report_failure(self) -> None:
-        """Use the fallback from now on, until the server has accepted everything spooled."""
+        """Act by the fallback from now on, until a server answers again."""
         self.is_down = True
         self._wake.set()
 
     def add_report(self, report: Mapping[str, Any]) -> None:
         """Spool a report of POST /feedback. Raises: StorageError."""
         self._spool.append({"kind": REPORT, **report})
-        self._wake.set()
 
     def name_decision(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Return a report that refers to a local decision as the server knows it.
 
-        That is by the server's decision id if it is known: the decision then becomes the step, even
-        if the server logs its own answer to the same request later. Else by request_id.
+        That is its request: an id has a reward window from the decision on, which an outage may
+        outlast, and a decision that is sent twice has two.
         """
         decision_id = report.get("decision_id")
         if not isinstance(decision_id, str) or not decision_id.startswith(LOCAL):
             return dict(report)
         request_id = decision_id.removeprefix(LOCAL)
-        if (known := self._ids.get(request_id)) is not None:
-            return {**report, "decision_id": known}
         return {**_without(report, "decision_id"), "request_id": request_id}
 
     def close(self) -> None:
-        """Try to send once more; the next process sends the rest."""
+        """Try once more, then leave the rest to the next process."""
+        if not self._spool.is_own:
+            return
         self._is_stopping = True
         self._wake.set()
         self._thread.join()
@@ -270,32 +276,48 @@ class SpoolSender:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._wake.wait()
+            # Not only when it is woken: a decision may be spooled at any moment, as the last one
+            # of an outage after all others were sent.
+            is_refused = self._refusal is not None and not self.is_down
+            self._wake.wait(self._fallback.probe_s * (_REFUSED_PAUSES if is_refused else 1))
             self._wake.clear()
-            while self.holds_back and not self._try_to_send() and not self._is_stopping:
-                self._wake.wait(self._fallback.probe_s)
-                self._wake.clear()
+            if not self._is_stopping and (self.is_down or self._spool.num_pending):
+                self._try_to_send()
 
-    def _try_to_send(self) -> bool:
-        """Send all spooled items; return whether the server has accepted them."""
+    def _try_to_send(self) -> None:
+        """Send all of it, if the server answers."""
         if self._transport.status("/readyz") != 200:
-            return False
+            return
         try:
             while items := self._spool.peek(_MAX_SENT):
                 for kind, group in groupby(items, key=lambda item: item["kind"]):
                     self._send(kind, list(group))
-        except (RequestFailedError, ServerUnreachableError, StorageError) as error:
-            _logger.warning(
-                "%d decisions and rewards are not sent yet, will retry: %s",
-                self._spool.num_pending,
-                error,
-            )
-            return False
-        except Exception:  # an unexpected error must not end the thread unnoticed
+        except ServerUnreachableError as error:
+            self._log_unsent(str(error))
+            return
+        except RequestFailedError as error:
+            self._log_unsent(str(error))
+            if error.status >= _SERVER_ERROR:
+                return
+            # It answers, so that it can act, but takes no decisions of clients: it logs none, is
+            # of an earlier release, or the token lacks the role.
+            self._refusal = str(error)
+        except StorageError as error:
+            self._log_unsent(str(error))
+        except Exception:  # a fault must not end what nobody watches
             _logger.exception("decisions and rewards are not sent yet, will retry")
-            return False
+        else:
+            self._refusal = None
         self.is_down = False
-        return True
+
+    def _log_unsent(self, error: str) -> None:
+        if error == self._refusal:  # logged when it was refused first
+            return
+        _logger.warning(
+            "%d decisions and rewards are not sent yet, will retry: %s",
+            self._spool.num_pending,
+            error,
+        )
 
     def _send(self, kind: str, items: Sequence[Mapping[str, Any]]) -> None:
         try:
@@ -328,10 +350,6 @@ class SpoolSender:
                 f"found another number of ids than the {len(items)} decisions sent. Check the URL"
             )
             raise RequestFailedError(502, "answer", message)
-        for item, decision_id in zip(items, ids, strict=True):
-            self._ids[item["request_id"]] = decision_id
-        while len(self._ids) > _MAX_IDS:
-            self._ids.popitem(last=False)
 
 
 def _without(item: Mapping[str, Any], *names: str) -> dict[str, Any]:

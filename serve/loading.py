@@ -90,7 +90,7 @@ def load_serving(config: ServeConfig) -> ServingState:
         config=journal,
         on_failure=config.on_log_failure,
     )
-    common["states"] = StateSigner(lake.signing_key())
+    common |= {"states": StateSigner(lake.signing_key()), "registry": lake.registry}
     if config.join_every_s:
         common["feedback_join"] = FeedbackJoinProcess(
             log.dataset, config.lake, config.join_every_s, config.window_s

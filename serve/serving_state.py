@@ -12,6 +12,7 @@ from replaylake.datastore.feedback.decision_id import DecisionSigner
 from replaylake.datastore.feedback.journal import Journal
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.registry import Registry
 from replaylake.serve.messages import RETRY_AFTER_S, RETRY_LATER, RequestRefusedError
 from replaylake.serve.recording.decision_log import DecisionLog
 from replaylake.serve.recording.feedback_join_process import FeedbackJoinProcess
@@ -33,6 +34,7 @@ class ServingState:
 
     log is None where nothing is logged, follower where no alias is followed. states signs what
     clients carry for policies that remember; takes_options: requests may say how to explore.
+    registry is that of the lake, None without one.
     """
 
     router: Router
@@ -48,6 +50,7 @@ class ServingState:
     received: ReceivedLog | None = None  # opened with the first episode that was acted elsewhere
     states: StateSigner = field(default_factory=lambda: StateSigner(os.urandom(32)))
     takes_options: bool = True
+    registry: Registry | None = None
     _opening: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _is_closed: bool = False
 

@@ -51,6 +51,8 @@ LOG_PROB: Final = "log_prob"
 DETERMINISTIC: Final = "deterministic"
 # The sha256 of the manifest of the package that decided; NULL in rows of earlier releases.
 PACKAGE_SHA256: Final = "package_sha256"
+# Whether the client took the decision itself and sent it later; of served steps, NULL where not.
+DECIDED_BY_CLIENT: Final = "decided_by_client"
 # Of served steps: when the outcome that a step has was reported, and whether the step was written
 # before that.
 REWARDED_AT: Final = "rewarded_at"
@@ -87,6 +89,7 @@ def decisions_schema(observation_space: Space, action_space: Space) -> pa.Schema
             pa.field(LOG_PROB, pa.float32()),
             pa.field(DETERMINISTIC, pa.bool_(), nullable=False),
             pa.field(PACKAGE_SHA256, pa.string()),
+            pa.field(DECIDED_BY_CLIENT, pa.bool_()),
             *mask,
         ]
     )

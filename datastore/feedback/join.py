@@ -51,6 +51,7 @@ from replaylake.datastore.episodes.spaces import Array, take
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.feedback.decision_id import read_unverified
 from replaylake.datastore.feedback.decisions import (
+    DECIDED_BY_CLIENT,
     DECISION_ID,
     DEFAULT_WINDOW_S,
     LOG_PROB,
@@ -91,7 +92,8 @@ class JoinReceipt:
     decisions and rewards: rows of the two tables. joined: decisions that have a reward. episodes
     (pieces count singly) and steps: what this run added as `version`. waiting: decisions that may
     still be completed; waits: for what, and until when. unrewarded: decisions whose window passed
-    without a reward. repeated: unrewarded decisions whose request was sent again and then rewarded.
+    without a reward. repeated: unrewarded decisions whose request was sent again and then rewarded,
+    and those of a request that the client decided itself, or sent as its own decision before.
     late: steps that got another reward, or an end, after they were written. ends_refused: those of
     them of which the reward says that the episode ends there, though steps follow, or does not,
     though it did. orphaned: rewarded decisions that are not there, and reports by a request or a
@@ -446,6 +448,9 @@ class _DecodedDecisions:
         self._timestamps = rows.column(TIMESTAMP).cast(pa.int64()).to_numpy()
         self._request_ids = rows.column(REQUEST_ID)
         self._masks = self._decode_masks(rows)
+        self._by_client = None
+        if DECIDED_BY_CLIENT in rows.column_names:
+            self._by_client = rows.column(DECIDED_BY_CLIENT).combine_chunks().fill_null(False)
         self._has_sums = any(reward.has_sums for reward in logged.rewards.values())
 
     def episode(self, piece: DecisionPiece) -> Episode:
@@ -474,6 +479,7 @@ class _DecodedDecisions:
                 REWARDED_AT: pa.array([reward.timestamp for reward in rewards], TIMESTAMP_TYPE),
                 REWARD_LATE: pa.array([False] * len(rewards)),
                 **self._sums(rewards),
+                **self._marks(index),
             },
         )
 
@@ -482,6 +488,13 @@ class _DecodedDecisions:
         if not self._has_sums:
             return {}
         return {REPORTED: pa.array([reward.reported for reward in rewards], pa.string())}
+
+    def _marks(self, index: Array) -> dict[str, pa.Array]:
+        """Return the column of what clients decided, where any of this run is such a decision."""
+        if self._by_client is None:
+            return {}
+        marks = self._by_client.take(pa.array(index))
+        return {DECIDED_BY_CLIENT: marks} if marks.true_count else {}
 
     def _final_observation(self, piece: DecisionPiece, last: Reward) -> Any:
         if piece.next_id is not None and not last.ends:

@@ -24,6 +24,7 @@ from replaylake.datastore.episodes.schema import (
     TRUNCATED,
 )
 from replaylake.datastore.feedback.decisions import (
+    DECIDED_BY_CLIENT,
     DECISION_ID,
     FEEDBACK_ID,
     MODE,
@@ -54,6 +55,7 @@ _FEEDBACK_NAMES: Final = {
     REQUEST_ID: "request",
     STEP: "step",
     TIMESTAMP: "ts",
+    DECIDED_BY_CLIENT: "by_client",
     FEEDBACK_ID: "feedback",
     MODE: "mode",
     REWARD: "reward",
@@ -69,18 +71,34 @@ _WRITTEN_NAMES: Final = {
     TRUNCATED: "truncated",
     REPORTED: "reported",
 }
-# decision: each decision, with its step if it is one, and until when what was said of it is there;
-# that is not known of a sum, as a part of one may be found later. meant: of reports by other names
-# the client's episode, and the decision as far as it can be told here; it may be another where one
-# came after it that is no step yet. report: each report with the client's episode that it is of.
-# changing: those in which a report may count.
+# superseded: where a client took a decision itself, the other decisions of its request. A server
+# that hung logs its own answer, which nobody received, at any later time. What is a step or was
+# named by its id stays. decision: each other decision, with its step if it is one, and until when
+# what was said of it is there; that is not known of a sum, as a part of one may be found later.
+# meant: of reports by other names the client's episode, and the decision as far as it can be told
+# here; it may be another where one came after it that is no step yet. report: each report with the
+# client's episode that it is of. changing: those in which a report may count.
 JOIN_SQL: Final = """
+CREATE TEMP TABLE named AS SELECT DISTINCT key FROM rewards WHERE key IS NOT NULL;
+CREATE TEMP TABLE superseded AS
+SELECT key FROM (
+    SELECT d.key, w.key IS NOT NULL OR n.key IS NOT NULL AS stays, row_number() OVER (
+        PARTITION BY d.request, d.source, d.step
+        ORDER BY w.key IS NOT NULL DESC, n.key IS NOT NULL DESC, d.by_client DESC, d.key DESC
+    ) AS place
+    FROM decisions d
+    SEMI JOIN (SELECT request, source, step FROM decisions WHERE by_client) c
+        ON c.request = d.request AND c.source IS NOT DISTINCT FROM d.source
+        AND c.step IS NOT DISTINCT FROM d.step
+    LEFT JOIN written w ON w.key = d.key
+    LEFT JOIN named n ON n.key = d.key
+) WHERE place > 1 AND NOT stays;
 CREATE TEMP TABLE decision AS
 SELECT d.key, d.source, d.request, d.step, d.ts, d.file,
     coalesce('e' || d.source, 'd' || d.key) AS client, w.key IS NULL AS open, w.number, w.episode,
     w.reward, w.terminated, w.truncated, w.since, w.reported, w.number = last.number AS is_last,
     CASE WHEN w.reported IS NULL THEN w.since END AS until
-FROM decisions d LEFT JOIN written w ON w.key = d.key
+FROM decisions d ANTI JOIN superseded s ON s.key = d.key LEFT JOIN written w ON w.key = d.key
 LEFT JOIN (SELECT episode, max(number) AS number FROM written GROUP BY episode) last
     ON last.episode = w.episode;
 CREATE TEMP TABLE client AS
@@ -147,7 +165,8 @@ SELECT [coalesce(sum(num) FILTER (is_recent), 0)::BIGINT, min(ts) FILTER (is_rec
         max(ts) FILTER (is_recent)],
     [coalesce(sum(num) FILTER (waits AND NOT is_recent), 0)::BIGINT,
         min(ts) FILTER (waits AND NOT is_recent), max(ts) FILTER (waits AND NOT is_recent)],
-    coalesce(sum(num) FILTER (NOT waits), 0)::BIGINT, coalesce(sum(again), 0)::BIGINT,
+    coalesce(sum(num) FILTER (NOT waits), 0)::BIGINT, 
+    coalesce(sum(again), 0)::BIGINT + (SELECT count(*) FROM superseded),
     (SELECT count(*) FROM decision WHERE NOT open),
     (SELECT count(*) FROM report WHERE key IS NULL AND client IS NULL AND ts < {closing}),
     (SELECT count(*) FROM report WHERE key IS NULL AND ts >= {horizon})
@@ -457,13 +476,15 @@ def _rename(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
 
 def read_decisions(decisions: TableSnapshot) -> pa.Table:
     """Return the names and times of decisions, and in which file each is."""
-    has_step = STEP in decisions.schema.names
-    names = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP, *([STEP] if has_step else [])]
+    added = {STEP: pa.int32(), DECIDED_BY_CLIENT: pa.bool_()}
+    there = [name for name in added if name in decisions.schema.names]
+    names = [DECISION_ID, EPISODE_ID, REQUEST_ID, TIMESTAMP, *there]
     parts = []
     for number, batch in enumerate(decisions.batches(names)):
         part = _as_integers(batch)
-        if not has_step:
-            part = part.append_column(STEP, pa.nulls(part.num_rows, pa.int32()))
+        for name, kind in added.items():
+            if name not in there:
+                part = part.append_column(name, pa.nulls(part.num_rows, kind))
         part = part.append_column(FILE, pa.array(np.full(part.num_rows, number, np.int32)))
         parts.append(part)
     if parts:
@@ -471,7 +492,7 @@ def read_decisions(decisions: TableSnapshot) -> pa.Table:
     text = pa.string()
     return pa.schema(
         [(DECISION_ID, text), (EPISODE_ID, text), (REQUEST_ID, text), (TIMESTAMP, pa.int64()),
-         (STEP, pa.int32()), (FILE, pa.int32())]
+         *added.items(), (FILE, pa.int32())]
     ).empty_table()  # fmt: skip
 
 

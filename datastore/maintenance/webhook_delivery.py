@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import logging
 import random
 import re
 import socket
@@ -58,6 +59,7 @@ _STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r
 # Commits without an event, after which the position in the log is recorded anyway.
 _MAX_SKIPPED: Final = 1_000
 _MAX_THREADS: Final = 8
+_logger = logging.getLogger(__name__)
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # IPv4 addresses as a NAT64 gateway translates them (RFC 6052).
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
@@ -110,13 +112,22 @@ def deliver_webhooks(
     """Deliver the events that are due; return one result for each webhook, sorted by name.
 
     allow_private: also send to loopback and private addresses, and by plain http. stop: ends the
-    round between two requests. now_ms: the clock. Several processes may deliver at the same time;
-    receivers recognize repeated requests by the delivery id. Raises: StorageError, LogCorruptError.
+    round between two requests. Several processes may do this at once; receivers tell a repeat by
+    its delivery id. What one webhook raises is the `last_error` of its result, and its place stays:
+    an event that cannot be described stops that one alone. Raises: StorageError, LogCorruptError
+    where the webhooks cannot be listed.
     """
     webhooks = lake.webhooks.list()
 
     def deliver(webhook: Webhook) -> DeliveryResult:
-        return _Round(lake.webhooks, webhook, allow_private, stop, now_ms).run()
+        try:
+            return _Round(lake.webhooks, webhook, allow_private, stop, now_ms).run()
+        except Exception as error:  # such as a full disk: the others go on
+            fault = f"{type(error).__name__}: {error}"
+            _logger.exception(
+                "webhook %s: its round ended early, the next repeats it", webhook.name
+            )
+            return DeliveryResult(webhook.name, 0, 0, True, None, fault)
 
     if not webhooks:
         return []

@@ -1,14 +1,15 @@
 """POST /decisions: decisions that a client took itself while no server answered.
 
-They are logged as those of /act are, so that they are joined into steps and rewards are reported by
-their request_id. Of several decisions of one request, the newest becomes the step: the client's, if
-/act had logged one whose answer was lost.
+They are logged as those of /act are, so that the join makes steps of them and reports find them by
+their request_id. Each is marked as decided by a client. Of the decisions of one request it is the
+step, not one of /act whose answer was lost, whichever was logged later.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from replaylake.datastore.episodes.episode import LOG_PROB_TOLERANCE, MAX_STEP
 from replaylake.datastore.episodes.spaces import Discrete, Space, num_actions
-from replaylake.datastore.errors import InvalidNameError
+from replaylake.datastore.errors import InvalidNameError, NotFoundError
 from replaylake.datastore.lake.policies.policy import PolicySpec
+from replaylake.datastore.lake.policies.registry import Registry
 from replaylake.datastore.names import check_policy_name
 from replaylake.serve.api.bodies import check_fields, check_name, optional, read_fields
 from replaylake.serve.api.latency_estimate import LatencyEstimate
@@ -99,6 +101,8 @@ class DecisionsEndpoint:
             except RequestRefusedError as error:
                 error.field = shorten(f"{place}.{error.field}")
                 raise
+        if serving.registry is not None:
+            _check_versions(serving.registry, batches)
         for batch in batches:
             batch.ids = serving.signer.issue(batch.policy, batch.policy_version, batch.timestamp)
         ids = [batch.ids[0] for batch in batches]
@@ -107,6 +111,37 @@ class DecisionsEndpoint:
         self._metrics.set_pending("decisions", log.decisions.num_pending)
         versions = {(batch.policy, batch.policy_version) for batch in batches}
         return json_response({"decision_ids": ids}, 200, partial(span_attributes, ids, versions))
+
+
+def _check_versions(registry: Registry, batches: Sequence[DecisionBatch]) -> None:
+    """Check that versions of the lake's own policies are there. Raises: RequestRefusedError.
+
+    A policy whose name the lake does not have is one of elsewhere: nothing is known of it.
+    """
+    known: dict[tuple[str, int], str | None] = {}
+    for number, batch in enumerate(batches):
+        name, version = batch.policy, batch.policy_version
+        if (name, version) not in known:
+            known[name, version] = _find_sha256(registry, name, version, f"decisions[{number}]")
+        sha256 = known[name, version]
+        if batch.package_sha256 is not None and sha256 not in (None, batch.package_sha256):
+            message = (
+                f"found {batch.package_sha256}, the lake's {name}:{version} has {sha256}. Give the "
+                "policy of a package from elsewhere a name that the lake does not have"
+            )
+            raise RequestRefusedError(422, f"decisions[{number}].package_sha256", message)
+
+
+def _find_sha256(registry: Registry, name: str, version: int, place: str) -> str | None:
+    try:
+        sha256: str | None = registry.entry(name, version)["manifest_sha256"]
+    except NotFoundError:
+        with suppress(NotFoundError):
+            newest = registry.newest(name).version
+            message = f"found {version}, the lake's versions of {name} end with {newest}"
+            raise RequestRefusedError(422, f"{place}.version", message) from None
+        return None
+    return sha256
 
 
 def _read_decision(
@@ -140,6 +175,7 @@ def _read_decision(
         policy_version=_read_version(item["version"]),
         deterministic=bool(optional(item, "deterministic", bool, "true or false")),
         package_sha256=_read_sha256(item.get("package_sha256")),
+        decided_by_client=True,
     )
 
 

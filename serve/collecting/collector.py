@@ -285,6 +285,39 @@ class Collector:
             _logger.error("not committed at the end, the next start does it: %s", error)
 
 
+class _Watermarks:
+    """Positions of episodes, of which one commit and one scan is made at a time.
+
+    Requests that come meanwhile share the next: producers that poll neither hold the threads that
+    commits need, nor make a shard each.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector, self._turn = collector, asyncio.Lock()
+        self._names: dict[str, None] = {}
+        self._next: asyncio.Task[dict[str, list[EpisodePosition]]] | None = None
+
+    async def find(self, names: Sequence[str]) -> list[EpisodePosition]:
+        """Return the positions as of now or later. Raises: ReplayLakeError."""
+        self._names |= dict.fromkeys(names)
+        if self._next is None:
+            self._next = asyncio.create_task(self._run())
+            # Its error is that of those who wait, of whom there may be none by then.
+            self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # One that is cancelled leaves the others theirs.
+        found = await asyncio.shield(self._next)
+        return [position for name in dict.fromkeys(names) for position in found[name]]
+
+    async def _run(self) -> dict[str, list[EpisodePosition]]:
+        async with self._turn:
+            names, self._names, self._next = list(self._names), {}, None
+            positions = await run_in_threadpool(self._collector.find_positions, names)
+        found: dict[str, list[EpisodePosition]] = {name: [] for name in names}
+        for position in positions:
+            found[position.episode_id].append(position)
+        return found
+
+
 def create_collector(
     collector: Collector, on_ready: Callable[[], None] = lambda: None
 ) -> Starlette:
@@ -292,6 +325,7 @@ def create_collector(
     metrics = Metrics()
     spans = _SpanMetrics(collector)
     state = HandlerState(lambda: collector, metrics)
+    watermarks = _Watermarks(collector)
 
     async def accept_feedback(request: Request) -> Response:
         assert collector.outcomes is not None, "requests come after the start"
@@ -308,7 +342,7 @@ def create_collector(
         for place, name in enumerate(names):
             check_name("" if name is None else name, f"episode_ids[{place}]")
         try:
-            found = await run_in_threadpool(collector.find_positions, names)
+            found = await watermarks.find(names)
         except StorageError as error:
             message = f"what was received cannot be committed now: {error}"
             raise RequestRefusedError(503, "log", message, headers=RETRY_LATER) from error

@@ -46,10 +46,18 @@ def open_telemetry(
             ", ".join(sorted(signals)),
         )
         return None
-    # Not at the top: the import takes 0.3 s and 12 MB in each worker (2 cores, 2026-11).
-    from replaylake.serve.monitoring.otlp_export import OtlpExport
+    try:
+        # Not on top: 0.3 s and 12 MB of each worker (2 cores, 2026-11), reported to or not.
+        from replaylake.serve.monitoring.otlp_export import OtlpExport
 
-    return OtlpExport(service, instance, signals, collect, attributes or {})
+        return OtlpExport(service, instance, signals, collect, attributes or {})
+    except Exception as error:  # whatever OpenTelemetry makes of one of its many variables
+        _logger.warning(
+            "no telemetry is reported: OpenTelemetry refuses an OTEL_* variable: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        return None
 
 
 def find_signals(environment: Mapping[str, str]) -> frozenset[str]:

@@ -25,6 +25,7 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.decision_id import DecisionId
 from replaylake.datastore.feedback.decisions import (
+    DECIDED_BY_CLIENT,
     DECISION_ID,
     DEFAULT_WINDOW_S,
     DETERMINISTIC,
@@ -55,6 +56,7 @@ class DecisionBatch:
 
     observations: as JSON has them, or an array [B, *obs]. masks: None where none was given.
     deterministic: nothing was left to chance. package_sha256: of the manifest of the package.
+    decided_by_client: a client took them itself, and sent them later.
     """
 
     ids: Sequence[str]
@@ -70,6 +72,7 @@ class DecisionBatch:
     policy_version: int
     deterministic: bool
     package_sha256: str | None
+    decided_by_client: bool = False
 
 
 class DecisionLog:
@@ -201,6 +204,7 @@ def encode_records(decided: DecisionBatch) -> list[bytes]:
             POLICY_VERSION: decided.policy_version,
             DETERMINISTIC: decided.deterministic,
             PACKAGE_SHA256: decided.package_sha256,
+            DECIDED_BY_CLIENT: decided.decided_by_client,
         }
     )
     tail = b"," + common[1:]

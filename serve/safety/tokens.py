@@ -49,7 +49,8 @@ _OTHER_TABLE_ROLES: Final = (READER, OPERATOR)
 # Probes carry no token, and a refusal of a path tells nothing. What is not listed is the admin's.
 _ROLE_OF_ROUTE: Final[Mapping[str, str | None]] = {
     "/act": "act",
-    "/decisions": "act",
+    # As /episodes: whoever has it writes what was done elsewhere, under any policy's name.
+    "/decisions": "feedback",
     "/feedback": "feedback",
     "/episodes": "feedback",
     "/v1/traces": "feedback",

@@ -1,6 +1,8 @@
 """A policy on the client's disk decides while no server answers; each decision is logged once."""
 
 import asyncio
+import errno
+import fcntl
 import json
 import math
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -321,6 +324,167 @@ def test_a_spool_keeps_what_is_whole_and_not_sent(tmp_path):
     assert again.num_pending == 0
     again.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_spools_that_open_at_once_leave_each_other_alone(tmp_path, monkeypatch):
+    """Another process looks for dead ones' files between the creation and the lock of this one."""
+    lock, others = fcntl.flock, []
+
+    def lock_late(fd, how):
+        if not others:
+            others.append(None)
+            others[0] = Spool(tmp_path)
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    spool = Spool(tmp_path)
+    spool.append({"n": 1})
+    # As another process finds them once both are killed.
+    for one in (spool, *others):
+        os.close(one._fd)
+        one._fd = -1
+    with closing(Spool(tmp_path)) as heir:
+        assert heir.peek(9) == [{"n": 1}]
+        heir.drop(1)
+
+
+def test_a_file_that_another_process_took_over_is_passed_over(tmp_path, monkeypatch):
+    with closing(Spool(tmp_path)) as dead:
+        dead.append({"n": 1})
+    (path,) = tmp_path.glob("*.jsonl")
+    real_open, first = os.open, []
+
+    def open_late(name, *args, **options):
+        if str(name) == str(path) and not first:
+            first.append(None)
+            first[0] = Spool(tmp_path)
+        return real_open(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_late)
+    with closing(Spool(tmp_path)) as second:
+        assert (first[0].peek(9), second.peek(9)) == ([{"n": 1}], [])
+    first[0].drop(1)
+    first[0].close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("can_cut", [True, False])
+def test_an_item_that_a_full_disk_cut_spoils_no_other(tmp_path, monkeypatch, can_cut):
+    spool = Spool(tmp_path)
+    spool.append({"n": 1})
+    write, cut = os.write, os.ftruncate
+    sizes = iter([12])
+
+    def write_part(fd, data):
+        if (size := next(sizes, None)) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:size])
+
+    def refuse(fd, size):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_part)
+        patch.setattr(os, "ftruncate", cut if can_cut else refuse)
+        with pytest.raises(StorageError, match="No space left"):
+            spool.append({"n": "refused"})
+    spool.append({"n": 2})
+    assert spool.peek(9) == [{"n": 1}, {"n": 2}]
+    spool.close()
+    with closing(Spool(tmp_path)) as heir:
+        assert heir.peek(9) == [{"n": 1}, {"n": 2}]
+        heir.drop(2)
+
+
+def test_a_fork_does_not_use_the_spool_of_its_parent(tmp_path):
+    spool = Spool(tmp_path)
+    spool.append({"n": 1})
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            spool.append({"n": "of the child"})
+        except StorageError as error:
+            os.write(writer, str(error).encode())
+        spool.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    assert b"in each process, after the fork" in os.read(reader, 4096)
+    os.close(reader)
+    assert spool.peek(9) == [{"n": 1}]
+    spool.close()
+    with closing(Spool(tmp_path)) as heir:
+        assert heir.peek(9) == [{"n": 1}]
+        heir.drop(1)
+    with pytest.raises(StorageError, match="closed"):
+        spool.append({"n": 2})
+
+
+def make_answer(decisions):
+    """Return answers of a server that can act; `decisions`: its answer to POST /decisions."""
+
+    def answer(data):
+        if b"POST /decisions" in data:
+            return decisions(data)
+        if b"POST /act" in data:
+            action = {"action": 0, "log_prob": 0.0, "decision_id": "d1"}
+            return 200, {"policy": "server", "version": 1, **action}
+        return 200, {}
+
+    return answer
+
+
+def take_decisions(data):
+    return 200, {"decision_ids": ["d1"] * data.count(b'"request_id"')}
+
+
+def test_a_decision_of_the_last_moment_of_an_outage_is_sent(kit, make_fallback):
+    """It is spooled after the sender found that nothing is left, and nothing follows it."""
+    fallback = make_fallback()
+    fallback.act(OBSERVATION, request_id="first")
+    peek, late = fallback.spool.peek, []
+
+    def peek_before_the_last(num):
+        found = peek(num)
+        if not found and not late:
+            late.append(fallback.act(OBSERVATION, request_id="last"))
+        return found
+
+    fallback.spool.peek = peek_before_the_last
+    server = Answers(make_answer(take_decisions))
+    with PolicyClient(server.url, fallback=fallback) as client:
+        kit.wait_until(lambda: late and client.num_spooled == 0)
+        # By its request: the window of its id began with the decision, however long the outage.
+        client.feedback(1.0, decision_id="local:first")
+    server.close()
+    (report,) = (data for data in server.requests if b"POST /feedback" in data)
+    assert json.loads(report.split(b"\r\n\r\n")[1]) == {"request_id": "first", "reward": 1.0}
+    assert sum(b'"last"' in data for data in server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_server_that_refuses_decisions_of_clients_acts_again(kit, make_fallback, caplog, status):
+    error = {"error": {"field": "path", "message": "not here"}}
+    server = Answers(make_answer(lambda data: (status, error)))
+    fallback = make_fallback(probe_s=0.01)
+    local = fallback.act(OBSERVATION, request_id="outage")
+    with PolicyClient(server.url, fallback=fallback) as client:
+        kit.wait_until(lambda: client.act(OBSERVATION).policy == "server")
+        num = client.num_spooled
+        served = client.act(OBSERVATION)
+        # A report on a decision of the server's does not wait for what it refuses, others do.
+        client.feedback(1.0, decision_id=served.decision_id)
+        assert any(b"POST /feedback" in data for data in server.requests)
+        assert client.num_spooled == num
+        client.feedback(1.0, decision_id=local["decision_id"])
+        assert client.num_spooled == num + 1
+        refused = len([data for data in server.requests if b"POST /decisions" in data])
+        kit.wait_until(
+            lambda: len([x for x in server.requests if b"POST /decisions" in x]) > refused
+        )
+    server.close()
+    assert sum("are not sent yet" in one.message for one in caplog.records) == 1
 
 
 def test_the_public_names_are_these_and_cost_no_import_of_a_policy():

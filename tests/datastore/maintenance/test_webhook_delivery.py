@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from replaylake.datastore.errors import ConfigInvalidError, NotFoundError, StorageError
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.datastore.lake.webhooks import EVENTS, Webhooks
+from replaylake.datastore.lake.webhooks import EVENTS, Webhook, Webhooks
 from replaylake.datastore.maintenance import webhook_delivery
 from replaylake.datastore.maintenance.webhook_delivery import (
     GIVE_UP_MS,
@@ -132,12 +132,32 @@ def test_a_crash_after_the_answer_repeats_the_request_under_its_id(
 
     with monkeypatch.context() as patch:
         patch.setattr(Webhooks, "save_state", crash)
-        with pytest.raises(StorageError):
-            deliver_webhooks(registered, allow_private=True)
+        (result,) = deliver_webhooks(registered, allow_private=True)
+        assert (result.is_waiting, result.num_delivered) == (True, 0)
+        assert "the machine stops here" in str(result.last_error)
     deliver_webhooks(registered, allow_private=True)
     assert receiver.events[:2] == ["registered_model.created"] * 2
     ids = [headers["X-MLflow-Delivery-Id"] for _, headers, _ in receiver.requests]
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_what_one_webhook_raises_stops_no_other(
+    registered: Lake, receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered.webhooks.add("broken", receiver.url, secret=SECRET)
+    registered.registry.set_alias("p", "champion", 1)
+    save = Webhooks.save_state
+
+    def save_some(webhooks: Webhooks, webhook: Webhook, *states: Any) -> bool:
+        if webhook.name == "broken":
+            raise KeyError("an entry of another version")
+        return save(webhooks, webhook, *states)
+
+    monkeypatch.setattr(Webhooks, "save_state", save_some)
+    broken, other = deliver_webhooks(registered, allow_private=True)
+    assert (broken.name, broken.is_waiting, broken.num_delivered) == ("broken", True, 0)
+    assert "another version" in str(broken.last_error)
+    assert (other.name, other.num_delivered, other.is_waiting) == ("ci", 3, False)
 
 
 def test_processes_side_by_side_leave_out_no_event(

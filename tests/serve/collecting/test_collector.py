@@ -1,8 +1,11 @@
 """A server without a policy: what was acted elsewhere gets into its dataset, each once."""
 
+import asyncio
 import base64
+import threading
 import time
 
+import httpx
 import pytest
 
 from replaylake.datastore.episodes.episode import MAX_STEP
@@ -10,7 +13,7 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.feedback.decisions import ensure_feedback_tables
 from replaylake.datastore.lake.lake import open_lake
-from replaylake.serve.collecting.collector import Collector, CollectorConfig
+from replaylake.serve.collecting.collector import Collector, CollectorConfig, create_collector
 from replaylake.serve.recording import outcome_log
 
 DIALOGUE = {
@@ -295,6 +298,42 @@ def test_a_producer_asks_where_it_has_to_continue(collector):
     assert collector.post("/episodes", {"episodes": [last]}).status_code == 409  # 3 had no end
     assert collector.post("/episodes", {"episodes": [numbered("mark", [2])]}).status_code == 202
     assert ask("mark")[0] == ("mark", "", 4, False)
+
+
+def test_requests_for_positions_that_wait_share_one_commit_and_scan(tmp_path, monkeypatch):
+    collector = Collector(CollectorConfig(str(tmp_path / "lake"), "d"))
+    app, find = create_collector(collector), collector.find_positions
+    asked, has_begun, may_end = [], threading.Event(), threading.Event()
+
+    def find_slowly(names):
+        asked.append(names)
+        has_begun.set()
+        assert may_end.wait(60)
+        return find(names)
+
+    monkeypatch.setattr(collector, "find_positions", find_slowly)
+
+    async def ask(client, name):
+        return await client.post("/watermark", json={"episode_ids": [name, "all"]})
+
+    async def run():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            first = asyncio.create_task(ask(client, "a"))
+            while not has_begun.is_set():
+                await asyncio.sleep(0.001)
+            others = [asyncio.create_task(ask(client, f"b{number}")) for number in range(20)]
+            await asyncio.sleep(0.01)
+            others[0].cancel()
+            may_end.set()
+            return await asyncio.gather(first, *others[1:])
+
+    answers = asyncio.run(run())
+    collector.close()
+    assert {answer.status_code for answer in answers} == {200}
+    names = [[one["episode_id"] for one in answer.json()["episodes"]] for answer in answers]
+    assert names == [["a", "all"], *([f"b{number}", "all"] for number in range(1, 20))]
+    assert len(asked) < 10  # 21 without sharing
 
 
 @pytest.mark.parametrize(

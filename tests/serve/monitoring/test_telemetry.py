@@ -206,6 +206,25 @@ def test_what_cannot_be_reported_is_a_warning_and_no_failure(caplog, monkeypatch
     assert "pip install 'replaylake[otel]'" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "OTEL_BSP_SCHEDULE_DELAY=-1",
+        "OTEL_BSP_MAX_EXPORT_BATCH_SIZE=100000",
+        "OTEL_METRIC_EXPORT_INTERVAL=-5",
+        "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT=x",
+    ],
+)
+def test_a_variable_that_opentelemetry_refuses_keeps_no_server_from_starting(
+    variable, caplog, monkeypatch
+):
+    name, _, value = variable.partition("=")
+    monkeypatch.setenv(name, value)
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", name: value}
+    assert open_telemetry("s", "i", list, environment) is None
+    assert "no telemetry is reported" in caplog.text
+
+
 def test_a_server_without_the_variables_does_not_import_opentelemetry():
     code = (
         "import sys, replaylake.serve.app, replaylake.serve.gateway.server;"
