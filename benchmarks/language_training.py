@@ -217,6 +217,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 axis.plot(row["exact_match"], marker=".", label=name)
         axis.set_title(method)
         axis.set_xlabel("round")
+        axis.set_xticks(range(0, max(len(row["exact_match"]) for row in rows), 3))
     axes[0][0].set_ylabel("exact match, mean of 5 seeds")
     axes[0][0].legend(fontsize=7)
     plt.tight_layout()
