@@ -27,7 +27,7 @@ NUM = 200
 
 
 class Outputs(torch.nn.Module):
-    """What the head of a policy package is made of; head: its name."""
+    """The outputs for the head of a policy package, and the name of the head."""
 
     def __init__(self, module: Any, actions: spaces.Space, is_normalized: bool) -> None:
         super().__init__()

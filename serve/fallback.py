@@ -24,7 +24,11 @@ from replaylake.datastore.errors import (
     SpaceUnsupportedError,
     StorageError,
 )
-from replaylake.datastore.lake.policies.exploration import parse_exploration
+from replaylake.datastore.lake.policies.exploration import (
+    ALWAYS_DRAWN,
+    WITHOUT_DENSITY,
+    parse_exploration,
+)
 from replaylake.datastore.lake.policies.package import load_policy
 from replaylake.datastore.names import check_policy_name
 from replaylake.serve.spool import Spool
@@ -44,8 +48,6 @@ _SERVER_ERROR: Final = 500
 _REFUSED_PAUSES: Final = 30
 # Refusals of one item, which no repeat would change. Others are of the server's configuration.
 _FINAL_STATUSES: Final = (400, 409, 410, 413, 422)
-_WITHOUT_DENSITY: Final = ("deterministic", "sampled")
-_ALWAYS_DRAWN: Final = ("uniform", "sampled")
 _logger = logging.getLogger(__name__)
 
 
@@ -167,7 +169,7 @@ class FallbackPolicy:
                 "log_prob": log_prob,
                 "policy": self.name,
                 "version": self.version,
-                "deterministic": is_certain and not share and spec.head not in _ALWAYS_DRAWN,
+                "deterministic": is_certain and not share and spec.head not in ALWAYS_DRAWN,
                 "action_mask": None if mask is None else mask[0].tolist(),
                 "package_sha256": self._sha256,
             }
@@ -193,26 +195,15 @@ class FallbackPolicy:
         self, deterministic: bool | None, temperature: float | None, epsilon: float | None
     ) -> tuple[bool, float, float]:
         """Return (take the mode, temperature, epsilon), as the server does for such a request."""
-        spec, exploration = self._policy.spec, self._exploration
+        spec = self._policy.spec
         if (epsilon and isinstance(spec.action_space, Box)) or (
-            temperature and spec.head in _WITHOUT_DENSITY
+            temperature and spec.head in WITHOUT_DENSITY
         ):
             raise SpaceUnsupportedError(
                 f"act: found epsilon {epsilon} and temperature {temperature}, which do not apply "
                 f"to the head {spec.head} and its action space. Leave them out."
             )
-        mode = deterministic
-        if temperature is None and epsilon is None:
-            if mode is None:
-                mode = not exploration.is_on
-            if not mode:
-                epsilon = exploration.epsilon
-                mode = epsilon > 0
-        elif mode is None:
-            mode = not temperature
-        if temperature is None:
-            temperature = 1.0 if exploration.temperature is None else exploration.temperature
-        return mode, temperature, epsilon or 0.0
+        return self._exploration.resolve(deterministic, temperature, epsilon)
 
 
 class SpoolSender:

@@ -24,7 +24,7 @@ _LARGEST: Final = 4
 
 
 class PackageFormat(StrEnum):
-    """What a policy is packaged as."""
+    """Format of a policy package for a server."""
 
     bento = "bento"
     mlflow = "mlflow"

@@ -334,7 +334,7 @@ def check_address(host: str, address: str, allow_private: bool) -> None:
     link-local, multicast and reserved addresses, and for those of cloud metadata services.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
-    for one in _embedded_addresses(ip):
+    for one in _find_embedded_addresses(ip):
         if one.is_loopback or one.is_private:
             is_never = one.is_link_local or one.is_unspecified
         else:
@@ -354,7 +354,7 @@ def check_address(host: str, address: str, allow_private: bool) -> None:
             )
 
 
-def _embedded_addresses(ip: _Address) -> list[_Address]:
+def _find_embedded_addresses(ip: _Address) -> list[_Address]:
     """Return an address, and the IPv4 addresses that are embedded in an IPv6 address."""
     if ip.version == 4:
         return [ip]

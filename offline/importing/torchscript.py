@@ -255,7 +255,7 @@ def _check_node(node: ast.AST, what: str) -> None:
         )
     refused = ""
     if isinstance(node, ast.Attribute):
-        refused = _refused_attribute(node)
+        refused = _find_unknown_name(node)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         # Names that begin with _ stand for functions of the archive's own.
         is_known = node.func.id in _BUILTINS or node.func.id.startswith("_")
@@ -267,7 +267,7 @@ def _check_node(node: ast.AST, what: str) -> None:
         )
 
 
-def _refused_attribute(node: ast.Attribute) -> str:
+def _find_unknown_name(node: ast.Attribute) -> str:
     """Return the dotted name of an operator or class that is not known; else an empty text."""
     name = ast.unparse(node)
     if name.startswith("torch."):

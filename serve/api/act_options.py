@@ -9,7 +9,11 @@ from functools import lru_cache
 from typing import Any, Final
 
 from replaylake.datastore.episodes.spaces import Box
-from replaylake.datastore.lake.policies.exploration import Exploration
+from replaylake.datastore.lake.policies.exploration import (
+    ALWAYS_DRAWN,
+    WITHOUT_DENSITY,
+    Exploration,
+)
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.api.bodies import optional
 from replaylake.serve.api.values import invalid_value_error
@@ -27,9 +31,6 @@ _EXPLORING: Final = ("deterministic", "temperature", "epsilon", "seed")
 # Beyond these a softmax is its mode or uniform, and float64 ends.
 _TEMPERATURES: Final = (1e-6, 1e6)
 _MAX_SEED: Final = 2**63 - 1
-# What is drawn whatever is asked for, and what cannot be drawn.
-_ALWAYS_DRAWN: Final = ("uniform", "sampled")
-_WITHOUT_DENSITY: Final = ("deterministic", "sampled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,32 +109,24 @@ def _default_acting_mode(exploration: Exploration, head: str) -> ActingMode:
 def _resolve_acting_mode(
     options: ActOptions, exploration: Exploration, spec: PolicySpec
 ) -> ActingMode:
-    mode, temperature, epsilon = options.deterministic, options.temperature, options.epsilon
+    temperature, epsilon = options.temperature, options.epsilon
     if epsilon and isinstance(spec.action_space, Box):
         message = "epsilon applies to discrete actions, these are continuous; use temperature"
         raise RequestRefusedError(422, "epsilon", message)
-    if temperature and spec.head in _WITHOUT_DENSITY:
+    if temperature and spec.head in WITHOUT_DENSITY:
         message = f"head {spec.head} has no density to draw from; leave temperature out"
         raise RequestRefusedError(422, "temperature", message)
     if options.q_values and spec.head != "q_values":
         message = f"head {spec.head} has no q-values; leave q_values out"
         raise RequestRefusedError(422, "q_values", message)
-    if temperature is None and epsilon is None:
-        if mode is None:
-            mode = not exploration.is_on
-        if not mode:
-            epsilon = exploration.epsilon
-            mode = epsilon > 0
-    elif mode is None:
-        mode = not temperature
-    if temperature is None:
-        temperature = 1.0 if exploration.temperature is None else exploration.temperature
-    return _make_acting_mode(mode, temperature, epsilon or 0.0, spec.head)
+    return _make_acting_mode(
+        *exploration.resolve(options.deterministic, temperature, epsilon), spec.head
+    )
 
 
 def _make_acting_mode(mode: bool, temperature: float, epsilon: float, head: str) -> ActingMode:
     is_certain = mode or temperature == 0 or head == "deterministic"
-    is_mode = is_certain and not epsilon and head not in _ALWAYS_DRAWN
+    is_mode = is_certain and not epsilon and head not in ALWAYS_DRAWN
     return ActingMode(mode, temperature, epsilon, is_mode)
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from replaylake.datastore.errors import ConfigInvalidError
+
+# Heads whose actions are random whatever is requested, and heads without a density to draw from.
+ALWAYS_DRAWN: Final = ("uniform", "sampled")
+WITHOUT_DENSITY: Final = ("deterministic", "sampled")
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,27 @@ class Exploration:
     def is_on(self) -> bool:
         """Whether anything is explored."""
         return self.epsilon > 0 or bool(self.temperature)
+
+    def resolve(
+        self, deterministic: bool | None, temperature: float | None, epsilon: float | None
+    ) -> tuple[bool, float, float]:
+        """Return (take the mode, temperature, epsilon) for a request; None: it does not say.
+
+        A request that names a temperature or an epsilon gets those alone; one that says only
+        `deterministic: false` gets this exploration, or a draw at temperature 1.
+        """
+        mode = deterministic
+        if temperature is None and epsilon is None:
+            if mode is None:
+                mode = not self.is_on
+            if not mode:
+                epsilon = self.epsilon
+                mode = epsilon > 0
+        elif mode is None:
+            mode = not temperature
+        if temperature is None:
+            temperature = 1.0 if self.temperature is None else self.temperature
+        return mode, temperature, epsilon or 0.0
 
 
 def parse_exploration(text: str | None) -> Exploration:

@@ -26,7 +26,7 @@ PARAMETERS: Final[Mapping[str, Any]] = {
 
 
 class PyfuncPolicy:
-    """What `mlflow.pyfunc.load_model` wraps."""
+    """A policy as the Python model that `mlflow.pyfunc.load_model` wraps."""
 
     def __init__(self, policy: PackagedPolicy) -> None:
         """Take a policy. Raises: ConfigInvalidError for one with a state."""
