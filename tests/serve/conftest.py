@@ -1,6 +1,7 @@
 """A tiny policy, and a real server on a free port."""
 
 import asyncio
+import contextlib
 import http.server
 import json
 import os
@@ -348,6 +349,19 @@ def is_running(pid: int) -> bool:
         return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "Z"
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def stopped(pid: int):
+    """Hold a process still: whatever it is asked waits until the end of the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(
+            lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        )
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def has_threads(pid: int) -> bool:

@@ -233,6 +233,11 @@ def test_a_signal_during_the_start_ends_it_too(kit, package):
     assert not kit.is_running(worker)
 
 
+def _act(url: str) -> str:
+    response = httpx.post(f"{url}/act", json={"observation": [1, 2, 3, 4]})
+    return response.json()["decision_id"]
+
+
 @pytest.mark.slow
 def test_two_workers_share_ids_and_metrics(kit, package, tmp_path):
     lake = open_lake(tmp_path / "lake", create=True)
@@ -241,11 +246,16 @@ def test_two_workers_share_ids_and_metrics(kit, package, tmp_path):
     )
     try:
         keys = []
-        for _ in range(60):  # a connection each, so that both workers are met
-            answer = httpx.post(f"{server.url}/act", json={"observation": [1, 2, 3, 4]}).json()
-            keys.append(answer["decision_id"])
-            body = {"decision_id": answer["decision_id"], "reward": 1, "terminated": True}
-            assert httpx.post(f"{server.url}/feedback", json=body).status_code == 200
+        _, *pids = server.processes()
+        assert len(pids) == 2
+        for pid in pids:  # stopped in turn: whom the kernel prefers must not decide who answers
+            with kit.stopped(pid):
+                for _ in range(30):
+                    keys.append(_act(server.url))
+            body = {"reward": 1, "terminated": True}
+            for key in keys[-30:]:
+                answer = httpx.post(f"{server.url}/feedback", json={"decision_id": key, **body})
+                assert answer.status_code == 200
         text = httpx.get(f"{server.url}/metrics").text
         assert (
             'replaylake_decisions_total{deterministic="true",policy="p",version="1"} 60.0' in text
