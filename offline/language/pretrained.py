@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,6 +22,7 @@ from replaylake.datastore.errors import ExtraMissingError, NotFoundError, Source
 Task = Literal["sequence classifier", "causal language model"]
 TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "config.json"
+_IMAGE_PROCESSOR: Final = "preprocessor_config.json"
 _AUTO_CLASSES: Final = {
     "sequence classifier": "AutoModelForSequenceClassification",
     "causal language model": "AutoModelForCausalLM",
@@ -78,41 +81,30 @@ def load_pretrained(
     num_outputs: number of outputs that a classifier must have. Raises: SourceInvalidError for
     another architecture or missing weights; ExtraMissingError without transformers.
     """
-    try:
-        import transformers
-        from transformers.utils import logging
-    except ImportError:
-        raise ExtraMissingError(
-            f"a {task} needs transformers, which is not installed. Install it with: "
-            "pip install 'replaylake[language]'"
-        ) from None
+    transformers = _import_transformers(f"a {task}")
     path = folder.path
     options = {"local_files_only": True, "trust_remote_code": False}
-    # Errors are raised below instead of logged.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        if num_outputs is not None:
-            found = transformers.AutoConfig.from_pretrained(path, **options).num_labels
-            if found != num_outputs:
+        with _without_messages():
+            config = transformers.AutoConfig.from_pretrained(path, **options)
+            if num_outputs is not None and config.num_labels != num_outputs:
                 raise SourceInvalidError(
-                    f"model: {path} has {found} outputs, expected {num_outputs}. Give a reward "
-                    "model.",
+                    f"model: {path} has {config.num_labels} outputs, expected {num_outputs}. Give "
+                    "a reward model.",
                     parameter="model",
                 )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
-        model, loading = getattr(transformers, _AUTO_CLASSES[task]).from_pretrained(
-            path, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **options
-        )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+            auto_class = _AUTO_CLASSES[task]
+            if task == "causal language model" and has_images(config):
+                auto_class = "AutoModelForImageTextToText"
+            model, loading = getattr(transformers, auto_class).from_pretrained(
+                path, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **options
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         text = " ".join(str(error).split())[:300]
         raise SourceInvalidError(
             f"model: {path}: {text}, expected a {task} of transformers.", parameter="model"
         ) from error
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
     if absent := sorted(map(str, (*loading["missing_keys"], *loading["mismatched_keys"]))):
         # transformers would fill them with random numbers.
         raise SourceInvalidError(
@@ -125,15 +117,68 @@ def load_pretrained(
 
 def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a model and its tokenizer as a folder that load_pretrained reads. Raises: OSError."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        with _without_messages():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     except SafetensorError as error:  # such as a full disk
         raise OSError(" ".join(str(error).split())) from error
+
+
+def has_images(config: Any) -> bool:
+    """Whether a model with this configuration of transformers takes images."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def load_image_processor(folder: ModelFolder) -> Any:
+    """Return the image processor of a model that takes images.
+
+    Raises: NotFoundError, SourceInvalidError, ExtraMissingError.
+    """
+    transformers = _import_transformers("a model with images")
+    path = folder.path / _IMAGE_PROCESSOR
+    if not path.is_file():
+        raise NotFoundError(
+            f"model: {folder.path} has no {path.name}, expected the image processor of this model. "
+            "Save it there with its save_pretrained.",
+            parameter="model",
+        )
+    try:
+        with _without_messages():
+            return transformers.AutoImageProcessor.from_pretrained(
+                folder.path, local_files_only=True, trust_remote_code=False
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise SourceInvalidError(
+            f"model: {path}: {text}, expected an image processor of transformers.",
+            parameter="model",
+        ) from error
+
+
+def _import_transformers(what: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ExtraMissingError(
+            f"{what} needs transformers, which is not installed. Install it with: "
+            "pip install 'replaylake[language]'"
+        ) from None
+    return transformers
+
+
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    """Keep transformers from logging and drawing progress: errors are raised instead."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
+        logging.set_verbosity(verbosity)
         logging.enable_progress_bar()
 
 

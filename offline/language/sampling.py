@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.offline.language.images import ImageInputs, image_arguments, naming_images
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ def sample_completions(
     stop_ids: Collection[int] = (),
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    images: ImageInputs | None = None,
 ) -> list[Completion]:
     """Sample one completion for each prompt, as one batch with a key-value cache.
 
@@ -48,8 +50,10 @@ def sample_completions(
         stop_ids: tokens that end a completion.
         temperature: divisor of the logits; 0: greedy decoding, with log-probs of 0.
         generator: a torch generator on the model's device; None: the default one.
+        images: those of each prompt, for a model that takes images.
 
-    Raises: ConfigInvalidError for an empty prompt, and for lengths above the model's limit.
+    Raises: ConfigInvalidError for an empty prompt, and for lengths above the model's limit;
+    SchemaMismatchError for images that do not fit the image tokens.
     Cost: a forward pass for each token of the longest completion.
     """
     if not prompts:
@@ -78,16 +82,19 @@ def sample_completions(
     # transformers 5.24 renamed it.
     parameters = inspect.signature(model.forward).parameters
     cached = "cache" if "cache" in parameters else "past_key_values"
-    tokens, log_probs, cache = [], [], None
+    arguments: dict[str, Any] = {}
+    if images is not None:
+        arguments |= image_arguments(model, ids, images)
+    # Qwen-VL numbers the positions of image tokens by row and column. It does so for whole
+    # sequences only, so that nothing is cached.
+    is_whole = "mm_token_type_ids" in arguments
+    if not is_whole:
+        arguments |= {"use_cache": True, "position_ids": positions}
+    tokens, log_probs, inputs = [], [], ids
     for _ in range(max_new_tokens):
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            **{cached: cache},
-        )
-        cache, logits = output[cached], output.logits[:, -1].float()
+        with naming_images(images):
+            output = model(input_ids=inputs, attention_mask=mask, **arguments)
+        logits = output.logits[:, -1].float()
         if temperature:
             scores = torch.log_softmax(logits / temperature, dim=-1)
             ids = torch.multinomial(scores.exp(), 1, generator=generator)
@@ -103,6 +110,14 @@ def sample_completions(
             break
         mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
         positions = positions[:, -1:] + 1
+        if is_whole:
+            inputs = torch.cat([inputs, ids], dim=1)
+            types = arguments["mm_token_type_ids"]
+            arguments["mm_token_type_ids"] = torch.cat([types, types.new_zeros(ids.shape)], dim=1)
+        else:
+            # The cache has the images.
+            inputs = ids
+            arguments = {"use_cache": True, "position_ids": positions, cached: output[cached]}
     all_tokens = torch.stack(tokens, dim=1).tolist()
     all_log_probs = torch.stack(log_probs, dim=1).tolist()
     found = []

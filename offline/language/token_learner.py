@@ -19,7 +19,18 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.tokens.token_batch import TokenBatch
-from replaylake.offline.language.pretrained import ModelFolder, load_pretrained, save_pretrained
+from replaylake.offline.language.images import (
+    ImageInputs,
+    ImageProcessor,
+    image_arguments,
+    naming_images,
+)
+from replaylake.offline.language.pretrained import (
+    ModelFolder,
+    has_images,
+    load_pretrained,
+    save_pretrained,
+)
 from replaylake.offline.learning.adam import FusedAdam
 from replaylake.offline.learning.options import check_keys, expect, from_options
 from replaylake.offline.learning.state import pack_state, unpack_state
@@ -252,6 +263,7 @@ class TokenLearner:
                 parameter="where_sequences",
             )
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
+        self.image_processor = ImageProcessor(folder) if has_images(self._model.config) else None
         self._reference: Any = None
         if options.kl_coef or self.method.loss == "pairs":
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
@@ -285,18 +297,24 @@ class TokenLearner:
         is_weighted = self.method.loss == "policy_gradient"
         return is_weighted and self.options.correction != "none"
 
-    def update(self, batch: TokenBatch[Array], episodes: Array | None = None) -> dict[str, float]:
+    def update(
+        self,
+        batch: TokenBatch[Array],
+        episodes: Array | None = None,
+        images: ImageInputs | None = None,
+    ) -> dict[str, float]:
         """Update the model on a padded batch; return the metrics.
 
         episodes: int64 [B], equal for sequences of one episode, which count once in the mean of a
-        group; None: each sequence is an episode.
+        group; None: each sequence is an episode. images: those of each sequence, from
+        `image_processor`, for a model that takes images.
 
-        Raises: SchemaMismatchError for ids outside the model's vocabulary, and if the correction
-        needs log-probs that the batch does not have.
+        Raises: SchemaMismatchError for ids outside the model's vocabulary, for images that do not
+        fit the image tokens, and if the correction needs log-probs that the batch does not have.
         """
         self._check_ids(batch)
         tensors = to_torch(batch, self._device)
-        data = self._prepare(tensors, episodes)
+        data = self._prepare(tensors, episodes, images)
         totals: dict[str, float] = {}
         num = 0
         for _ in range(self.options.epochs):
@@ -337,6 +355,8 @@ class TokenLearner:
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer in the format of transformers, with safetensors."""
         save_pretrained(self._model, self._tokenizer, folder)
+        if self.image_processor is not None:
+            self.image_processor.save(folder)
 
     def _accumulate_gradients(self, data: _Data) -> dict[str, float]:
         """Add the gradient of a step, some sequences at a time; return its metrics."""
@@ -357,7 +377,12 @@ class TokenLearner:
                     totals[name] = totals.get(name, 0.0) + share * float(value)
         return totals
 
-    def _prepare(self, batch: TokenBatch[torch.Tensor], episodes: Array | None) -> _Data:
+    def _prepare(
+        self,
+        batch: TokenBatch[torch.Tensor],
+        episodes: Array | None,
+        images: ImageInputs | None = None,
+    ) -> _Data:
         """Compute what all gradient steps of a batch share: masks, advantages, old log-probs."""
         options, mask = self.options, batch.loss_mask.clone()
         mask[:, 0] = False  # nothing precedes it, so nothing predicts it
@@ -378,6 +403,7 @@ class TokenLearner:
             inside=positions < batch.lengths[:, None],
             mask=mask,
             behavior=behavior if needs_behavior else None,
+            images=images,
         )
         if self.method.loss == "likelihood":
             return data
@@ -516,12 +542,15 @@ class TokenLearner:
     def _forward(self, model: Any, data: _Data) -> _Forward:
         """Return log-probs and values [B, T] of the tokens, 0 outside of the mask."""
         needs_values = self._value_head is not None and model is self._model
-        output = model(
-            input_ids=data.ids,
-            attention_mask=data.inside.long(),
-            output_hidden_states=needs_values,
-            use_cache=False,
-        )
+        arguments = {} if data.images is None else image_arguments(model, data.ids, data.images)
+        with naming_images(data.images):
+            output = model(
+                input_ids=data.ids,
+                attention_mask=data.inside.long(),
+                output_hidden_states=needs_values,
+                use_cache=False,
+                **arguments,
+            )
         # Position t - 1 predicts token t. Only tokens in the mask get log-probs, to save memory.
         logits = output.logits[:, :-1][data.mask[:, 1:]].float()
         taken = logits.gather(1, data.ids[data.mask][:, None])[:, 0] - logits.logsumexp(dim=-1)
@@ -574,10 +603,14 @@ class _Data:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     targets: torch.Tensor | None = None
+    images: ImageInputs | None = None
 
     def select(self, rows: slice | torch.Tensor) -> _Data:
-        parts = {name: None if one is None else one[rows] for name, one in vars(self).items()}
-        return _Data(**parts)  # type: ignore[arg-type]
+        parts: dict[str, Any] = {}
+        for name, one in vars(self).items():
+            is_images = isinstance(one, ImageInputs)
+            parts[name] = None if one is None else one.select(rows) if is_images else one[rows]
+        return _Data(**parts)
 
 
 def _mean_entropy(logits: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
 from replaylake.datastore.names import new_ulid
+from replaylake.datastore.replay.tokens.sequence_images import SequenceImages
 from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
@@ -200,7 +201,7 @@ def train_language(
         output=str(Path(config.output).absolute()),
     )
     job = _prepare(lake, f"{snapshot.dataset}@{snapshot.version}", config, run_id, callbacks)
-    with RunLease(lake.storage, run_id) as lease:
+    with job, RunLease(lake.storage, run_id) as lease:
         first = {**job.describe(), "named": dataset, "request": asdict(config)}
         record = RunRecord(lake.registry, run_id, first, kind=KIND)
         record.record_start()
@@ -234,7 +235,7 @@ def resume_language(
                 parameter="model",
             )
         running = RunRecord(lake.registry, run_id, record, kind=KIND)
-        with running.record_errors():
+        with job, running.record_errors():
             return _run(lake, job, running, lease, callbacks or Callbacks(), resumed=True)
 
 
@@ -247,6 +248,23 @@ class _Job:
     learner: TokenLearner
     episodes: NDArray[np.int64]
     remarks: tuple[str, ...]
+    # Of a model that takes images.
+    images: SequenceImages | None = None
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self.images is not None:
+            self.images.close()
+
+    def update(self) -> dict[str, float]:
+        """Sample a batch and update the model on it; return the metrics."""
+        batch, inputs = self.sampler.sample(), None
+        if self.images is not None and self.learner.image_processor is not None:
+            images = self.images.read_sequences(batch.indices)
+            inputs = self.learner.image_processor.prepare(images)
+        return self.learner.update(batch, self.episodes[batch.indices], inputs)
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of the run's record and of the model's `replaylake.json`."""
@@ -279,7 +297,8 @@ def _prepare(
     _check_device(config.device)
     folder = check_model_folder(config.model)
     on_reading = None if callbacks is None else callbacks.on_reading
-    sequences = lake.snapshot(dataset).token_sequences(config.where, on_progress=on_reading)
+    snapshot = lake.snapshot(dataset)
+    sequences = snapshot.token_sequences(config.where, on_progress=on_reading)
     is_weighted = method.loss == "policy_gradient" and options.correction != "none"
     if is_weighted and not sequences.has_log_probs:
         raise SchemaMismatchError(
@@ -322,7 +341,10 @@ def _prepare(
     learner = TokenLearner(
         folder, config.method, options, max_tokens=int(sampler.lengths.max()), device=config.device
     )
-    return _Job(config, folder, sequences, sampler, learner, episodes, tuple(remarks))
+    images = None
+    if learner.image_processor is not None:
+        images = SequenceImages(snapshot.table, sequences.table, sampler.sequences)
+    return _Job(config, folder, sequences, sampler, learner, episodes, tuple(remarks), images)
 
 
 def _has_groups(sequences: TokenSequences, sampler: TokenSampler) -> bool:
@@ -418,8 +440,7 @@ class _Loop:
         reported = 0.0
         while self.update < config.updates:
             start = time.perf_counter()
-            batch = job.sampler.sample()
-            metrics = job.learner.update(batch, job.episodes[batch.indices])
+            metrics = job.update()
             self.update += 1
             self._check(metrics)
             self._sums.add(metrics)
