@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -103,7 +104,7 @@ class Server:
 
     def stop(self, sig=signal.SIGTERM):
         self.process.send_signal(sig)
-        self.process.wait(30)
+        self.process.wait(120)
 
     def kill(self):
         """kill -9 of everything at once.
@@ -114,7 +115,7 @@ class Server:
         killed = self.processes()
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(60)
         wait_until(lambda: not any(map(has_threads, killed)))
 
 
@@ -263,7 +264,7 @@ class OtlpReceiver:
             return None
 
         with self._condition:
-            assert self._condition.wait_for(find, 20), [span.name for _, span in self.spans]
+            assert self._condition.wait_for(find, 60), [span.name for _, span in self.spans]
             return find()
 
     def wait_for_metric(self, name, is_wanted=lambda about, metric: True):
@@ -276,7 +277,7 @@ class OtlpReceiver:
             return None
 
         with self._condition:
-            assert self._condition.wait_for(find, 20), {one.name for _, one in self.metrics}
+            assert self._condition.wait_for(find, 60), {one.name for _, one in self.metrics}
             return find()
 
     def close(self):
@@ -364,6 +365,17 @@ def stopped(pid: int):
         os.kill(pid, signal.SIGCONT)
 
 
+def hold_port() -> socket.socket:
+    """Return a socket that keeps a port from all who want any free one; a server can listen on it.
+
+    So a server that ended can be started again where it was.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 def has_threads(pid: int) -> bool:
     """Whether a process has files open still: its first thread may be gone before the others."""
     try:
@@ -388,6 +400,15 @@ def few_authorities(tmp_path_factory):
     path.write_text(first + end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients():
+    """Let httpx wait for a minute, where it waits 5 s: a machine may stand still for longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "read", "write", "pool"):
+            patch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, name, 60.0)
         yield
 
 

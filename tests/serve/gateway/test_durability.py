@@ -21,7 +21,7 @@ URL = "/v1/chat/completions"
 def post(gateway, text, stream=False, headers=None, **more):
     messages = [{"role": "user", "content": text}]
     body = {"model": "tiny", "messages": messages, "stream": stream, **more}
-    return httpx.post(f"{gateway.url}{URL}", json=body, headers=headers, timeout=30)
+    return httpx.post(f"{gateway.url}{URL}", json=body, headers=headers, timeout=60)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_a_kill_between_a_token_and_its_record_leaves_whole_calls_only(engines, 
         gateway = kit.start_gateway(engine.url, tmp_path / "lake")
         text = f"hold after {num_events}"
         body = {**BODY, "messages": [{"role": "user", "content": text}], "stream": True}
-        with httpx.stream("POST", f"{gateway.url}{URL}", json=body, timeout=30) as answer:
+        with httpx.stream("POST", f"{gateway.url}{URL}", json=body, timeout=60) as answer:
             events = (line for line in answer.iter_lines() if line)
             engine.release(text, num_events - 1)
             assert all("chunk" in next(events) for _ in range(num_events))
@@ -143,7 +143,7 @@ def test_two_gateways_on_two_hosts_write_one_lake_on_s3(engines, gateways, bucke
         other.wait_for(3)
         other.is_stopped = True
         for writer in writers.values():
-            writer.join(30)
+            writer.join(60)
             sent += writer.sent
         hosts[victim] = start(victim)
     assert [gateway.stop() for gateway in hosts.values()] == [0, 0]
@@ -332,7 +332,7 @@ def test_sigterm_lets_calls_end_and_commits_them(engines, kit, tmp_path):
     gateway.process.send_signal(signal.SIGTERM)
     kit.wait_until(lambda: not kit.is_listening(int(gateway.url.rpartition(":")[2])))
     engine.release("hold it", len("hold it"))
-    assert gateway.process.wait(40) == 0
+    assert gateway.process.wait(120) == 0
     reader.join()
     assert texts[0].endswith("data: [DONE]\n\n")
     (row,) = gateway.steps("call_status, observation")
