@@ -104,7 +104,7 @@ compat-base:
 compat-agents: .venv/.installed
 	@.ci/compat-agents
 
-# A run logged to a real MLflow server, in an environment of 800 MB below .bench/.
+# A run logged to a real MLflow server, and aliases in its registry, in an environment of 800 MB below .bench/.
 compat-mlflow: .venv/.installed
 	@.ci/compat-mlflow
 
