@@ -13,7 +13,7 @@ FUZZ_MINUTES ?= 10
 
 comma := ,
 
-.PHONY: .venv demo test test-slow browser bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-mlflow compat-openapi compat-policies compat-recorders compat-verifiers bench ope-coverage clean
+.PHONY: .venv demo test test-slow browser bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-mlflow compat-kserve compat-openapi compat-policies compat-recorders compat-verifiers bench ope-coverage clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -104,9 +104,13 @@ compat-base:
 compat-agents: .venv/.installed
 	@.ci/compat-agents
 
-# A run logged to a real MLflow server, in an environment of 800 MB below .bench/.
+# A run logged to a real MLflow server, and aliases in its registry, in an environment of 800 MB below .bench/.
 compat-mlflow: .venv/.installed
 	@.ci/compat-mlflow
+
+# KServe's own Python client against a real server, each answer compared with that of /act; 450 MB below .bench/.
+compat-kserve: .venv/.installed
+	@.ci/compat-kserve
 
 # A client generated from /docs.json by openapi-python-client, used against a real server.
 compat-openapi: .venv/.installed

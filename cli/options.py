@@ -228,6 +228,7 @@ _SAME_NAMES: Final = (
     "max_requests_per_second",
     "max_steps",
     "mix",
+    "mlflow_source",
     "name",
     "on",
     "on_conflict",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -16,19 +17,43 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     NoteOption,
+    name_options,
     user_name,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
+from replaylake.datastore.errors import ReplayLakeError
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.aliases import Move
     from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
     from replaylake.offline.evaluation.ope.promotion import GatedPromotion
     from replaylake.offline.evaluation.ope.promotion_gate import GateNotApplicable, GateResult
+    from replaylake.serve.package.mlflow_registry import MlflowRegistry
 
 _EXIT_NO: Final = 3
 _CHAMPION: Final = "champion"
 _GATE: Final = "Gate options"
+
+MlflowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mlflow",
+        metavar="MODEL",
+        show_default=False,
+        help="Registered model of MLflow whose alias is set too, at the server that "
+        "MLFLOW_TRACKING_URI names. The model version is created if it is missing.",
+    ),
+]
+MlflowSourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mlflow-source",
+        metavar="URI",
+        show_default=False,
+        help="URI of the model's files for a new model version, where they are stored already. By "
+        "default, they are uploaded.",
+    ),
+]
 
 
 def promote(
@@ -63,6 +88,8 @@ def promote(
         bool,
         typer.Option("--force", help="Promote even if the gate refuses; the refusal is recorded."),
     ] = False,
+    mlflow: MlflowOption = None,
+    mlflow_source: MlflowSourceOption = None,
     note: NoteOption = None,
     by: ByOption = None,
     dataset: Annotated[
@@ -194,6 +221,7 @@ def promote(
       replaylake promote clone:3 --to challenger --note 'ten times the data'
     """
     _check_gate_options(context, gate=gate, force=force, dataset=dataset)
+    elsewhere = _open_mlflow(mlflow, mlflow_source)
     from replaylake.datastore.lake.policies.exploration import parse_exploration
 
     exploration = parse_exploration(explore)
@@ -206,8 +234,9 @@ def promote(
     now_at = registry.alias_version(ref.name, to)
     if now_at == ref.version:
         body = {"promoted": False, "policy": ref.name, "version": ref.version, "alias": to}
-        report.print_result(
-            {**body, "move": None, "gate": None}, [f"{ref.name}@{to} is {ref} already"]
+        lines = [f"{ref.name}@{to} is {ref} already"]
+        _report_move(
+            report, {**body, "move": None, "gate": None}, lines, registry, ref, to, elsewhere
         )
         return
     who = by or user_name()
@@ -224,7 +253,7 @@ def promote(
             "gate": None,
             "evaluation_id": None,
         }
-        report.print_result(body, [_format_move(moved)])
+        _report_move(report, body, [_format_move(moved)], registry, ref, to, elsewhere)
         return
     from replaylake.datastore.lake.holdout import Holdout
     from replaylake.offline.evaluation.ope.evaluation_request import (
@@ -263,9 +292,11 @@ def promote(
         )
     if done.unsaved is not None:
         report.print_message(f"the report is not saved in the lake: {done.unsaved}")
-    report.print_result(done.to_json(), _promotion_lines(done))
+    lines = list(_promotion_lines(done))
     if done.move is None:
+        report.print_result({**done.to_json(), "mlflow": None}, lines)
         raise typer.Exit(_EXIT_NO)
+    _report_move(report, done.to_json(), lines, registry, ref, to, elsewhere)
 
 
 def rollback(
@@ -296,6 +327,8 @@ def rollback(
             "twice.",
         ),
     ] = None,
+    mlflow: MlflowOption = None,
+    mlflow_source: MlflowSourceOption = None,
     note: NoteOption = None,
     by: ByOption = None,
     lake: LakeOption = DEFAULT_LAKE,
@@ -310,6 +343,7 @@ def rollback(
       replaylake rollback clone --note 'returns fell since noon'
       replaylake rollback clone --from-version 3 --to-version 1
     """
+    elsewhere = _open_mlflow(mlflow, mlflow_source)
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
@@ -322,7 +356,70 @@ def rollback(
         by=by or user_name(),
         note=note,
     )
-    report.print_result({"move": move.to_json()}, [_format_move(move)])
+    body, lines = {"move": move.to_json()}, [_format_move(move)]
+    if elsewhere is None:
+        report.print_result({**body, "mlflow": None}, lines)
+        return
+    ref = registry.resolve(f"{move.policy}:{move.to_version}")
+    _report_move(report, body, lines, registry, ref, alias, elsewhere)
+
+
+def _open_mlflow(model: str | None, source: str | None) -> MlflowRegistry | None:
+    """Return MLflow's registry where it is configured, before anything is moved.
+
+    Raises: typer.BadParameter (exit 2), ConfigInvalidError.
+    """
+    if source is not None and model is None:
+        raise typer.BadParameter("requires --mlflow.", param_hint="--mlflow-source")
+    if model is None:
+        return None
+    if not model.strip():
+        raise typer.BadParameter(
+            "found an empty one, expected the name of a registered model.", param_hint="--mlflow"
+        )
+    from replaylake.serve.package.mlflow_registry import MlflowRegistry
+
+    return MlflowRegistry(model, source)
+
+
+def _report_move(
+    report: CommandOutput,
+    body: dict[str, Any],
+    lines: list[str],
+    registry: Registry,
+    ref: PolicyRef,
+    alias: str,
+    elsewhere: MlflowRegistry | None,
+) -> None:
+    """Print a promotion, and repeat it in MLflow where that is configured.
+
+    The alias of the lake stays as it is whatever MLflow does. Raises: typer.Exit (1) if MLflow
+    failed.
+    """
+    result: dict[str, Any] | None = None
+    failure: str | None = None
+    if elsewhere is not None:
+        try:
+            with report.waiting(f"setting {alias} in MLflow"):
+                found = elsewhere.set_alias(registry, ref, alias)
+        except (ReplayLakeError, OSError) as error:
+            words = ["promote", str(ref), "--to", alias, "--mlflow", elsewhere.model]
+            failure = name_options(
+                f"MLflow: {elsewhere.model}@{alias} is not set: {error}. The lake's "
+                f"{ref.name}@{alias} is {ref}. Repeat it for MLflow: replaylake {shlex.join(words)}"
+            )
+            result = {"error": failure}
+        else:
+            result = found.to_json()
+            new = ", a new version" if found.is_created else ""
+            lines = [
+                *lines,
+                f"MLflow: {found.model}@{alias} is version {found.version}{new}: {found.url}",
+            ]
+    report.print_result({**body, "mlflow": result}, lines)
+    if failure is not None:
+        report.print_message(f"error: {failure}")
+        raise typer.Exit(1)
 
 
 def _candidate(registry: Registry, text: str) -> PolicyRef:

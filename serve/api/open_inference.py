@@ -228,6 +228,7 @@ class OpenInference:
     def _answer(self, serving: ServingState, request: Request) -> Response:
         model = self._find_model(serving.router, request.path)
         asked = read_infer_request(request, model.inputs, model.outputs)
+        _check_model_name(model, asked.model_name)
         fields = _to_act_fields(model.spec.observation_space, asked)
         if "q_values" in asked.is_binary:
             fields["q_values"] = True
@@ -276,6 +277,17 @@ def find_models(arms: tuple[Arm, ...]) -> dict[str, Model]:
 
 def _dtype_of(leaf: Leaf) -> np.dtype[Any] | None:
     return None if isinstance(leaf, Text) else value_dtype(leaf)
+
+
+def _check_model_name(model: Model, name: str | None) -> None:
+    """Refuse a body for another model than the path's. KServe's client repeats the name there.
+
+    Raises: RequestRefusedError.
+    """
+    names = {model.name: None, model.policies[0].name: None}
+    if name is not None and name not in names:
+        expected = f"{' or '.join(names)}, the model of the path"
+        raise RequestRefusedError(400, "model_name", found=shorten(name), expected=expected)
 
 
 def _to_act_fields(space: Space, asked: InferRequest) -> dict[str, Any]:

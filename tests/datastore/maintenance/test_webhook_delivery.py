@@ -234,6 +234,64 @@ def test_a_receiver_that_trickles_holds_up_no_other(
     assert "timed out" in error or "no answer within" in error
 
 
+def test_a_lookup_that_does_not_end_holds_up_nobody(
+    registered: Lake, receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook_delivery, "_TIMEOUT_S", 0.5)
+    look_up, ended, hosts = socket.getaddrinfo, threading.Event(), []
+
+    def answer_late(host: str, *arguments: Any, **options: Any) -> Any:
+        hosts.append(host)
+        if host != "slow.example":
+            return look_up(host, *arguments, **options)
+        ended.wait(60)
+        return look_up("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer_late)
+    registered.webhooks.add("slow", f"http://slow.example:{receiver.port}/", secret=SECRET)
+    for _ in range(2):
+        attempt = try_webhook(registered, "slow", allow_private=True)
+        assert attempt.error == "slow.example: the name was not looked up within 0.5 s"
+    monkeypatch.setattr(webhook_delivery, "_TIMEOUT_S", 60.0)
+    assert deliver_webhooks(registered, allow_private=True)[0].num_delivered == 2
+    # The second attempt waited for the lookup of the first.
+    assert hosts.count("slow.example") == 1
+    lookups = [one for one in threading.enumerate() if one.name == "webhook-lookup"]
+    ended.set()
+    for lookup in lookups:
+        lookup.join()
+    assert try_webhook(registered, "slow", allow_private=True).is_delivered
+    assert hosts.count("slow.example") == 2
+
+
+def test_a_handshake_that_trickles_ends_at_the_deadline(
+    registered: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook_delivery, "_TIMEOUT_S", 0.5)
+    ended = threading.Event()
+
+    def trickle() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            # A handshake record of 12,288 bytes, one after the other; 1,000 take over 10 s.
+            connection.sendall(b"\x16\x03\x03\x30\x00\x02")
+            for _ in range(1000):
+                if ended.wait(0.01):
+                    return
+                connection.sendall(b"\x00")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        registered.webhooks.add("tls", f"https://127.0.0.1:{server.getsockname()[1]}/")
+        attempt = try_webhook(registered, "tls", allow_private=True)
+        ended.set()
+        thread.join()
+    error = str(attempt.error)
+    assert "handshake operation timed out" in error or "no answer within" in error
+
+
 def test_nothing_is_sent_to_a_private_address_unless_it_is_allowed(
     registered: Lake, receiver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
