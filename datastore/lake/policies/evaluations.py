@@ -7,7 +7,7 @@ written again, and it stays when its policy is deleted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
@@ -23,6 +23,8 @@ Kind = Literal["ope", "gate"]
 OnUnreadable = Callable[[StorageError | FormatTooNewError], None]
 _FOLDER: Final = f"{LAKE_ROOT}/evaluations"
 _FORMAT: Final = 1
+# Files that are read at the same time.
+_BATCH: Final = 100
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ class Evaluations:
 
         Raises: NotFoundError, FormatTooNewError; StorageError where its file is damaged.
         """
-        data = self._storage.get(f"{_FOLDER}/{evaluation_id}.json")
+        # An id may come from an address: only a file of this folder is read.
+        is_name = evaluation_id.isalnum()
+        data = self._storage.get(f"{_FOLDER}/{evaluation_id}.json") if is_name else None
         if data is None:
             raise NotFoundError(
                 f"evaluation {evaluation_id!r}: not in this lake. `select evaluation_id from "
@@ -121,16 +125,49 @@ class Evaluations:
         """
         found = []
         for evaluation_id, data in _iter_files(self._storage):
-            try:
-                one = _decode(evaluation_id, data)
-            except (StorageError, FormatTooNewError) as error:
-                if on_unreadable is None:
-                    raise
-                on_unreadable(error)
-                continue
-            if policy in (None, one.policy) and policy_version in (None, one.policy_version):
+            one = _decode_readable(evaluation_id, data, on_unreadable)
+            if (
+                one is not None
+                and policy in (None, one.policy)
+                and policy_version in (None, one.policy_version)
+            ):
                 found.append(one)
         return found
+
+    def list_newest(
+        self,
+        policy: str,
+        num: int,
+        *,
+        before: str | None = None,
+        max_files: int = 1000,
+        on_unreadable: OnUnreadable | None = None,
+    ) -> tuple[Sequence[SavedEvaluation], str | None]:
+        """Return `num` evaluations of a policy, the newest first, and where older ones begin.
+
+        before: only evaluations that are older than that id. max_files: of how many evaluations of
+        the lake to look at; so there may be fewer than `num` although older ones exist. The second
+        value is the `before` of the next call, None where all of the lake has been looked at.
+        on_unreadable: as in `list`. Raises: as read.
+        """
+        names = [name for name in self._storage.names(_FOLDER) if name.endswith(".json")]
+        if before is not None:
+            names = [name for name in names if name < f"{before}.json"]
+        names.reverse()
+        looked_at = names[:max_files]
+        found: list[SavedEvaluation] = []
+        for start in range(0, len(looked_at), _BATCH):
+            batch = looked_at[start : start + _BATCH]
+            for evaluation_id, data in _read_files(self._storage, batch):
+                one = _decode_readable(evaluation_id, data, on_unreadable)
+                if one is None or one.policy != policy:
+                    continue
+                found.append(one)
+                if len(found) == num:
+                    is_last = f"{evaluation_id}.json" == names[-1]
+                    return found, None if is_last else evaluation_id
+        is_all = len(looked_at) == len(names)
+        return found, None if is_all else looked_at[-1].removesuffix(".json")
 
 
 def find_damaged_evaluations(storage: Storage) -> Iterator[tuple[str, str]]:
@@ -150,10 +187,27 @@ def find_damaged_evaluations(storage: Storage) -> Iterator[tuple[str, str]]:
 def _iter_files(storage: Storage) -> Iterator[tuple[str, bytes]]:
     """Yield the id and content of each file, the oldest first."""
     names = [name for name in storage.names(_FOLDER) if name.endswith(".json")]
+    yield from _read_files(storage, names)
+
+
+def _read_files(storage: Storage, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     contents = storage.get_many([f"{_FOLDER}/{name}" for name in names])
     for name, data in zip(names, contents, strict=True):
         if data is not None:
             yield name.removesuffix(".json"), data
+
+
+def _decode_readable(
+    evaluation_id: str, data: bytes, on_unreadable: OnUnreadable | None
+) -> SavedEvaluation | None:
+    """Return an evaluation; None for one that cannot be read, if its error has a receiver."""
+    try:
+        return _decode(evaluation_id, data)
+    except (StorageError, FormatTooNewError) as error:
+        if on_unreadable is None:
+            raise
+        on_unreadable(error)
+        return None
 
 
 def _decode(evaluation_id: str, data: bytes) -> SavedEvaluation:

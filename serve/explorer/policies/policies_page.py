@@ -25,6 +25,8 @@ from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 _REFRESH_S: Final = 2
 # Of versions, moves and evaluations, the newest are shown.
 _MAX_ROWS: Final = 50
+# Saved evaluations of the lake that one page looks at, of all policies: each is a file of its own.
+_MAX_EVALUATIONS: Final = 500
 _COMMAND: Final = "`replaylake train offline DATASET --algorithm bc --policy NAME`"
 
 
@@ -104,9 +106,13 @@ def show_policy(visit: Visit) -> Page:
     queries = visit.take_queries()
     visit.note_query(f"SELECT * FROM promotions WHERE policy = '{name}' ORDER BY moved_at DESC")
     unreadable: list[str] = []
-    evaluations = registry.evaluations.list(
-        name, on_unreadable=lambda error: unreadable.append(str(error))
-    )[::-1]
+    evaluations, earlier = registry.evaluations.list_newest(
+        name,
+        _MAX_ROWS,
+        before=visit.values.get("evaluated_before"),
+        max_files=_MAX_EVALUATIONS,
+        on_unreadable=lambda error: unreadable.append(str(error)),
+    )
     shown = _select_evaluation(visit, evaluations)
     known_runs = {run["run_id"] for run in registry.runs()}
     numbers = [row["version"] for row in versions]
@@ -122,7 +128,7 @@ def show_policy(visit: Visit) -> Page:
         ),
         *([] if promotion is None else [promotion]),
         _moves_panel(visit, moves),
-        _evaluations_panel(visit, evaluations, shown, unreadable),
+        _evaluations_panel(visit, evaluations, earlier, shown, unreadable),
         *([] if shown is None else _evaluation_panels(visit, shown)),
         *_gate_panels(moves),
         draw_lineage(visit, list(entries.values()), known_runs),
@@ -145,6 +151,7 @@ def show_policy(visit: Visit) -> Page:
             "versions": [entries[row["version"]] for row in listed],
             "moves": moves,
             "evaluations": [_summarize_evaluation(one) for one in evaluations],
+            "older_evaluations_before": earlier,
             "shown_evaluation": None if shown is None else shown.to_json(),
             "unreadable_evaluations": unreadable,
             "promotion": None if last is None else last.to_json(),
@@ -284,10 +291,11 @@ def _select_evaluation(
     if not asked:
         return evaluations[0] if evaluations else None
     found = next((one for one in evaluations if one.evaluation_id == asked), None)
-    if found is None:
+    found = found or visit.lake.registry.evaluations.read(asked)
+    if found.policy != visit.path["name"]:
         raise NotFoundError(
-            f"evaluation {asked}: found none of policy {visit.path['name']}. The page of the "
-            "policy has all."
+            f"evaluation {asked}: found one of policy {found.policy}, expected one of policy "
+            f"{visit.path['name']}, whose page lists them."
         )
     return found
 
@@ -310,11 +318,18 @@ def _summarize_evaluation(one: SavedEvaluation) -> dict[str, Any]:
 def _evaluations_panel(
     visit: Visit,
     evaluations: Sequence[SavedEvaluation],
+    older: str | None,
     shown: SavedEvaluation | None,
     unreadable: Sequence[str],
 ) -> Panel:
     name = visit.path["name"]
     note = [tag("p", f"Left out: {text}", class_="wrong") for text in unreadable]
+    links = _evaluation_links(visit, older)
+    if not evaluations and links is not None:
+        text = f"None of the {_MAX_EVALUATIONS} evaluations that this page looked at is of {name}."
+        if older is None:
+            text = f"No older evaluation is of {name}."
+        return Panel("Evaluations", [note, draw_empty(text), links])
     if not evaluations:
         body: Child = draw_empty(
             "No evaluation of this policy was saved.",
@@ -323,9 +338,14 @@ def _evaluations_panel(
         )
         return Panel("Evaluations", [note, body])
     rows: list[list[Child]] = []
-    for one in evaluations[:_MAX_ROWS]:
+    for one in evaluations:
         summary = _summarize_evaluation(one)
-        address = visit.link("policies", name, evaluation=one.evaluation_id)
+        address = visit.link(
+            "policies",
+            name,
+            evaluation=one.evaluation_id,
+            evaluated_before=visit.values.get("evaluated_before"),
+        )
         alias = one.report.get("alias")
         rows.append(
             [
@@ -361,8 +381,20 @@ def _evaluations_panel(
         {"policy": name},
     )
     body = table(columns, rows, label="Evaluations")
-    said = _say_newest(len(evaluations))
-    return Panel("Evaluations", [note, body], note=said, queries=[query])
+    return Panel("Evaluations", [note, body, links], queries=[query])
+
+
+def _evaluation_links(visit: Visit, older: str | None) -> Markup | None:
+    """Return links to older and to the newest evaluations; None where the page has all."""
+    name = visit.path["name"]
+    links = []
+    if visit.values.get("evaluated_before"):
+        address = f"{visit.link('policies', name)}#evaluations"
+        links.append(tag("a", "Newest", href=address, class_="button"))
+    if older is not None:
+        address = f"{visit.link('policies', name, evaluated_before=older)}#evaluations"
+        links.append(tag("a", "Older evaluations", href=address, class_="button"))
+    return tag("div", links, class_="more", id="evaluations") if links else None
 
 
 def _evaluation_panels(visit: Visit, one: SavedEvaluation) -> list[Panel]:

@@ -3,11 +3,12 @@
 The explorer's, and at the end those of a policy server.
 
 `make browser` runs these. Without Chromium they are deselected, and the report's header says so;
-with CI they fail.
+with CI they fail. With PICTURES=FOLDER it also saves a picture of each page, to be looked at.
 """
 
 import base64
 import json
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -174,6 +175,9 @@ def _check_page(browser, url, name):
             browser.show(width, height, dark=dark)
             _open(browser, url)
             where = (name, width, "dark" if dark else "light")
+            if folder := os.environ.get("REPLAYLAKE_PICTURES"):
+                file = Path(folder, "-".join(map(str, where)).replace(" ", "_") + ".png")
+                browser.save_picture(file, whole=True)
             assert browser.run(_LAYOUT) == [], where
             assert browser.run("document.title") != "owned"
             said = browser.take_messages()

@@ -83,6 +83,46 @@ def test_each_evaluation_has_an_address_and_any_report_is_shown(gated, hostile):
     reader.page("/policies/p?evaluation=01x", 404)
 
 
+def test_many_evaluations_are_shown_by_pages(gated, monkeypatch):
+    reader, _ = gated
+    monkeypatch.setattr(policies_page, "_MAX_ROWS", 3)
+    monkeypatch.setattr(policies_page, "_MAX_EVALUATIONS", 4)
+    about = {"policy_version": 1, "dataset": "log", "dataset_version": 1, "verdict": "weak"}
+    save = reader.lake.registry.evaluations.save
+    newest = [save("ope", {}, policy="p", **about) for _ in range(4)]
+    others = [save("ope", {}, policy="other", **about) for _ in range(5)]
+
+    def follow(address):
+        page = reader.page(address)
+        older = [
+            link for link in page.links if re.search(r"\?evaluated_before=.*#evaluations", link)
+        ]
+        rows = re.findall("[?&]evaluation=([^&#]+)", " ".join(page.links))
+        return page, rows, older[0] if older else None
+
+    # Four files are looked at, all of them of another policy.
+    page, rows, older = follow("/policies/p")
+    assert rows == []
+    assert "None of the 4 evaluations that this page looked at is of p." in page.texts
+    page, rows, older = follow(older)
+    assert rows == [newest[3], newest[2], newest[1]]
+    # The newest on the page is the one whose report is shown.
+    assert "Evaluation of version 1" in page.texts
+    page, rows, older = follow(older)
+    assert rows[0] == newest[0]
+    assert len(rows) == 2
+    assert (
+        "Gate of version 1 as champion"
+        in reader.page(next(link for link in page.links if f"evaluation={rows[1]}" in link)).texts
+    )
+    assert older is None
+    assert "/policies/p#evaluations" in page.links
+    # One that no page lists has its address, too, and only below its policy.
+    assert "Evaluation of version 1" in reader.page(f"/policies/p?evaluation={newest[0]}").texts
+    page = reader.page(f"/policies/p?evaluation={others[0]}", 404)
+    assert "found one of policy other, expected one of policy p" in page.text
+
+
 def test_an_evaluation_has_differences_from_the_log(gated):
     reader, _ = gated
     estimates = [
@@ -123,11 +163,13 @@ def test_the_newest_versions_moves_and_evaluations_are_shown(gated, monkeypatch)
     about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}
     registry.evaluations.save("ope", {}, **about, verdict="weak")
     page = reader.page("/policies/p")
-    assert page.texts.count("the newest 1 of 2; SQL and JSON have all") == 2
+    assert page.texts.count("the newest 1 of 2; SQL and JSON have all") == 1
     assert "/policies/p?below=2" in page.links
     body = reader.json("/policies/p.json")
     assert [one["version"] for one in body["versions"]] == [2]
-    assert len(body["moves"]) == len(body["evaluations"]) == 2
+    assert len(body["moves"]) == 2
+    (evaluation,) = body["evaluations"]
+    assert body["older_evaluations_before"] == evaluation["evaluation_id"]
     older = reader.page("/policies/p?below=2")
     assert "Newest" in older.texts
     assert [one["version"] for one in reader.json("/policies/p.json?below=2")["versions"]] == [1]
