@@ -26,7 +26,7 @@ from open_exports import make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import replaylake as rl
-from replaylake.offline.language.pretrained import check_model_folder
+from replaylake.offline.language.pretrained import check_model_folder, load_pretrained
 from replaylake.offline.language.token_learner import METHODS, TokenLearner, TokenOptions
 
 _NUM_GROUPS, _NUM_SAMPLES, _LONGEST = 3, 4, 9
@@ -42,6 +42,7 @@ _ROWS = {
     "completion": " a completion",
     "chosen": " a chosen one",
     "rejected": " a rejected one",
+    "label": True,
 }
 
 
@@ -179,6 +180,46 @@ def preference(rows: Rows, tokenizer: Any, folder: Path, **options: Any) -> Loss
     return loss
 
 
+def labels(rows: Rows, tokenizer: Any, folder: Path, **options: Any) -> Loss:
+    """Losses of KTOTrainer; each prompt's other completion is that of the sequence before it."""
+
+    def loss(model: Any, before: Any) -> torch.Tensor:
+        trainer = make_trainer(
+            trl.KTOTrainer, trl.KTOConfig, model, tokenizer, folder, options=options,
+            ref_model=before, columns=("prompt", "completion", "label"),
+        )  # fmt: skip
+        inputs = rows.padded()
+        inputs["label"] = torch.from_numpy(rows.batch.episode_returns > 0)
+        ids = [p + rows.completions[row - 1] for row, p in enumerate(rows.prompts)]
+        masks = [[0] * len(p) + rows.masks[row - 1] for row, p in enumerate(rows.prompts)]
+        for name, parts in (
+            ("input_ids", ids),
+            ("attention_mask", [[1] * len(one) for one in ids]),
+            ("completion_mask", masks),
+        ):
+            tensors = [torch.tensor(one) for one in parts]
+            inputs[f"KL_{name}"] = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+        return trainer._compute_loss(trainer.model, inputs, return_outputs=False)
+
+    return loss
+
+
+def reward_model(rows: Rows, tokenizer: Any, folder: Path, **options: Any) -> Loss:
+    def loss(model: Any, _: Any) -> torch.Tensor:
+        trainer = make_trainer(
+            trl.RewardTrainer, trl.RewardConfig, model, tokenizer, folder, options=options,
+            columns=("prompt", "chosen", "rejected"),
+        )  # fmt: skip
+        inputs = rows.padded()
+        inputs.pop("completion_mask")
+        is_inside = inputs["attention_mask"].bool()
+        inputs["input_ids"] = inputs["input_ids"].where(is_inside, tokenizer.pad_token_id)
+        inputs = {name: one[rows.pairs()] for name, one in inputs.items()}
+        return trainer.compute_loss(trainer.model, inputs)
+
+    return loss
+
+
 def group_policy_gradient(rows: Rows, tokenizer: Any, folder: Path, **options: Any) -> Loss:
     """Losses of GRPOTrainer; `mode`: its importance correction, which it makes for vLLM alone."""
     mode = options.pop("mode", None)
@@ -247,6 +288,18 @@ CASES = [
     Case("sft", "sft", supervised),
     Case("dpo", "dpo", partial(preference, beta=0.1)),
     Case("dpo, beta 0.5", "dpo", partial(preference, beta=0.5), beta=0.5),
+    Case("ipo", "ipo", partial(preference, loss_type="ipo", beta=0.1)),
+    Case("kto", "kto", partial(labels, beta=0.1)),
+    Case(
+        "kto, weighted", "kto",
+        partial(labels, beta=0.3, desirable_weight=1.5, undesirable_weight=0.7),
+        beta=0.3, desirable_weight=1.5, undesirable_weight=0.7,
+    ),
+    Case("reward", "reward", reward_model),
+    Case(
+        "reward, centered", "reward", partial(reward_model, center_rewards_coefficient=0.1),
+        center_coef=0.1,
+    ),
     Case("grpo", "grpo", partial(group_policy_gradient, beta=0.0), correction="none"),
     Case(
         "grpo with a KL penalty", "grpo",
@@ -303,7 +356,10 @@ def make_learner(folder: Path, case: Case, epochs: int) -> TokenLearner:
     return TokenLearner(check_model_folder(folder), case.method, options, max_tokens=_LONGEST)
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, method: str = "sft") -> Any:
+    if METHODS[method].is_reward_model:
+        checked = check_model_folder(folder)
+        return load_pretrained(checked, "sequence classifier", num_outputs=1, new_head=True)[0]
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -320,8 +376,8 @@ def compare(case: Case, base: Path, batch: Any, tokenizer: Any, folder: Path) ->
     ours_second = 2 * two.update(batch)["loss"] - ours_first
     one.save(folder / "stepped")
 
-    model = load(base)
-    first = theirs(model, load(base))
+    model = load(base, case.method)
+    first = theirs(model, load(base, case.method))
     model.zero_grad()
     first.backward()
     wanted = [parameter.grad for parameter in model.parameters()]
@@ -331,7 +387,7 @@ def compare(case: Case, base: Path, batch: Any, tokenizer: Any, folder: Path) ->
         difference = float((ours - its).abs().max()) / scale
         if not difference < 1e-4:
             sys.exit(f"{case.name}: found gradients that differ by {difference:.1e} of the largest")
-    second = theirs(load(folder / "stepped"), load(base)).item()
+    second = theirs(load(folder / "stepped", case.method), load(base, case.method)).item()
     if abs(second - first.item()) < 10 * _TOLERANCE:
         sys.exit(f"{case.name}: found a second loss of {second}, expected one unlike the first")
     return max(abs(ours_first - first.item()), abs(ours_second - second))
