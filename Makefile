@@ -13,7 +13,7 @@ FUZZ_MINUTES ?= 10
 
 comma := ,
 
-.PHONY: .venv demo test test-slow browser bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-mlflow compat-kserve compat-openapi compat-policies compat-recorders compat-verifiers bench ope-coverage clean
+.PHONY: .venv demo test test-slow browser bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-losses compat-mlflow compat-kserve compat-openapi compat-policies compat-recorders compat-verifiers bench ope-coverage clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -128,6 +128,10 @@ compat: .venv/.installed
 # The hooks for TRL, verl and rLLM inside those frameworks: `make compat-recorders ONLY=trl`.
 compat-recorders: .venv/.installed
 	@.ci/compat-recorders $(subst $(comma), ,$(ONLY))
+
+# The losses of `train language` beside those of TRL's trainers on the same batch.
+compat-losses: .venv/.installed
+	@.ci/compat-losses
 
 # Policies of Stable-Baselines3, sb3-contrib and d3rlpy, imported and compared with the libraries' own actions.
 compat-policies: .venv/.installed

@@ -75,7 +75,8 @@ def language(
         typer.Option(
             "--method",
             metavar="NAME",
-            help="Method: sft, dpo, grpo, dr-grpo, rloo, reinforce++, gspo or ppo.",
+            help="Method: sft, dpo, ipo, kto, reward, grpo, dr-grpo, rloo, reinforce++, gspo or "
+            "ppo.",
             show_default="grpo",
         ),
     ] = None,

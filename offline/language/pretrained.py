@@ -75,12 +75,20 @@ def check_model_folder(path: str | Path) -> ModelFolder:
 
 
 def load_pretrained(
-    folder: ModelFolder, task: Task, *, num_outputs: int | None = None, device: str = "cpu"
+    folder: ModelFolder,
+    task: Task,
+    *,
+    num_outputs: int | None = None,
+    new_head: bool = False,
+    device: str = "cpu",
 ) -> tuple[Any, Any]:
     """Return the model, in float32 and in evaluation mode, and its tokenizer.
 
-    num_outputs: number of outputs that a classifier must have. Raises: SourceInvalidError for
-    another architecture or missing weights; ExtraMissingError without transformers.
+    num_outputs: number of outputs that a classifier must have. new_head: whether a language model
+    is accepted as a classifier, whose head of num_outputs outputs then begins with zeros.
+
+    Raises: SourceInvalidError for another architecture or missing weights; ExtraMissingError
+    without transformers.
     """
     transformers = _import_transformers(f"a {task}")
     path = folder.path
@@ -88,7 +96,8 @@ def load_pretrained(
     try:
         with _without_messages():
             config = transformers.AutoConfig.from_pretrained(path, **options)
-            if num_outputs is not None and config.num_labels != num_outputs:
+            is_given = num_outputs is not None and not new_head
+            if is_given and config.num_labels != num_outputs:
                 raise SourceInvalidError(
                     f"model: {path} has {config.num_labels} outputs, expected {num_outputs}. Give "
                     "a reward model.",
@@ -98,15 +107,24 @@ def load_pretrained(
             auto_class = _AUTO_CLASSES[task]
             if task == "causal language model" and has_images(config):
                 auto_class = "AutoModelForImageTextToText"
+            head = {"num_labels": num_outputs} if new_head else {}
             model, loading = getattr(transformers, auto_class).from_pretrained(
-                path, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **options
+                path,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+                **options,
+                **head,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         text = " ".join(str(error).split())[:300]
         raise SourceInvalidError(
             f"model: {path}: {text}, expected a {task} of transformers.", parameter="model"
         ) from error
-    if absent := sorted(map(str, (*loading["missing_keys"], *loading["mismatched_keys"]))):
+    missing = set(loading["missing_keys"])
+    if new_head:
+        missing -= _reset_head(model, missing, tokenizer)
+    if absent := sorted(map(str, (*missing, *loading["mismatched_keys"]))):
         # transformers would fill them with random numbers.
         raise SourceInvalidError(
             f"model: {path} has no weights {', '.join(absent[:3])}, expected those of a "
@@ -114,6 +132,20 @@ def load_pretrained(
             parameter="model",
         )
     return model.to(device).eval(), tokenizer
+
+
+def _reset_head(model: Any, missing: set[str], tokenizer: Any) -> set[str]:
+    """Set weights of a classifier's head that were not loaded to zeros; return their names."""
+    body = f"{model.base_model_prefix}."
+    names = {name for name in missing if not name.startswith(body)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.zero_()
+    # Where sequences are padded, it shows the model the last token of each.
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return names
 
 
 def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -35,7 +35,12 @@ from replaylake.offline.learning.adam import FusedAdam
 from replaylake.offline.learning.options import check_keys, expect, from_options
 from replaylake.offline.learning.state import pack_state, unpack_state
 from replaylake.offline.losses.policy_gradient import value_loss
-from replaylake.offline.losses.preference import direct_preference
+from replaylake.offline.losses.preference import (
+    direct_preference,
+    identity_preference,
+    kahneman_tversky,
+    paired_scores,
+)
 from replaylake.offline.losses.returns import generalized_advantages
 from replaylake.offline.losses.token_policy_gradient import (
     Baseline,
@@ -54,24 +59,50 @@ from replaylake.offline.losses.token_policy_gradient import (
 # Of which the entropy is computed at once: it takes two copies of their logits.
 _ENTROPY_ROWS: Final = 256
 
+Loss = Literal[
+    "likelihood",
+    "direct_preference",
+    "identity_preference",
+    "kahneman_tversky",
+    "paired_scores",
+    "policy_gradient",
+]
+_PAIRED: Final = ("direct_preference", "identity_preference", "paired_scores")
+_RELATIVE: Final = ("direct_preference", "identity_preference", "kahneman_tversky")
+
 
 @dataclass(frozen=True)
 class TokenMethod:
     """The definition of a method.
 
-    loss: `likelihood`; `pairs`, the best and the worst sequence of each group; `policy_gradient`.
-    baseline: of the advantages; None: a value head. level: of the ratio. clip_low, clip_high:
-    defaults of the options. needs_groups: batches contain all sequences of a group.
+    loss: `likelihood`, `policy_gradient`, or a function of losses/preference.py. baseline: of the
+    advantages; None: a value head. level: of the ratio. clip_low, clip_high: defaults of the
+    options. needs_groups: batches contain all sequences of a group.
     """
 
     summary: str
-    loss: Literal["likelihood", "pairs", "policy_gradient"]
+    loss: Loss
     baseline: Baseline | None = None
     level: Level = "token"
     reduction: Reduction = "sequence_mean"
     clip_low: float = 0.2
     clip_high: float = 0.2
     needs_groups: bool = True
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the loss compares the best and the worst sequence of each group."""
+        return self.loss in _PAIRED
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the loss is defined relative to the initial model."""
+        return self.loss in _RELATIVE
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether the model is trained to score sequences instead of to generate them."""
+        return self.loss == "paired_scores"
 
 
 METHODS: Final[Mapping[str, TokenMethod]] = {
@@ -83,7 +114,20 @@ METHODS: Final[Mapping[str, TokenMethod]] = {
     ),
     "dpo": TokenMethod(
         "best against worst sequence of a group (Rafailov et al. 2023)",
-        "pairs",
+        "direct_preference",
+    ),
+    "ipo": TokenMethod(
+        "best against worst sequence of a group, by a margin (Azar et al. 2023)",
+        "identity_preference",
+    ),
+    "kto": TokenMethod(
+        "sequences labeled by their return, without pairs (Ethayarajh et al. 2024)",
+        "kahneman_tversky",
+        needs_groups=False,
+    ),
+    "reward": TokenMethod(
+        "reward model that scores the best of a group above the worst (Bradley & Terry 1952)",
+        "paired_scores",
     ),
     "grpo": TokenMethod(
         "group mean and standard deviation (Shao et al. 2024)", "policy_gradient", "group_norm"
@@ -133,7 +177,9 @@ class TokenOptions:
     ratio to the policy before the update; None: the method's default. kl_coef: weight of the KL
     divergence from the initial model. epochs: passes over each batch, each in `minibatches`
     gradient steps; micro_batch_size: sequences of a step that are in memory at once; None: all.
-    beta: of `dpo`. discount, lambda_, value_coef, value_learning_rate: of `ppo`.
+    beta: of `dpo`, `ipo` and `kto`. desirable_threshold: return above which a sequence is desirable
+    in `kto`; desirable_weight, undesirable_weight: weights of their losses. center_coef: of
+    `reward`. discount, lambda_, value_coef, value_learning_rate: of `ppo`.
     """
 
     learning_rate: float = 1e-5
@@ -151,6 +197,10 @@ class TokenOptions:
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k2"
     beta: float = 0.1
+    desirable_threshold: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    center_coef: float = 0.0
     discount: float = 1.0
     lambda_: float = 1.0
     value_coef: float = 0.5
@@ -160,7 +210,17 @@ class TokenOptions:
         for name in ("learning_rate", "max_gradient_norm", "high", "beta", "value_learning_rate"):
             value = getattr(self, name)
             expect(value > 0, f"method: {name}", value, "more than 0")
-        for name in ("weight_decay", "low", "kl_coef", "value_coef", "clip_low", "clip_high"):
+        for name in (
+            "weight_decay",
+            "low",
+            "kl_coef",
+            "value_coef",
+            "clip_low",
+            "clip_high",
+            "desirable_weight",
+            "undesirable_weight",
+            "center_coef",
+        ):
             value = getattr(self, name)
             expect(value is None or value >= 0, f"method: {name}", value, "0 or more")
         for name in ("epochs", "minibatches", "micro_batch_size"):
@@ -183,6 +243,8 @@ _COMMON_OPTIONS: Final = frozenset(
     }
 )
 _VALUE_OPTIONS: Final = frozenset({"discount", "lambda_", "value_coef", "value_learning_rate"})
+_LABEL_OPTIONS: Final = frozenset({"desirable_threshold", "desirable_weight", "undesirable_weight"})
+_PREFERENCE_OPTIONS: Final = _LABEL_OPTIONS | {"beta", "center_coef"}
 
 
 def read_token_options(method: str, options: Mapping[str, Any]) -> TokenOptions:
@@ -194,8 +256,13 @@ def read_token_options(method: str, options: Mapping[str, Any]) -> TokenOptions:
     known = {one.name for one in fields(TokenOptions)}
     used = {
         "likelihood": _COMMON_OPTIONS,
-        "pairs": _COMMON_OPTIONS | {"beta"},
-        "policy_gradient": known - {"beta"} - (_VALUE_OPTIONS if method != "ppo" else set()),
+        "direct_preference": _COMMON_OPTIONS | {"beta"},
+        "identity_preference": _COMMON_OPTIONS | {"beta"},
+        "kahneman_tversky": _COMMON_OPTIONS | _LABEL_OPTIONS | {"beta"},
+        "paired_scores": _COMMON_OPTIONS | {"center_coef"},
+        "policy_gradient": known
+        - _PREFERENCE_OPTIONS
+        - (_VALUE_OPTIONS if method != "ppo" else set()),
     }[METHODS[method].loss]
     check_keys(options, known, what)
     for name in options:
@@ -251,9 +318,14 @@ class TokenLearner:
         self.method, self.options = METHODS[method], options
         self._weight_level = find_weight_level(method, options)
         self._name, self._device, self._max_tokens = method, device, max_tokens
-        self._model, self._tokenizer = load_pretrained(
-            folder, "causal language model", device=device
-        )
+        if self.method.is_reward_model:
+            self._model, self._tokenizer = load_pretrained(
+                folder, "sequence classifier", num_outputs=1, new_head=True, device=device
+            )
+        else:
+            self._model, self._tokenizer = load_pretrained(
+                folder, "causal language model", device=device
+            )
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and max_tokens > limit:
             raise SchemaMismatchError(
@@ -265,7 +337,7 @@ class TokenLearner:
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         self.image_processor = ImageProcessor(folder) if has_images(self._model.config) else None
         self._reference: Any = None
-        if options.kl_coef or self.method.loss == "pairs":
+        if options.kl_coef or self.method.is_relative:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         self._value_head: torch.nn.Linear | None = None
         groups: list[dict[str, Any]] = [
@@ -319,7 +391,7 @@ class TokenLearner:
         num = 0
         for _ in range(self.options.epochs):
             for rows in self._split(len(data.mask)):
-                part = data.select(rows)
+                part = self._add_divergence(data.select(rows))
                 # Without a token in the loss, a step would only apply weight decay and momentum.
                 if not part.mask.any():
                     continue
@@ -407,10 +479,14 @@ class TokenLearner:
         )
         if self.method.loss == "likelihood":
             return data
-        if self.method.loss == "pairs":
+        if self.method.has_pairs:
             data = data.select(_find_pairs(batch.episode_returns, batch.groups))
-            if len(data.mask):
-                data.reference = self._evaluate(self._reference, data).log_probs
+        if self.method.loss == "kahneman_tversky":
+            data.is_desirable = batch.episode_returns > options.desirable_threshold
+            data.mismatched = self._mismatch(data)
+        if self.method.is_relative and len(data.mask):
+            data.reference = self._evaluate(self._reference, data).log_probs
+        if self.method.loss != "policy_gradient":
             return data
         is_one_step = options.epochs == options.minibatches == 1
         values = None
@@ -432,6 +508,46 @@ class TokenLearner:
                 None if episodes is None else torch.from_numpy(episodes).to(mask.device),
             )
         return data
+
+    def _mismatch(self, data: _Data) -> _Data:
+        """Return each sequence's prompt with the completion of the sequence before it.
+
+        What follows the prompt begins at the first token in the mask. Sequences are cut to the
+        model's limit.
+        """
+        starts, ends = data.mask.int().argmax(dim=1), data.inside.sum(dim=1)
+        ids, masks = [], []
+        for row in range(len(data.mask)):
+            start, before = int(starts[row]), row - 1
+            other = slice(int(starts[before]), int(ends[before]))
+            ids.append(torch.cat([data.ids[row, :start], data.ids[before, other]]))
+            own = torch.zeros(start, dtype=torch.bool, device=data.mask.device)
+            masks.append(torch.cat([own, data.mask[before, other]]))
+        pad = torch.nn.utils.rnn.pad_sequence
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        lengths = torch.tensor([len(one) for one in ids], device=data.mask.device)
+        padded = pad(ids, batch_first=True)[:, :limit]
+        found = _Data(
+            ids=padded,
+            inside=torch.arange(padded.shape[1], device=padded.device) < lengths[:, None],
+            mask=pad(masks, batch_first=True)[:, :limit],
+            images=data.images,
+        )
+        found.reference = self._evaluate(self._reference, found).log_probs
+        return found
+
+    def _add_divergence(self, data: _Data) -> _Data:
+        """Add the KL divergence of a step's sequences from the initial model, where it is needed.
+
+        It is estimated from mismatched sequences, one number for all sequences of the step.
+        """
+        if data.mismatched is None:
+            return data
+        other = data.mismatched
+        assert other.reference is not None
+        log_ratios = self._evaluate(self._model, other).log_probs - other.reference
+        divergence = (log_ratios * other.mask).sum(dim=1).mean().clamp(min=0)
+        return replace(data, divergence=divergence.expand(len(data.mask)))
 
     def _add_generalized_advantages(self, data: _Data, returns: torch.Tensor) -> None:
         """Add advantages and value targets [B, T].
@@ -483,20 +599,16 @@ class TokenLearner:
         whole: the mask of the step.
         """
         options, method, mask = self.options, self.method, data.mask
+        if method.is_reward_model:
+            return self._score_loss(data, len(whole) // 2)
         forward = self._forward(self._model, data)
         log_probs = forward.log_probs
         metrics = {"entropy": forward.entropy}
         if method.loss == "likelihood":
             loss = reduce_tokens(-log_probs * mask, mask, method.reduction, whole=whole)
             return loss, metrics
-        if method.loss == "pairs":
-            assert data.reference is not None
-            log_ratios = ((log_probs - data.reference) * mask).sum(dim=1)
-            chosen, rejected = log_ratios[0::2], log_ratios[1::2]
-            metrics["margin"] = (chosen - rejected).detach().mean()
-            metrics["accuracy"] = (chosen > rejected).float().mean()
-            losses = direct_preference(chosen, rejected, options.beta)
-            return losses.sum() / (len(whole) // 2), metrics
+        if method.is_relative:
+            return self._relative_loss(data, log_probs, len(whole), metrics)
         assert data.advantages is not None
         proximal = log_probs.detach() if data.proximal is None else data.proximal
         weights = mask.to(log_probs.dtype)
@@ -539,6 +651,67 @@ class TokenLearner:
             loss = loss + options.value_coef * value_error
         return loss, metrics
 
+    def _relative_loss(
+        self,
+        data: _Data,
+        log_probs: torch.Tensor,
+        num: int,
+        metrics: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the share in the loss of a step of `num` sequences, relative to the reference."""
+        assert data.reference is not None
+        options = self.options
+        log_ratios = ((log_probs - data.reference) * data.mask).sum(dim=1)
+        if self.method.loss == "kahneman_tversky":
+            assert data.is_desirable is not None
+            assert data.divergence is not None
+            losses = kahneman_tversky(
+                log_ratios,
+                data.is_desirable,
+                data.divergence,
+                options.beta,
+                desirable_weight=options.desirable_weight,
+                undesirable_weight=options.undesirable_weight,
+            )
+            metrics["kl_mismatched"] = data.divergence.mean()
+            metrics["accuracy"] = (
+                ((log_ratios > data.divergence) == data.is_desirable).float().mean()
+            )
+            return losses.sum() / num, metrics
+        if self.method.loss == "identity_preference":
+            log_ratios = log_ratios / data.mask.sum(dim=1).clamp(min=1)
+        chosen, rejected = log_ratios[0::2], log_ratios[1::2]
+        metrics |= _compare_pairs(chosen, rejected)
+        is_direct = self.method.loss == "direct_preference"
+        loss = direct_preference if is_direct else identity_preference
+        return loss(chosen, rejected, options.beta).sum() / (num // 2), metrics
+
+    def _score_loss(
+        self, data: _Data, num_pairs: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the share of a reward model's pairs in the loss of a step."""
+        scores = self._score(data)
+        chosen, rejected = scores[0::2], scores[1::2]
+        losses = paired_scores(chosen, rejected, self.options.center_coef)
+        metrics = {"score": scores.detach().mean(), **_compare_pairs(chosen, rejected)}
+        return losses.sum() / num_pairs, metrics
+
+    def _score(self, data: _Data) -> torch.Tensor:
+        """Return the reward model's score of each whole sequence, [B]."""
+        pad = self._model.config.pad_token_id
+        if pad is not None:
+            ids = torch.where(data.inside, data.ids, pad)
+            mask = data.inside.long()
+            scores: torch.Tensor = self._model(
+                input_ids=ids, attention_mask=mask, use_cache=False
+            ).logits
+            return scores[:, 0]
+        # Without a padding token, the model takes the score at the last position of one sequence.
+        lengths = data.inside.sum(dim=1).tolist()
+        rows = [ids[None, :length] for ids, length in zip(data.ids, lengths, strict=True)]
+        found = [self._model(input_ids=ids, use_cache=False).logits[0, 0] for ids in rows]
+        return torch.stack(found)
+
     def _forward(self, model: Any, data: _Data) -> _Forward:
         """Return log-probs and values [B, T] of the tokens, 0 outside of the mask."""
         needs_values = self._value_head is not None and model is self._model
@@ -567,14 +740,14 @@ class TokenLearner:
 
     def _split_rows(self, num: int, size: int | None) -> Iterator[slice]:
         """Yield the rows of parts of at most `size` sequences, which keep pairs whole."""
-        unit = 2 if self.method.loss == "pairs" else 1
+        unit = 2 if self.method.has_pairs else 1
         step = num if size is None else max(1, size // unit) * unit
         for start in range(0, num, max(step, 1)):
             yield slice(start, start + step)
 
     def _split(self, num: int) -> Iterator[slice]:
         """Yield the rows of each gradient step; sizes differ by at most one sequence or pair."""
-        unit = 2 if self.method.loss == "pairs" else 1
+        unit = 2 if self.method.has_pairs else 1
         parts = min(self.options.minibatches, num // unit)
         edges = [num // unit * i // parts * unit for i in range(parts + 1)] if parts else []
         for start, stop in pairwise(edges):
@@ -592,7 +765,11 @@ class TokenLearner:
 
 @dataclass
 class _Data:
-    """A batch: [B, T] each, advantages also [B]; None where the method does not need it."""
+    """A batch: [B, T] each, advantages also [B]; None where the method does not need it.
+
+    is_desirable bool [B], divergence [B]; mismatched: other sequences, one for each, whose width
+    may differ.
+    """
 
     ids: torch.Tensor
     inside: torch.Tensor
@@ -604,12 +781,16 @@ class _Data:
     values: torch.Tensor | None = None
     targets: torch.Tensor | None = None
     images: ImageInputs | None = None
+    is_desirable: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
+    mismatched: _Data | None = None
 
     def select(self, rows: slice | torch.Tensor) -> _Data:
         parts: dict[str, Any] = {}
         for name, one in vars(self).items():
-            is_images = isinstance(one, ImageInputs)
-            parts[name] = None if one is None else one.select(rows) if is_images else one[rows]
+            if one is not None:
+                is_whole = isinstance(one, _Data | ImageInputs)
+                parts[name] = one.select(rows) if is_whole else one[rows]
         return _Data(**parts)
 
 
@@ -620,6 +801,13 @@ def _mean_entropy(logits: torch.Tensor) -> torch.Tensor:
         log_probs = torch.log_softmax(rows, dim=-1)
         total = total - (log_probs.exp() * log_probs).sum()
     return total / max(len(logits), 1)
+
+
+def _compare_pairs(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "margin": (chosen - rejected).detach().mean(),
+        "accuracy": (chosen > rejected).float().mean(),
+    }
 
 
 def _find_pairs(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -353,7 +353,8 @@ def _prepare(
     names = sequences.table["episode_id"].to_pylist()
     _, episodes = np.unique(np.array(names, object).astype(str), return_inverse=True)
     if method.needs_groups and not _has_groups(sequences, sampler):
-        remarks.append(f"no group has two episodes: all advantages of method {config.method} are 0")
+        effect = "there are no pairs" if method.has_pairs else "all advantages are 0"
+        remarks.append(f"no group has two episodes: {effect} in method {config.method}")
     learner = TokenLearner(
         folder, config.method, options, max_tokens=int(sampler.lengths.max()), device=config.device
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +37,10 @@ def current(model_folder: Path, batch):
     """The log-prob of each token under the model, from one pass a sequence."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    return score_tokens(AutoModelForCausalLM.from_pretrained(model_folder).eval(), batch)
+
+
+def score_tokens(model, batch):
     found = np.zeros(batch.token_ids.shape)
     with torch.no_grad():
         for row, ids in enumerate(batch.token_ids):
@@ -118,6 +124,78 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(model_folder, batch, curren
     assert all(np.array_equal(before[name], one) for name, one in learner.state_dict().items())
 
 
+def sum_log_ratios(learner, current, batch):
+    """What each sequence's log-prob has gained over that of the first model."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        learner.save(Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        return (score_tokens(model, batch) - current).astype(float) * batch.loss_mask
+
+
+@pytest.mark.parametrize("method", ["ipo", "kto"])
+def test_preferences_are_relative_to_the_first_model(model_folder, batch, current, method):
+    returns = np.arange(len(batch), dtype=np.float32) % 4 - 1.5
+    ranked = replace(batch, episode_returns=returns)
+    one, two = (
+        make_learner(model_folder, method, learning_rate=0.003, epochs=epochs) for epochs in (1, 2)
+    )
+    first = one.update(ranked)["loss"]
+    # Mean over two steps: the second is of the model that one step has made.
+    second = 2 * two.update(ranked)["loss"] - first
+    gains = sum_log_ratios(one, current, batch)
+    if method == "ipo":
+        assert first == pytest.approx((1 / 0.2) ** 2)
+        means = gains.sum(axis=1) / batch.loss_mask.sum(axis=1)
+        best, worst = means.reshape(-1, 4)[:, 3], means.reshape(-1, 4)[:, 0]
+        assert second == pytest.approx(np.square(best - worst - 1 / 0.2).mean(), rel=1e-4)
+        return
+    assert first == pytest.approx(0.5)
+    # The divergence is that of completions after the prompt of the next sequence.
+    ids = np.concatenate([batch.token_ids[:, :3], np.roll(batch.token_ids[:, 3:], 1, 0)], axis=1)
+    other = replace(batch, token_ids=ids)
+    learner = make_learner(model_folder, "sft")
+    divergence = sum_log_ratios(one, sum_log_ratios(learner, 0, other), other).sum(axis=1).mean()
+    signs = np.where(returns > 0, 1, -1)
+    losses = 1 - 1 / (1 + np.exp(-0.1 * signs * (gains.sum(axis=1) - max(divergence, 0))))
+    assert second == pytest.approx(losses.mean(), rel=1e-4)
+
+
+def test_a_reward_model_begins_with_equal_scores_and_learns_the_order(model_folder, batch):
+    ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
+    learner = make_learner(model_folder, "reward", learning_rate=0.01, center_coef=0.01)
+    first = learner.update(ranked)
+    assert (first["loss"], first["score"]) == (pytest.approx(math.log(2)), 0.0)
+    for _ in range(30):
+        last = learner.update(ranked)
+    assert last["accuracy"] == 1.0
+    assert last["loss"] < 0.2
+    assert abs(last["score"]) < 1.0
+
+
+def test_a_score_depends_on_no_padding(model_folder, batch, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "padded")
+    for name, key in (("config.json", "pad_token_id"), ("tokenizer_config.json", "pad_token")):
+        path = tmp_path / "padded" / name
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {key: 23 if "id" in key else "t23"})
+        )
+    lengths = np.where(np.arange(len(batch)) % 2, 8, 6)
+    ids = np.where(np.arange(8) < lengths[:, None], batch.token_ids % 23, 0)
+    mask = batch.loss_mask & (np.arange(8) < lengths[:, None])
+    ragged = replace(
+        batch, token_ids=ids, lengths=lengths, loss_mask=mask,
+        episode_returns=np.arange(len(batch), dtype=np.float32),
+    )  # fmt: skip
+    # One pads the sequences of a step, the other reads them one by one.
+    found = [
+        make_learner(folder, "reward", learning_rate=0.003, epochs=4).update(ragged)
+        for folder in (tmp_path / "padded", model_folder)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
 def test_later_steps_of_a_batch_are_held_to_the_policy_before_it(model_folder, batch):
     learner = make_learner(
         model_folder, "grpo", epochs=4, minibatches=2, learning_rate=0.01, clip_low=0.01,
@@ -159,10 +237,12 @@ def test_divergence_from_the_first_model_is_penalized(model_folder, batch):
     assert distance(held) < distance(free)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "dr-grpo", "reinforce++", "ppo"])
+@pytest.mark.parametrize("method", [*METHODS])
 def test_a_step_in_parts_is_the_step(model_folder, batch, method):
     ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
-    options = {"learning_rate": 1e-3} | ({} if method in ("sft", "dpo") else {"kl_coef": 0.1})
+    options = {"learning_rate": 1e-3} | (
+        {"kl_coef": 0.1} if METHODS[method].loss == "policy_gradient" else {}
+    )
     whole, parts = (
         make_learner(model_folder, method, micro_batch_size=size, epochs=2, **options)
         for size in (None, 3)

@@ -50,7 +50,7 @@ def probability(folder: Path) -> float:
         return model(prompts).logits[:, -1].softmax(-1)[:, REWARDED].mean().item()
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"sft"}))
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"sft", "reward"}))
 def test_what_was_rewarded_becomes_more_likely(recorded, model_folder, tmp_path, method):
     result = train_language(
         recorded, "agents", config(model_folder, tmp_path / "out", method=method, updates=60)
@@ -61,6 +61,32 @@ def test_what_was_rewarded_becomes_more_likely(recorded, model_folder, tmp_path,
     assert origin["run_id"] == result.run_id
     assert origin["model"]["sha256"] == check_model_folder(model_folder).sha256
     assert origin["datasets"][0]["version"] == recorded.snapshot("agents").version
+
+
+def test_a_reward_model_scores_dialogues(recorded, model_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = {"learning_rate": 0.01}
+    values = {"method": "reward", "updates": 60, "options": options}
+    train_language(recorded, "agents", config(model_folder, out, **values))
+    model, _ = load_pretrained(check_model_folder(out), "sequence classifier", num_outputs=1)
+    # Sequences that no sample equals, without the rewarded token and with it.
+    worse = np.random.default_rng(7).integers(8, 24, (64, 8))
+    better = worse.copy()
+    better[:, 4:6] = REWARDED
+    scores = [
+        [model(torch.from_numpy(ids[None])).logits.item() for ids in sequences]
+        for sequences in (worse, better)
+    ]
+    assert np.mean(np.less(*scores)) > 0.8
+    lake = tmp_path / "lake"
+    shutil.copytree(recorded.path, lake)
+    assert main(["score", "agents", "--model", str(out), "--lake", str(lake), "--json"]) == 0
+    scored = json.loads(capsys.readouterr().out)
+    assert (scored["episodes"], scored["failed"]) == (64, 0)
+    # Training continues from its head.
+    again = config(out, tmp_path / "again", method="reward", updates=1)
+    first = train_language(recorded, "agents", again)
+    assert first.metrics["accuracy"] > 0.9
 
 
 def test_supervised_learning_of_the_best_imitates_them(recorded, model_folder, tmp_path):
