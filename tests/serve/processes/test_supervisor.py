@@ -314,7 +314,7 @@ def test_it_starts_soon_and_small(kit, package, name):
     """Soon in processor time: what others do with the machine is not ours to answer for.
 
     Nor is a slow machine: there it may take nine times as long as Python takes to import the
-    libraries; six to seven times were seen.
+    libraries, of three times the longest; six to seven times were seen.
     """
     server = kit.start_server(package=package, policy="p", version=1, server=name)
     try:
@@ -325,5 +325,5 @@ def test_it_starts_soon_and_small(kit, package, name):
         server.stop()
     ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)
     taken_s = ticks / os.sysconf("SC_CLK_TCK")
-    assert taken_s < _READY_WITHIN_S or taken_s < 9 * _imports_s()
+    assert taken_s < _READY_WITHIN_S or taken_s < 9 * max(_imports_s() for _ in range(3))
     assert sum(int(text.split("Pss:")[1].split()[0]) for text in pss) * 1024 < 350e6

@@ -337,11 +337,10 @@ def test_a_key_that_is_refused_ends_the_run_and_is_not_shown(
     assert len(endpoint.requests) <= 8
 
 
-def test_a_judge_that_is_not_there_ends_the_run(math_lake: Lake) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    judge = JudgeScorer(f"http://127.0.0.1:{port}", "qwen", quick(retry_s=0.2))
-    with pytest.raises(JudgeError, match=f"127.0.0.1:{port}/chat/completions: .*refused, no resp"):
+def test_a_judge_that_is_not_there_ends_the_run(math_lake: Lake, held_port: int) -> None:
+    judge = JudgeScorer(f"http://127.0.0.1:{held_port}", "qwen", quick(retry_s=0.2))
+    missing = f"127.0.0.1:{held_port}/chat/completions: .*refused, no resp"
+    with pytest.raises(JudgeError, match=missing):
         score(math_lake, "math", judge)
 
 
