@@ -13,6 +13,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from replaylake.cli.main import main
+from replaylake.cli.output import progress
 from replaylake.datastore.interchange.formats.rlds.tfrecord import records
 from replaylake.datastore.interchange.sources.source import find_source
 
@@ -59,6 +60,8 @@ def run(
     lake: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> Run:
     monkeypatch.setenv("REPLAYLAKE_LAKE", str(lake))
+    # Every two seconds a command says how far it is: a slow machine would read more of it.
+    monkeypatch.setattr(progress, "_LINE_INTERVAL_S", 3600.0)
 
     def call(*arguments: object) -> Ran:
         capfdbinary.readouterr()

@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -363,17 +362,6 @@ def stopped(pid: int):
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def hold_port() -> socket.socket:
-    """Return a socket that keeps a port from all who want any free one; a server can listen on it.
-
-    So a server that ended can be started again where it was.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
 
 
 def has_threads(pid: int) -> bool:

@@ -293,11 +293,10 @@ def test_other_refusals_are_not_sent_again(flaky):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_comes_back_loses_nothing(kit, package, tmp_path):
+def test_a_server_that_is_killed_and_comes_back_loses_nothing(kit, package, tmp_path, held_port):
     lake = open_lake(tmp_path / "lake", create=True)
-    held = kit.hold_port()
     config = {"package": package, "policy": "p", "version": 1, "lake": lake.path, "log_to": "d"}
-    config["port"] = held.getsockname()[1]
+    config["port"] = held_port
     running = kit.start_server(**config)
     acted = []
 
@@ -317,7 +316,6 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing(kit, package, tmp_
         player.join(60)
         assert len(acted) == 60
         running.stop()
-        held.close()
     receipt = join_feedback(lake, "d")
     rows = lake.sql("select step, reward from d.steps order by step").to_pylist()
     assert [row["reward"] for row in rows] == [float(i) for i in range(60)], receipt

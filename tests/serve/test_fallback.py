@@ -125,11 +125,11 @@ def test_a_fallback_draws_and_masks_as_the_server_does(app_client, kit, policy, 
 
 @pytest.mark.slow
 def test_decisions_of_an_outage_are_logged_once_when_the_server_is_back(
-    kit, package, tmp_path, make_fallback, patient_client
+    kit, package, tmp_path, held_port, make_fallback, patient_client
 ):
-    lake, held = open_lake(tmp_path / "lake", create=True), kit.hold_port()
+    lake = open_lake(tmp_path / "lake", create=True)
     options = {"package": package, "policy": "p", "version": 3, "lake": lake.path, "log_to": "d"}
-    options |= {"port": held.getsockname()[1], "server": "uvicorn"}
+    options |= {"port": held_port, "server": "uvicorn"}
     server = kit.start_server(**options)
     fallback = make_fallback(explore="temperature=1")
     taken = []
@@ -141,7 +141,7 @@ def test_decisions_of_an_outage_are_logged_once_when_the_server_is_back(
         client.feedback(float(number), decision_id=one.decision_id, terminated=is_end)
         taken.append(one)
 
-    with patient_client(server.url, fallback) as client, held:
+    with patient_client(server.url, fallback) as client:
         for number in range(3):
             act(client, number)
         server.kill()

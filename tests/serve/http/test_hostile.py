@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import random
 import re
 import socket
@@ -257,17 +258,23 @@ class GoodClient(threading.Thread):
 
 
 class Pause(threading.Thread):
-    """Sleeps for 10 ms again and again: how much longer each takes is the machine's own delay."""
+    """Sleeps for 10 ms and writes a line, again and again, as a server does that logs.
 
-    def __init__(self):
+    How much longer each takes is the machine's own delay.
+    """
+
+    def __init__(self, path):
         super().__init__(daemon=True)
-        self.is_over, self.delays_s = threading.Event(), []
+        self.is_over, self.delays_s, self._path = threading.Event(), [], path
 
     def run(self):
-        while not self.is_over.is_set():
-            began = time.perf_counter()
-            time.sleep(0.01)
-            self.delays_s.append(time.perf_counter() - began - 0.01)
+        with self._path.open("ab", buffering=0) as file:
+            while not self.is_over.is_set():
+                began = time.perf_counter()
+                time.sleep(0.01)
+                file.write(b"line\n")
+                os.fdatasync(file.fileno())
+                self.delays_s.append(time.perf_counter() - began - 0.01)
 
 
 def rss(pid):
@@ -298,10 +305,10 @@ def hostile(request, package, tmp_path, kit):
     "num_short",
     [pytest.param(800, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.chaos)],
 )
-def test_hostile_requests_hold_up_no_other(hostile, num_short):
+def test_hostile_requests_hold_up_no_other(hostile, tmp_path, num_short):
     port = int(hostile.url.rpartition(":")[2])
     worker = hostile.processes()[1]
-    good, pause = GoodClient(hostile.url), Pause()
+    good, pause = GoodClient(hostile.url), Pause(tmp_path / "lines")
     good.start()
     pause.start()
     attack = Attack(port)

@@ -191,12 +191,11 @@ def time_until_ready(url, began):
         time.sleep(0.02)
 
 
-def kill_in_a_loop(kit, package, folder, name, num_kills, seed=0):
+def kill_in_a_loop(kit, package, folder, port, name, num_kills, seed=0):
     """kill -9 a worker, or in one of three cases the supervisor, then check by SQL."""
     lake = open_lake(folder / "lake", create=True)
     config = {"package": package, "policy": "p", "version": 1, "lake": lake.path, "log_to": "d"}
-    held = kit.hold_port()
-    config |= {"workers": 2, "server": name, "port": held.getsockname()[1]}
+    config |= {"workers": 2, "server": name, "port": port}
     began = time.monotonic()
     server = kit.start_server(**config)
     start_s = time.monotonic() - began
@@ -218,7 +217,6 @@ def kill_in_a_loop(kit, package, folder, name, num_kills, seed=0):
     finally:
         players.stop()
         server.stop()
-        held.close()
     join_feedback(lake, "d")
     decisions = lake.sql("select decision_id from d.decisions").column(0).to_pylist()
     rewards = lake.sql("select decision_id from d.rewards").column(0).to_pylist()
@@ -241,14 +239,14 @@ def kill_in_a_loop(kit, package, folder, name, num_kills, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bentoml", "uvicorn"])
-def test_kill_9_of_workers_and_supervisor_loses_nothing(kit, package, tmp_path, name):
-    kill_in_a_loop(kit, package, tmp_path, name, 3)  # two workers, and the supervisor
+def test_kill_9_of_workers_and_supervisor_loses_nothing(kit, package, tmp_path, held_port, name):
+    kill_in_a_loop(kit, package, tmp_path, held_port, name, 3)  # two workers, and the supervisor
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("name", ["bentoml", "uvicorn"])
-def test_kill_9_in_a_long_loop(kit, package, tmp_path, name):
-    kill_in_a_loop(kit, package, tmp_path, name, _KILLS, seed=1)
+def test_kill_9_in_a_long_loop(kit, package, tmp_path, held_port, name):
+    kill_in_a_loop(kit, package, tmp_path, held_port, name, _KILLS, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +314,7 @@ def test_it_starts_soon_and_small(kit, package, name):
     """Soon in processor time: what others do with the machine is not ours to answer for.
 
     Nor is a slow machine: there it may take nine times as long as Python takes to import the
-    libraries; six to seven times were seen.
+    libraries, of three times the longest; six to seven times were seen.
     """
     server = kit.start_server(package=package, policy="p", version=1, server=name)
     try:
@@ -327,5 +325,5 @@ def test_it_starts_soon_and_small(kit, package, name):
         server.stop()
     ticks = sum(int(fields[11]) + int(fields[12]) for fields in stats)
     taken_s = ticks / os.sysconf("SC_CLK_TCK")
-    assert taken_s < _READY_WITHIN_S or taken_s < 9 * _imports_s()
+    assert taken_s < _READY_WITHIN_S or taken_s < 9 * max(_imports_s() for _ in range(3))
     assert sum(int(text.split("Pss:")[1].split()[0]) for text in pss) * 1024 < 350e6

@@ -28,7 +28,7 @@ class Exchange:
     """Adds what the threads of a team bring, like an all-reduce."""
 
     def __init__(self):
-        self._barrier = threading.Barrier(SIZE, timeout=20)
+        self._barrier = threading.Barrier(SIZE, timeout=60)
         self._brought = [None] * SIZE
 
     def add(self, rank, values):
