@@ -1,8 +1,8 @@
-"""Forest plot: off-policy estimates with their intervals beside the log's mean, as an image."""
+"""Forest plots as images: values with intervals, and differences from what they are compared to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from replaylake.datastore.storage.storage import atomic_write
 
 if TYPE_CHECKING:
     from replaylake.offline.evaluation.ope.evaluation_request import PolicyReport
+    from replaylake.offline.running.tuning.results import Combination, SweepResult
 
 _LOG = "#9aa3ad"
 _VALUE = "#0072B2"
@@ -45,6 +46,56 @@ def draw_estimates(path: Path, report: PolicyReport) -> None:
         figure.suptitle(title, fontsize=9.5, x=0.01, ha="left")
         with atomic_write(path) as file:
             figure.savefig(file, format=path.suffix.lower().lstrip("."))
+
+
+def draw_combinations(path: Path, result: SweepResult) -> None:
+    """Draw the mean of each combination of a sweep, and its difference from the best.
+
+    Raises: StorageError.
+    """
+    combinations = [one for one in result.combinations if one.mean is not None]
+    with mpl.rc_context({**STYLE, "font.size": 9}):
+        figure = Figure(figsize=(9.4, 1.7 + 0.3 * len(combinations)), layout="constrained", dpi=130)
+        means, differences = figure.subplots(1, 2, squeeze=False).ravel()
+        _means(means, combinations)
+        _combination_differences(differences, combinations)
+        better = "more" if result.mode == "max" else "less"
+        means.set_xlabel(f"{result.value}, {better} is better;\nmean over the seeds, 95% interval")
+        figure.suptitle(f"sweep {result.sweep_id}", fontsize=9.5, x=0.01, ha="left")
+        with atomic_write(path) as file:
+            figure.savefig(file, format=path.suffix.lower().lstrip("."))
+
+
+def _means(axes: Any, combinations: Sequence[Combination]) -> None:
+    names = []
+    for place, one in enumerate(combinations):
+        if one.ci_low is not None:
+            axes.plot([one.ci_low, one.ci_high], [place, place], color=_VALUE, linewidth=1.6)
+        axes.plot([one.mean], [place], "o", color=_VALUE, markersize=4.5)
+        options = ", ".join(f"{name}={value}" for name, value in one.options.items())
+        names.append(shorten_name(options or "no options", 48))
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.locator_params(axis="x", nbins=5)
+    simplify_axes(axes)
+
+
+def _combination_differences(axes: Any, combinations: Sequence[Combination]) -> None:
+    """Draw values minus those of the best, paired by seed, against 0."""
+    axes.axvline(0.0, color=_LOG, linewidth=1.2)
+    for place, one in enumerate(combinations):
+        if one.difference is None:
+            continue
+        if one.difference_low is not None:
+            ends = [one.difference_low, one.difference_high]
+            axes.plot(ends, [place, place], color=_VALUE, linewidth=1.6)
+        axes.plot([one.difference], [place], "o", color=_VALUE, markersize=4.5)
+    # The names are those of the panel beside it.
+    axes.set_yticks(range(len(combinations)), [])
+    axes.invert_yaxis()
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlabel("difference from the best,\npaired by seed, 95% interval")
+    simplify_axes(axes)
 
 
 def _forest(axes: Any, report: PolicyReport) -> None:

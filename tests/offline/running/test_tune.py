@@ -209,6 +209,13 @@ def test_every_trial_is_a_run_and_the_best_mean_is_named(ray, lake):
     assert sum(t.trial.status == "running" for t in told) == 40
     record = sweep_record(lake)
     assert (record["status"], record["best"]["policy"]) == ("done", best.policy)
+    assert record["results"] == list(result.to_json()["combinations"])
+    others = [runs[n]["selection"]["value"] for n in (0, 2)]
+    differences = [other - value for other, value in zip(others, values, strict=True)]
+    worse = result.combinations[1]
+    assert (worse.difference, worse.difference_low, worse.difference_high) == (
+        student_t_interval(differences)
+    )
     again = resume_sweep(lake, result.sweep_id)
     assert again.to_json() == result.to_json()
     assert len(lake.registry.runs()) == 6
