@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import EmptyReplayError
+from replaylake.datastore.episodes.schema import ACTION_FEATURES, PDROP
+from replaylake.datastore.errors import EmptyReplayError, QueryRefusedError
 from replaylake.datastore.feedback.decisions import DECIDED_BY_CLIENT
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.logged_steps import LoggedSteps, read_logged_steps
@@ -47,6 +48,7 @@ def select_episodes(
     """Read the episodes that a question is asked of, with `reward`. Raises: as evaluate_policy."""
     callbacks.stage("reading the steps")
     steps, left_out = _drop_unusable(_read(snapshot, request, reward, holdout), request)
+    _refuse_uneven_drops(steps)
     return SelectedEpisodes(snapshot, reward, holdout, steps, left_out)
 
 
@@ -94,6 +96,8 @@ def _read(
         schema.field(DECIDED_BY_CLIENT).type
     ):
         columns[DECIDED_BY_CLIENT] = f"coalesce({DECIDED_BY_CLIENT}, false)::DOUBLE"
+    if {ACTION_FEATURES, PDROP} <= snapshot.spec.extras.keys():
+        columns[PDROP] = f"coalesce({PDROP}, 0)"
     expression = None if reward.is_stored else reward.expression
     steps = read_logged_steps(snapshot, where, reward=expression, columns=columns)
     if not steps.num_episodes:
@@ -102,6 +106,24 @@ def _read(
             f"where {where or 'true'}, expected at least two. Widen the condition."
         )
     return steps
+
+
+def _refuse_uneven_drops(steps: LoggedSteps) -> None:
+    """Refuse events of which not the same share was logged: a mean would weight them alike.
+
+    Raises: QueryRefusedError.
+    """
+    if PDROP not in steps.columns:
+        return
+    lowest, highest = float(steps.columns[PDROP].min()), float(steps.columns[PDROP].max())
+    if highest > lowest:
+        raise QueryRefusedError(
+            f"{PDROP}: found {lowest:g} to {highest:g} among the selected events, expected one "
+            f"value: an event stands for 1 / (1 - {PDROP}) events, and the estimators weight all "
+            f"events alike. Evaluate those of one value, with `where` such as '{PDROP} = "
+            f"{highest:g}'.",
+            parameter="where",
+        )
 
 
 def _drop_unusable(
