@@ -212,13 +212,13 @@ def language(
         result = run(
             Callbacks(on_reading=tell_read, on_start=tell_begin, on_progress=tell, on_metrics=watch)
         )
-    data = result.dataset
+    data, is_adapter = result.dataset, result.config.method_options().writes_adapter
     lines = [
         f"trained on {data['dataset']}@{data['version']}: "
         f"{count(data['num_sequences'], 'sequence')}, {count(data['num_tokens'], 'token')}",
         f"{count(result.config.updates, 'update')}  {_show_metrics(result.metrics)}  "
         f"{result.updates_per_s:,.1f} updates/s",
-        f"saved model {result.output}",
+        f"saved {'adapter' if is_adapter else 'model'} {result.output}",
     ]
     if result.already_finished:
         lines.insert(0, f"run {result.run_id} is done already: nothing was changed")
@@ -232,6 +232,7 @@ def language(
         "updates_per_s": result.updates_per_s,
         "output": str(result.output),
         "sha256": result.sha256,
+        "is_adapter": is_adapter,
         "was_done": result.already_finished,
     }
     report.print_result(body, lines)

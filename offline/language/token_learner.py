@@ -19,7 +19,14 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.tokens.token_batch import TokenBatch
-from replaylake.offline.language.pretrained import ModelFolder, load_pretrained, save_pretrained
+from replaylake.offline.language.pretrained import (
+    ModelFolder,
+    Task,
+    add_adapter,
+    load_pretrained,
+    merge_adapter,
+    save_pretrained,
+)
 from replaylake.offline.learning.adam import FusedAdam
 from replaylake.offline.learning.options import check_keys, expect, from_options
 from replaylake.offline.learning.state import pack_state, unpack_state
@@ -166,6 +173,9 @@ class TokenOptions:
     ratio to the policy before the update; None: the method's default. kl_coef: weight of the KL
     divergence from the initial model. epochs: passes over each batch, each in `minibatches`
     gradient steps; micro_batch_size: sequences of a step that are in memory at once; None: all.
+    lora_rank: of a LoRA adapter, which is trained instead of the model; None: the model is trained.
+    lora_alpha, lora_targets: see add_adapter; lora_merge: the output is the model with the adapter
+    merged into it, not the adapter alone.
     beta: of `dpo`, `ipo` and `kto`. desirable_threshold: return above which a sequence is desirable
     in `kto`; desirable_weight, undesirable_weight: weights of their losses. center_coef: of
     `reward`. discount, lambda_, value_coef, value_learning_rate: of `ppo`.
@@ -177,6 +187,10 @@ class TokenOptions:
     epochs: int = 1
     minibatches: int = 1
     micro_batch_size: int | None = None
+    lora_rank: int | None = None
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] | None = None
+    lora_merge: bool = False
     clip_low: float | None = None
     clip_high: float | None = None
     correction: Correction = "truncate"
@@ -196,7 +210,14 @@ class TokenOptions:
     value_learning_rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "max_gradient_norm", "high", "beta", "value_learning_rate"):
+        for name in (
+            "learning_rate",
+            "max_gradient_norm",
+            "lora_alpha",
+            "high",
+            "beta",
+            "value_learning_rate",
+        ):
             value = getattr(self, name)
             expect(value > 0, f"method: {name}", value, "more than 0")
         for name in (
@@ -212,13 +233,25 @@ class TokenOptions:
         ):
             value = getattr(self, name)
             expect(value is None or value >= 0, f"method: {name}", value, "0 or more")
-        for name in ("epochs", "minibatches", "micro_batch_size"):
+        for name in ("epochs", "minibatches", "micro_batch_size", "lora_rank"):
             value = getattr(self, name)
             expect(value is None or value >= 1, f"method: {name}", value, "1 or more")
         for name in ("discount", "lambda_"):
             value = getattr(self, name)
             expect(0 <= value <= 1, f"method: {name}", value, "0 to 1")
         expect(self.low <= self.high, "method: low", self.low, f"at most high, {self.high}")
+        if self.lora_rank is None:
+            for name in ("lora_targets", "lora_merge"):
+                value = getattr(self, name)
+                expect(not value, f"method: {name}", value, "lora_rank beside it")
+        elif self.lora_targets is not None:
+            names = self.lora_targets
+            expect(bool(names), "method: lora_targets", names, "names of modules")
+
+    @property
+    def writes_adapter(self) -> bool:
+        """Whether the output of training is an adapter without its model."""
+        return self.lora_rank is not None and not self.lora_merge
 
 
 _COMMON_OPTIONS: Final = frozenset(
@@ -229,6 +262,10 @@ _COMMON_OPTIONS: Final = frozenset(
         "epochs",
         "minibatches",
         "micro_batch_size",
+        "lora_rank",
+        "lora_alpha",
+        "lora_targets",
+        "lora_merge",
     }
 )
 _VALUE_OPTIONS: Final = frozenset({"discount", "lambda_", "value_coef", "value_learning_rate"})
@@ -290,6 +327,7 @@ class TokenLearner:
         options: TokenOptions,
         *,
         max_tokens: int,
+        seed: int = 0,
         device: str = "cpu",
     ) -> None:
         """Load the model.
@@ -299,22 +337,19 @@ class TokenLearner:
             method: a key of METHODS.
             options: options of the method.
             max_tokens: length of the longest sequence, in tokens.
+            seed: of the initial weights of an adapter.
             device: a torch device.
 
-        Raises: SourceInvalidError, ExtraMissingError; SchemaMismatchError for sequences above the
-        model's limit.
+        Raises: SourceInvalidError, ExtraMissingError; ConfigInvalidError for modules that the
+        model does not have; SchemaMismatchError for sequences above the model's limit.
         """
         self.method, self.options = METHODS[method], options
         self._weight_level = find_weight_level(method, options)
         self._name, self._device, self._max_tokens = method, device, max_tokens
-        if self.method.is_reward_model:
-            self._model, self._tokenizer = load_pretrained(
-                folder, "sequence classifier", num_outputs=1, new_head=True, device=device
-            )
-        else:
-            self._model, self._tokenizer = load_pretrained(
-                folder, "causal language model", device=device
-            )
+        is_reward_model = self.method.is_reward_model
+        task: Task = "sequence classifier" if is_reward_model else "causal language model"
+        head: dict[str, Any] = {"num_outputs": 1, "new_head": True} if is_reward_model else {}
+        self._model, self._tokenizer = load_pretrained(folder, task, **head, device=device)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and max_tokens > limit:
             raise SchemaMismatchError(
@@ -325,7 +360,17 @@ class TokenLearner:
             )
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         self._reference: Any = None
-        if options.kl_coef or self.method.is_relative:
+        self._has_reference = bool(options.kl_coef) or self.method.is_relative
+        if options.lora_rank is not None:
+            self._model = add_adapter(
+                self._model,
+                task,
+                rank=options.lora_rank,
+                alpha=options.lora_alpha,
+                targets=options.lora_targets,
+                seed=seed,
+            )
+        elif self._has_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         self._value_head: torch.nn.Linear | None = None
         groups: list[dict[str, Any]] = [
@@ -407,8 +452,9 @@ class TokenLearner:
         self._optimizer.load_state_dict(tree["optimizer"])
 
     def save(self, folder: Path) -> None:
-        """Write the model and its tokenizer in the format of transformers, with safetensors."""
-        save_pretrained(self._model, self._tokenizer, folder)
+        """Write the model, or its adapter in peft's format, and its tokenizer, with safetensors."""
+        model = merge_adapter(self._model) if self.options.lora_merge else self._model
+        save_pretrained(model, self._tokenizer, folder)
 
     def _accumulate_gradients(self, data: _Data) -> dict[str, float]:
         """Add the gradient of a step, some sequences at a time; return its metrics."""
@@ -459,7 +505,7 @@ class TokenLearner:
             data.is_desirable = batch.episode_returns > options.desirable_threshold
             data.mismatched = self._mismatch(data)
         if self.method.is_relative and len(data.mask):
-            data.reference = self._evaluate(self._reference, data).log_probs
+            data.reference = self._evaluate_reference(data)
         if self.method.loss != "policy_gradient":
             return data
         is_one_step = options.epochs == options.minibatches == 1
@@ -468,8 +514,8 @@ class TokenLearner:
             forward = self._evaluate(self._model, data)
             values = forward.values
             data.proximal = None if is_one_step else forward.log_probs
-        if self._reference is not None:
-            data.reference = self._evaluate(self._reference, data).log_probs
+        if self._has_reference:
+            data.reference = self._evaluate_reference(data)
         if values is not None:
             data.values = values
             self._add_generalized_advantages(data, batch.episode_returns)
@@ -506,7 +552,7 @@ class TokenLearner:
             inside=torch.arange(padded.shape[1], device=padded.device) < lengths[:, None],
             mask=pad(masks, batch_first=True)[:, :limit],
         )
-        found.reference = self._evaluate(self._reference, found).log_probs
+        found.reference = self._evaluate_reference(found)
         return found
 
     def _add_divergence(self, data: _Data) -> _Data:
@@ -549,6 +595,13 @@ class TokenLearner:
         if len(inside) > 1:
             advantages = (advantages - inside.mean()) / (inside.std() + 1e-8) * mask
         data.advantages = advantages
+
+    def _evaluate_reference(self, data: _Data) -> torch.Tensor:
+        """Return the log-probs of the initial model, float [B, T]."""
+        if self._reference is not None:
+            return self._evaluate(self._reference, data).log_probs
+        with self._model.disable_adapter():
+            return self._evaluate(self._model, data).log_probs
 
     @torch.no_grad()
     def _evaluate(self, model: Any, data: _Data) -> _Forward:

@@ -36,7 +36,12 @@ from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
 from replaylake.offline.callbacks import Callbacks, RunStart
-from replaylake.offline.language.pretrained import ORIGIN, ModelFolder, check_model_folder
+from replaylake.offline.language.pretrained import (
+    ORIGIN,
+    ModelFolder,
+    check_model_folder,
+    hash_model_folder,
+)
 from replaylake.offline.language.token_learner import (
     METHODS,
     TokenLearner,
@@ -321,7 +326,12 @@ def _prepare(
         effect = "there are no pairs" if method.has_pairs else "all advantages are 0"
         remarks.append(f"no group has two episodes: {effect} in method {config.method}")
     learner = TokenLearner(
-        folder, config.method, options, max_tokens=int(sampler.lengths.max()), device=config.device
+        folder,
+        config.method,
+        options,
+        max_tokens=int(sampler.lengths.max()),
+        seed=config.seed,
+        device=config.device,
     )
     return _Job(config, folder, sequences, sampler, learner, episodes, tuple(remarks))
 
@@ -506,11 +516,12 @@ def _write_model(job: _Job, record: RunRecord) -> str:
     """Write the folder atomically; return the sha256 over its files."""
     output = Path(job.config.output)
     if _is_written(output, record.run_id):
-        return check_model_folder(output).sha256
+        return hash_model_folder(output).sha256
     # Of this run: one that was killed while it wrote has left it behind.
     temporary = output.parent / f".{output.name}.{record.run_id}"
     shutil.rmtree(temporary, ignore_errors=True)
-    origin = {"run_id": record.run_id, **job.describe()}
+    is_adapter = job.config.method_options().writes_adapter
+    origin = {"run_id": record.run_id, "is_adapter": is_adapter, **job.describe()}
     try:
         job.learner.save(temporary)
         (temporary / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
@@ -521,7 +532,7 @@ def _write_model(job: _Job, record: RunRecord) -> str:
                 continue
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        sha256 = check_model_folder(temporary).sha256
+        sha256 = hash_model_folder(temporary).sha256
         temporary.rename(output)
         fsync_folder(output.parent)
     except OSError as error:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError, SourceInvalidError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.offline.language.pretrained import check_model_folder
 from replaylake.offline.language.token_learner import METHODS, TokenLearner, TokenOptions
@@ -196,6 +196,65 @@ def test_a_score_depends_on_no_padding(model_folder, batch, tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+# Of transformers 5.24, for a property that peft 0.21 reads.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_alone_is_trained_and_its_base_is_the_reference(model_folder, batch, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
+    options = {"lora_rank": 4, "learning_rate": 0.01}
+    learner = make_learner(model_folder, "dpo", **options)
+    # Of the initial model itself, as the adapter adds nothing at first.
+    assert learner.update(ranked)["loss"] == pytest.approx(math.log(2))
+    for _ in range(10):
+        assert learner.update(ranked)["margin"] > 0
+    # Two matrices for each of seven linear modules in two layers.
+    assert sum(name.startswith("state.parameters") for name in learner.state_dict()) == 2 * 7 * 2
+    learner.save(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = score_tokens(base, batch)
+    after = score_tokens(PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), batch)
+    gains = ((after - before) * batch.loss_mask).sum(axis=1)[learner_pairs(ranked)]
+    last = learner.update(ranked)
+    assert last["margin"] == pytest.approx((gains[0::2] - gains[1::2]).mean(), rel=1e-3)
+
+    merged = make_learner(model_folder, "dpo", lora_merge=True, **options)
+    for _ in range(11):
+        merged.update(ranked)
+    merged.save(tmp_path / "merged")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert np.allclose(score_tokens(whole, batch), after, atol=1e-5)
+    # The learner is as it was before it was saved.
+    assert merged.update(ranked) == last
+
+
+def learner_pairs(batch):
+    """The best and the worst sequence of each group, one after the other."""
+    rows = []
+    for group in np.unique(batch.groups):
+        (members,) = np.nonzero(batch.groups == group)
+        returns = batch.episode_returns[members]
+        rows += [members[returns.argmax()], members[returns.argmin()]]
+    return rows
+
+
+def test_a_penalty_for_the_divergence_of_an_adapter_is_from_its_base(model_folder, batch):
+    options = {"learning_rate": 0.01, "epochs": 4, "lora_rank": 2, "kl_coef": 0.1}
+    learner = make_learner(model_folder, "grpo", **options)
+    assert learner.update(batch)["kl_reference"] > 0
+
+
+def test_adapters_that_do_not_fit_are_refused(model_folder, batch, tmp_path):
+    with pytest.raises(ConfigInvalidError, match=r"lora_targets: found \('absent',\)"):
+        make_learner(model_folder, "sft", lora_rank=2, lora_targets=("absent",))
+    learner = make_learner(model_folder, "sft", lora_rank=2, lora_targets=("q_proj",))
+    learner.save(tmp_path / "adapter")
+    with pytest.raises(SourceInvalidError, match="is an adapter of peft"):
+        check_model_folder(tmp_path / "adapter")
+
+
 def test_later_steps_of_a_batch_are_held_to_the_policy_before_it(model_folder, batch):
     learner = make_learner(
         model_folder, "grpo", epochs=4, minibatches=2, learning_rate=0.01, clip_low=0.01,
@@ -286,7 +345,16 @@ def test_what_does_not_fit_is_refused(model_folder, batch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"learning_rate": 0.0}, {"low": 3.0}, {"epochs": 0}, {"lambda_": 1.5}]
+    "options",
+    [
+        {"lora_merge": True},
+        {"lora_targets": ("q_proj",)},
+        {"lora_rank": 0},
+        {"learning_rate": 0.0},
+        {"low": 3.0},
+        {"epochs": 0},
+        {"lambda_": 1.5},
+    ],
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigInvalidError, match=rf"method: {next(iter(options))}: found"):
