@@ -110,6 +110,15 @@ def language(
         typer.Option("--policy-version", metavar="N", help="Version of the policy to be trained."),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Random seed.")] = None,
+    learners: Annotated[
+        int | None,
+        typer.Option(
+            "--learners",
+            metavar="N",
+            help="Number of processes that compute each update together, each on a part of the "
+            "sequences.",
+        ),
+    ] = None,
     resume: ResumeOption = None,
     config: ConfigOption = None,
     assignments: AssignmentsOption = None,
@@ -154,6 +163,7 @@ def language(
         "max_staleness": max_staleness,
         "policy_version": policy_version,
         "seed": seed,
+        "learners": learners,
     }
     values = {key: value for key, value in given.items() if value is not None}
     if resume is not None:

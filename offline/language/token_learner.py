@@ -29,6 +29,7 @@ from replaylake.offline.language.pretrained import (
 )
 from replaylake.offline.learning.adam import FusedAdam
 from replaylake.offline.learning.options import check_keys, expect, from_options
+from replaylake.offline.learning.process_group import SINGLE_PROCESS, ProcessGroup
 from replaylake.offline.learning.state import pack_state, unpack_state
 from replaylake.offline.losses.policy_gradient import value_loss
 from replaylake.offline.losses.preference import (
@@ -44,7 +45,6 @@ from replaylake.offline.losses.token_policy_gradient import (
     Estimator,
     Level,
     Reduction,
-    effective_sample_size,
     group_advantages,
     importance_weights,
     kl_penalty,
@@ -52,6 +52,21 @@ from replaylake.offline.losses.token_policy_gradient import (
     token_surrogate,
 )
 
+# All metrics of gradient steps, in the order in which processes exchange them.
+_METRICS: Final = (
+    "loss",
+    "entropy",
+    "margin",
+    "accuracy",
+    "score",
+    "kl_mismatched",
+    "weight",
+    "weight_square",
+    "kl_behavior",
+    "kl_reference",
+    "value_loss",
+    "ratio_max",
+)
 # Of which the entropy is computed at once: it takes two copies of their logits.
 _ENTROPY_ROWS: Final = 256
 
@@ -329,6 +344,7 @@ class TokenLearner:
         max_tokens: int,
         seed: int = 0,
         device: str = "cpu",
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Load the model.
 
@@ -339,6 +355,8 @@ class TokenLearner:
             max_tokens: length of the longest sequence, in tokens.
             seed: of the initial weights of an adapter.
             device: a torch device.
+            group: processes that make each update together: all are given the same batches, and
+                each computes the gradients of its share of the sequences.
 
         Raises: SourceInvalidError, ExtraMissingError; ConfigInvalidError for modules that the
         model does not have; SchemaMismatchError for sequences above the model's limit.
@@ -346,6 +364,7 @@ class TokenLearner:
         self.method, self.options = METHODS[method], options
         self._weight_level = find_weight_level(method, options)
         self._name, self._device, self._max_tokens = method, device, max_tokens
+        self._group = group
         is_reward_model = self.method.is_reward_model
         task: Task = "sequence classifier" if is_reward_model else "causal language model"
         head: dict[str, Any] = {"num_outputs": 1, "new_head": True} if is_reward_model else {}
@@ -460,7 +479,7 @@ class TokenLearner:
         """Add the gradient of a step, some sequences at a time; return its metrics."""
         totals: dict[str, float] = {}
         num_tokens = int(data.mask.sum())
-        for rows in self._split_rows(len(data.mask), self.options.micro_batch_size):
+        for rows in self._split_rows(len(data.mask)):
             part = data.select(rows)
             if not part.mask.any():
                 continue
@@ -473,7 +492,48 @@ class TokenLearner:
                     totals[name] = max(totals.get(name, 0.0), float(value))
                 else:
                     totals[name] = totals.get(name, 0.0) + share * float(value)
+        totals = self._exchange(totals)
+        if (square := totals.pop("weight_square", None)) is not None:
+            # Kong 1992, "A note on importance sampling using standardized weights".
+            totals["effective_share"] = totals["weight"] ** 2 / square if square else 0.0
         return totals
+
+    def _exchange(self, totals: dict[str, float]) -> dict[str, float]:
+        """Add up the gradients of all processes, in place; return their metrics."""
+        size = self._group.size
+        if size == 1:
+            return totals
+        # A process whose share has no tokens has neither gradients nor metrics.
+        has_gradient = [p.grad is not None for p in self._parameters]
+        metrics = torch.zeros(2, len(_METRICS))
+        for name, value in totals.items():
+            metrics[:, _METRICS.index(name)] = torch.tensor([value, 1.0])
+        largest = torch.zeros(size)
+        largest[self._group.rank] = totals.get("ratio_max", 0.0)
+        parts = [
+            *(torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters),
+            torch.tensor(has_gradient, dtype=torch.float32),
+            metrics,
+            largest,
+        ]
+        shared = torch.cat([one.detach().flatten().to(self._device) for one in parts])
+        self._group.all_reduce(shared)
+        sizes = [one.numel() for one in parts]
+        summed = [
+            one.view(part.shape)
+            for one, part in zip(torch.split(shared, sizes), parts, strict=True)
+        ]
+        for parameter, gradient, num in zip(
+            self._parameters, summed, summed[-3].tolist(), strict=False
+        ):
+            parameter.grad = gradient if num else None
+        values, counts = summed[-2].tolist()
+        found = {
+            name: value for name, value, num in zip(_METRICS, values, counts, strict=True) if num
+        }
+        if "ratio_max" in found:
+            found["ratio_max"] = float(summed[-1].max())
+        return found
 
     def _prepare(self, batch: TokenBatch[torch.Tensor], episodes: Array | None) -> _Data:
         """Compute what all gradient steps of a batch share: masks, advantages, old log-probs."""
@@ -604,18 +664,23 @@ class TokenLearner:
             return self._evaluate(self._model, data).log_probs
 
     @torch.no_grad()
-    def _evaluate(self, model: Any, data: _Data) -> _Forward:
-        """Return what `_forward` does, without a gradient, some sequences at a time."""
-        parts = [
-            self._forward(model, data.select(rows))
-            for rows in self._split_rows(len(data.mask), self.options.micro_batch_size)
-        ]
-        values = [one.values for one in parts if one.values is not None]
-        return _Forward(
-            torch.cat([one.log_probs for one in parts]),
-            parts[0].entropy,
-            torch.cat(values) if values else None,
-        )
+    def _evaluate(self, model: Any, data: _Data) -> _Evaluation:
+        """Return log-probs and values [B, T] without a gradient, some sequences at a time."""
+        shape = data.mask.shape
+        log_probs = torch.zeros(shape, device=data.mask.device)
+        has_values = self._value_head is not None and model is self._model
+        values = torch.zeros_like(log_probs) if has_values else None
+        for rows in self._split_rows(len(data.mask)):
+            part = self._forward(model, data.select(rows))
+            log_probs[rows] = part.log_probs
+            if values is not None:
+                assert part.values is not None
+                values[rows] = part.values
+        # Each process has evaluated its share.
+        self._group.all_reduce(log_probs)
+        if values is not None:
+            self._group.all_reduce(values)
+        return _Evaluation(log_probs, values)
 
     def _loss(
         self, data: _Data, whole: torch.Tensor
@@ -649,7 +714,7 @@ class TokenLearner:
                 high=options.high,
             )
             metrics["weight"] = weights[mask].mean()
-            metrics["effective_share"] = effective_sample_size(weights, mask)
+            metrics["weight_square"] = weights[mask].square().mean()
             metrics["kl_behavior"] = -log_ratios[mask].mean()
         low = method.clip_low if options.clip_low is None else options.clip_low
         high = method.clip_high if options.clip_high is None else options.clip_high
@@ -761,12 +826,16 @@ class TokenLearner:
             values = torch.zeros_like(log_probs).masked_scatter(data.mask, found)
         return _Forward(log_probs, _mean_entropy(logits.detach()), values)
 
-    def _split_rows(self, num: int, size: int | None) -> Iterator[slice]:
-        """Yield the rows of parts of at most `size` sequences, which keep pairs whole."""
-        unit = 2 if self.method.has_pairs else 1
-        step = num if size is None else max(1, size // unit) * unit
-        for start in range(0, num, max(step, 1)):
-            yield slice(start, start + step)
+    def _split_rows(self, num: int) -> Iterator[slice]:
+        """Yield the rows of the parts of this process's share of `num` rows; pairs are whole."""
+        unit, size = 2 if self.method.has_pairs else 1, self.options.micro_batch_size
+        first, last = (
+            num // unit * place // self._group.size * unit
+            for place in (self._group.rank, self._group.rank + 1)
+        )
+        step = max(last - first, 1) if size is None else max(1, size // unit) * unit
+        for start in range(first, last, step):
+            yield slice(start, min(start + step, last))
 
     def _split(self, num: int) -> Iterator[slice]:
         """Yield the rows of each gradient step; sizes differ by at most one sequence or pair."""
@@ -847,4 +916,10 @@ def _find_pairs(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 class _Forward:
     log_probs: torch.Tensor
     entropy: torch.Tensor
+    values: torch.Tensor | None
+
+
+@dataclass
+class _Evaluation:
+    log_probs: torch.Tensor
     values: torch.Tensor | None

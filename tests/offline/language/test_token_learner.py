@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +88,10 @@ def test_the_loss_is_that_of_the_tokens_one_by_one(model_folder, batch, current,
     ratios = np.exp(current - behavior)[batch.loss_mask]
     assert ratios.max() > 2.0
     if method != "rloo":
-        assert metrics["weight"] == pytest.approx(np.minimum(ratios, 2.0).mean(), rel=1e-4)
+        weights = np.minimum(ratios, 2.0)
+        assert metrics["weight"] == pytest.approx(weights.mean(), rel=1e-4)
+        share = weights.mean() ** 2 / np.square(weights).mean()
+        assert metrics["effective_share"] == pytest.approx(share, rel=1e-4)
     assert metrics["kl_behavior"] == pytest.approx(-np.log(ratios).mean(), rel=1e-3)
 
 
@@ -312,6 +316,56 @@ def test_a_step_in_parts_is_the_step(model_folder, batch, method):
     for name in ours:
         if name.startswith("state.optimizer.moments") and name.endswith("mean"):
             assert np.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("sft", {}),
+        ("dpo", {"minibatches": 2}),
+        ("kto", {"epochs": 2}),
+        ("reward", {"micro_batch_size": 2}),
+        ("dr-grpo", {"kl_coef": 0.1, "epochs": 2, "lora_rank": 2}),
+        ("ppo", {"minibatches": 3, "kl_coef": 0.1}),
+    ],
+)
+def test_two_processes_make_the_update_of_one(model_folder, batch, together, method, options):
+    returns = np.arange(len(batch), dtype=np.float32) % 5 - 2
+    ranked = replace(batch, episode_returns=returns)
+    folder, settings = check_model_folder(model_folder), TokenOptions(learning_rate=1e-3, **options)
+    alone = TokenLearner(folder, method, settings, max_tokens=8)
+    expected = [alone.update(ranked) for _ in range(3)]
+    # Loaded one after another: transformers' logging is the process's.
+    lock = threading.Lock()
+
+    def work(member):
+        with lock:
+            learner = TokenLearner(folder, method, settings, max_tokens=8, group=member)
+        return [learner.update(ranked) for _ in range(3)], learner.state_dict()
+
+    members = together(work)
+    for metrics, state in members:
+        for found, wanted in zip(metrics, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+        for name, array in alone.state_dict().items():
+            assert np.allclose(state[name], array, atol=1e-4), name
+            assert np.array_equal(state[name], members[0][1][name]), name
+
+
+def test_a_process_without_tokens_waits_for_the_others(model_folder, batch, together):
+    mask = batch.loss_mask.copy()
+    mask[len(batch) // 2 :] = False
+    half = replace(batch, loss_mask=mask)
+    folder, lock = check_model_folder(model_folder), threading.Lock()
+    expected = make_learner(model_folder, "sft").update(half)
+
+    def work(member):
+        with lock:
+            learner = TokenLearner(folder, "sft", TokenOptions(), max_tokens=8, group=member)
+        return learner.update(half)
+
+    for found in together(work):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_branches_of_an_episode_count_once(model_folder, batch):
