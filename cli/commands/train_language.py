@@ -120,6 +120,15 @@ def language(
         typer.Option("--policy-version", metavar="N", help="Version of the policy to be trained."),
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Random seed.")] = None,
+    learners: Annotated[
+        int | None,
+        typer.Option(
+            "--learners",
+            metavar="N",
+            help="Number of processes that compute each update together, each on a part of the "
+            "sequences.",
+        ),
+    ] = None,
     resume: ResumeOption = None,
     config: ConfigOption = None,
     assignments: AssignmentsOption = None,
@@ -166,6 +175,7 @@ def language(
         "max_staleness": max_staleness,
         "policy_version": policy_version,
         "seed": seed,
+        "learners": learners,
     }
     values = {key: value for key, value in given.items() if value is not None}
     if resume is not None:
@@ -224,13 +234,13 @@ def language(
         result = run(
             Callbacks(on_reading=tell_read, on_start=tell_begin, on_progress=tell, on_metrics=watch)
         )
-    data = result.dataset
+    data, is_adapter = result.dataset, result.config.method_options().writes_adapter
     lines = [
         f"trained on {data['dataset']}@{data['version']}: "
         f"{count(data['num_sequences'], 'sequence')}, {count(data['num_tokens'], 'token')}",
         f"{count(result.config.updates, 'update')}  {_show_metrics(result.metrics)}  "
         f"{result.updates_per_s:,.1f} updates/s",
-        f"saved model {result.output}",
+        f"saved {'adapter' if is_adapter else 'model'} {result.output}",
     ]
     if result.policy is not None:
         lines.append(f"saved policy {result.policy}")
@@ -248,6 +258,7 @@ def language(
         "sha256": result.sha256,
         "policy": None if result.policy is None else result.policy.name,
         "version": None if result.policy is None else result.policy.version,
+        "is_adapter": is_adapter,
         "was_done": result.already_finished,
     }
     report.print_result(body, lines)

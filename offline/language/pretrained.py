@@ -6,9 +6,11 @@ code in the folder is executed. Its version is the sha256 of its files.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +19,19 @@ from typing import Any, Final, Literal
 import torch
 from safetensors import SafetensorError
 
-from replaylake.datastore.errors import ExtraMissingError, NotFoundError, SourceInvalidError
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    ExtraMissingError,
+    NotFoundError,
+    SourceInvalidError,
+)
 from replaylake.datastore.lake.policies.manifest import MANIFEST
 
 Task = Literal["sequence classifier", "causal language model"]
 TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "config.json"
 _IMAGE_PROCESSOR: Final = "preprocessor_config.json"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 _AUTO_CLASSES: Final = {
     "sequence classifier": "AutoModelForSequenceClassification",
     "causal language model": "AutoModelForCausalLM",
@@ -46,9 +54,17 @@ class ModelFolder:
 def check_model_folder(path: str | Path) -> ModelFolder:
     """Check that a folder has a complete model and no code, and hash its files.
 
-    Raises: NotFoundError for a missing file; SourceInvalidError for code or damaged JSON.
+    Raises: NotFoundError for a missing file; SourceInvalidError for code, damaged JSON, or an
+    adapter without its model.
     """
     folder = Path(path)
+    if (folder / _ADAPTER_CONFIG).is_file() and not (folder / _CONFIG).is_file():
+        raise SourceInvalidError(
+            f"model: {folder} is an adapter of peft ({_ADAPTER_CONFIG}), expected a folder with a "
+            "whole model. Merge the adapter into its model; training with lora_merge = true "
+            "writes the merged model.",
+            parameter="model",
+        )
     for needed in (_CONFIG, TOKENIZER):
         if not (folder / needed).is_file():
             raise NotFoundError(
@@ -63,6 +79,11 @@ def check_model_folder(path: str | Path) -> ModelFolder:
             parameter="model",
         )
     _refuse_code(folder)
+    return hash_model_folder(folder)
+
+
+def hash_model_folder(folder: Path) -> ModelFolder:
+    """Hash the files of a folder with a model or an adapter."""
     files = {}
     found = {path for pattern in _PATTERNS for path in folder.rglob(pattern)}
     for file_path in sorted(found - {folder / ORIGIN, folder / MANIFEST}):
@@ -148,12 +169,75 @@ def _reset_head(model: Any, missing: set[str], tokenizer: Any) -> set[str]:
     return names
 
 
+def add_adapter(
+    model: Any, task: Task, *, rank: int, alpha: float, targets: Sequence[str] | None, seed: int
+) -> Any:
+    """Return a model of peft whose trainable weights are those of a LoRA adapter alone.
+
+    Args:
+        model: from load_pretrained; its modules are replaced in place, and its weights frozen.
+        task: of the model; the head of a sequence classifier is trained as a whole.
+        rank: of the added matrices.
+        alpha: the adapter's output is scaled by alpha / rank.
+        targets: names, or ends of names, of the modules that get one; None: all linear layers but
+            the output.
+        seed: of the initial weights. The adapter's output is 0 at first.
+
+    Raises: ExtraMissingError without peft; ConfigInvalidError for targets that the model does not
+    have.
+
+    Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ExtraMissingError(
+            "lora_rank needs peft, which is not installed. Install it with: "
+            "pip install 'replaylake[language]'"
+        ) from None
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules="all-linear" if targets is None else list(targets),
+        task_type="SEQ_CLS" if task == "sequence classifier" else "CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft 0.21 reads a property that transformers 5.24 has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        torch.manual_seed(seed)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except ValueError as error:
+            text = " ".join(str(error).split())[:300]
+            raise ConfigInvalidError(
+                f"lora_targets: found {targets}: {text}. Name linear modules of the model.",
+                parameter="lora_targets",
+            ) from error
+    return adapted.eval()
+
+
+def merge_adapter(model: Any) -> Any:
+    """Return a copy of a model of peft with its adapter merged into the weights."""
+    return copy.deepcopy(model).merge_and_unload()
+
+
 def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer as a folder that load_pretrained reads. Raises: OSError."""
+    """Write a model and its tokenizer as a folder that load_pretrained reads.
+
+    Of a model of peft, the adapter alone is written, as peft writes it. Raises: OSError.
+    """
     try:
         with _without_messages():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
+        if (path := folder / _ADAPTER_CONFIG).is_file():
+            # peft writes sets in an order that differs between processes.
+            body = json.loads(path.read_bytes())
+            for value in body.values():
+                if isinstance(value, list):
+                    value.sort()
+            path.write_text(json.dumps(body, indent=2, sort_keys=True))
     except SafetensorError as error:  # such as a full disk
         raise OSError(" ".join(str(error).split())) from error
 

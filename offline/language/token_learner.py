@@ -27,12 +27,16 @@ from replaylake.offline.language.images import (
 )
 from replaylake.offline.language.pretrained import (
     ModelFolder,
+    Task,
+    add_adapter,
     has_images,
     load_pretrained,
+    merge_adapter,
     save_pretrained,
 )
 from replaylake.offline.learning.adam import FusedAdam
 from replaylake.offline.learning.options import check_keys, expect, from_options
+from replaylake.offline.learning.process_group import SINGLE_PROCESS, ProcessGroup
 from replaylake.offline.learning.state import pack_state, unpack_state
 from replaylake.offline.losses.policy_gradient import value_loss
 from replaylake.offline.losses.preference import (
@@ -48,7 +52,6 @@ from replaylake.offline.losses.token_policy_gradient import (
     Estimator,
     Level,
     Reduction,
-    effective_sample_size,
     group_advantages,
     importance_weights,
     kl_penalty,
@@ -56,6 +59,21 @@ from replaylake.offline.losses.token_policy_gradient import (
     token_surrogate,
 )
 
+# All metrics of gradient steps, in the order in which processes exchange them.
+_METRICS: Final = (
+    "loss",
+    "entropy",
+    "margin",
+    "accuracy",
+    "score",
+    "kl_mismatched",
+    "weight",
+    "weight_square",
+    "kl_behavior",
+    "kl_reference",
+    "value_loss",
+    "ratio_max",
+)
 # Of which the entropy is computed at once: it takes two copies of their logits.
 _ENTROPY_ROWS: Final = 256
 
@@ -177,6 +195,9 @@ class TokenOptions:
     ratio to the policy before the update; None: the method's default. kl_coef: weight of the KL
     divergence from the initial model. epochs: passes over each batch, each in `minibatches`
     gradient steps; micro_batch_size: sequences of a step that are in memory at once; None: all.
+    lora_rank: of a LoRA adapter, which is trained instead of the model; None: the model is trained.
+    lora_alpha, lora_targets: see add_adapter; lora_merge: the output is the model with the adapter
+    merged into it, not the adapter alone.
     beta: of `dpo`, `ipo` and `kto`. desirable_threshold: return above which a sequence is desirable
     in `kto`; desirable_weight, undesirable_weight: weights of their losses. center_coef: of
     `reward`. discount, lambda_, value_coef, value_learning_rate: of `ppo`.
@@ -188,6 +209,10 @@ class TokenOptions:
     epochs: int = 1
     minibatches: int = 1
     micro_batch_size: int | None = None
+    lora_rank: int | None = None
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] | None = None
+    lora_merge: bool = False
     clip_low: float | None = None
     clip_high: float | None = None
     correction: Correction = "truncate"
@@ -207,7 +232,14 @@ class TokenOptions:
     value_learning_rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "max_gradient_norm", "high", "beta", "value_learning_rate"):
+        for name in (
+            "learning_rate",
+            "max_gradient_norm",
+            "lora_alpha",
+            "high",
+            "beta",
+            "value_learning_rate",
+        ):
             value = getattr(self, name)
             expect(value > 0, f"method: {name}", value, "more than 0")
         for name in (
@@ -223,13 +255,25 @@ class TokenOptions:
         ):
             value = getattr(self, name)
             expect(value is None or value >= 0, f"method: {name}", value, "0 or more")
-        for name in ("epochs", "minibatches", "micro_batch_size"):
+        for name in ("epochs", "minibatches", "micro_batch_size", "lora_rank"):
             value = getattr(self, name)
             expect(value is None or value >= 1, f"method: {name}", value, "1 or more")
         for name in ("discount", "lambda_"):
             value = getattr(self, name)
             expect(0 <= value <= 1, f"method: {name}", value, "0 to 1")
         expect(self.low <= self.high, "method: low", self.low, f"at most high, {self.high}")
+        if self.lora_rank is None:
+            for name in ("lora_targets", "lora_merge"):
+                value = getattr(self, name)
+                expect(not value, f"method: {name}", value, "lora_rank beside it")
+        elif self.lora_targets is not None:
+            names = self.lora_targets
+            expect(bool(names), "method: lora_targets", names, "names of modules")
+
+    @property
+    def writes_adapter(self) -> bool:
+        """Whether the output of training is an adapter without its model."""
+        return self.lora_rank is not None and not self.lora_merge
 
 
 _COMMON_OPTIONS: Final = frozenset(
@@ -240,6 +284,10 @@ _COMMON_OPTIONS: Final = frozenset(
         "epochs",
         "minibatches",
         "micro_batch_size",
+        "lora_rank",
+        "lora_alpha",
+        "lora_targets",
+        "lora_merge",
     }
 )
 _VALUE_OPTIONS: Final = frozenset({"discount", "lambda_", "value_coef", "value_learning_rate"})
@@ -301,7 +349,9 @@ class TokenLearner:
         options: TokenOptions,
         *,
         max_tokens: int,
+        seed: int = 0,
         device: str = "cpu",
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Load the model.
 
@@ -310,22 +360,22 @@ class TokenLearner:
             method: a key of METHODS.
             options: options of the method.
             max_tokens: length of the longest sequence, in tokens.
+            seed: of the initial weights of an adapter.
             device: a torch device.
+            group: processes that make each update together: all are given the same batches, and
+                each computes the gradients of its share of the sequences.
 
-        Raises: SourceInvalidError, ExtraMissingError; SchemaMismatchError for sequences above the
-        model's limit.
+        Raises: SourceInvalidError, ExtraMissingError; ConfigInvalidError for modules that the
+        model does not have; SchemaMismatchError for sequences above the model's limit.
         """
         self.method, self.options = METHODS[method], options
         self._weight_level = find_weight_level(method, options)
         self._name, self._device, self._max_tokens = method, device, max_tokens
-        if self.method.is_reward_model:
-            self._model, self._tokenizer = load_pretrained(
-                folder, "sequence classifier", num_outputs=1, new_head=True, device=device
-            )
-        else:
-            self._model, self._tokenizer = load_pretrained(
-                folder, "causal language model", device=device
-            )
+        self._group = group
+        is_reward_model = self.method.is_reward_model
+        task: Task = "sequence classifier" if is_reward_model else "causal language model"
+        head: dict[str, Any] = {"num_outputs": 1, "new_head": True} if is_reward_model else {}
+        self._model, self._tokenizer = load_pretrained(folder, task, **head, device=device)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and max_tokens > limit:
             raise SchemaMismatchError(
@@ -337,7 +387,17 @@ class TokenLearner:
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         self.image_processor = ImageProcessor(folder) if has_images(self._model.config) else None
         self._reference: Any = None
-        if options.kl_coef or self.method.is_relative:
+        self._has_reference = bool(options.kl_coef) or self.method.is_relative
+        if options.lora_rank is not None:
+            self._model = add_adapter(
+                self._model,
+                task,
+                rank=options.lora_rank,
+                alpha=options.lora_alpha,
+                targets=options.lora_targets,
+                seed=seed,
+            )
+        elif self._has_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         self._value_head: torch.nn.Linear | None = None
         groups: list[dict[str, Any]] = [
@@ -425,8 +485,9 @@ class TokenLearner:
         self._optimizer.load_state_dict(tree["optimizer"])
 
     def save(self, folder: Path) -> None:
-        """Write the model and its tokenizer in the format of transformers, with safetensors."""
-        save_pretrained(self._model, self._tokenizer, folder)
+        """Write the model, or its adapter in peft's format, and its tokenizer, with safetensors."""
+        model = merge_adapter(self._model) if self.options.lora_merge else self._model
+        save_pretrained(model, self._tokenizer, folder)
         if self.image_processor is not None:
             self.image_processor.save(folder)
 
@@ -434,7 +495,7 @@ class TokenLearner:
         """Add the gradient of a step, some sequences at a time; return its metrics."""
         totals: dict[str, float] = {}
         num_tokens = int(data.mask.sum())
-        for rows in self._split_rows(len(data.mask), self.options.micro_batch_size):
+        for rows in self._split_rows(len(data.mask)):
             part = data.select(rows)
             if not part.mask.any():
                 continue
@@ -447,7 +508,48 @@ class TokenLearner:
                     totals[name] = max(totals.get(name, 0.0), float(value))
                 else:
                     totals[name] = totals.get(name, 0.0) + share * float(value)
+        totals = self._exchange(totals)
+        if (square := totals.pop("weight_square", None)) is not None:
+            # Kong 1992, "A note on importance sampling using standardized weights".
+            totals["effective_share"] = totals["weight"] ** 2 / square if square else 0.0
         return totals
+
+    def _exchange(self, totals: dict[str, float]) -> dict[str, float]:
+        """Add up the gradients of all processes, in place; return their metrics."""
+        size = self._group.size
+        if size == 1:
+            return totals
+        # A process whose share has no tokens has neither gradients nor metrics.
+        has_gradient = [p.grad is not None for p in self._parameters]
+        metrics = torch.zeros(2, len(_METRICS))
+        for name, value in totals.items():
+            metrics[:, _METRICS.index(name)] = torch.tensor([value, 1.0])
+        largest = torch.zeros(size)
+        largest[self._group.rank] = totals.get("ratio_max", 0.0)
+        parts = [
+            *(torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters),
+            torch.tensor(has_gradient, dtype=torch.float32),
+            metrics,
+            largest,
+        ]
+        shared = torch.cat([one.detach().flatten().to(self._device) for one in parts])
+        self._group.all_reduce(shared)
+        sizes = [one.numel() for one in parts]
+        summed = [
+            one.view(part.shape)
+            for one, part in zip(torch.split(shared, sizes), parts, strict=True)
+        ]
+        for parameter, gradient, num in zip(
+            self._parameters, summed, summed[-3].tolist(), strict=False
+        ):
+            parameter.grad = gradient if num else None
+        values, counts = summed[-2].tolist()
+        found = {
+            name: value for name, value, num in zip(_METRICS, values, counts, strict=True) if num
+        }
+        if "ratio_max" in found:
+            found["ratio_max"] = float(summed[-1].max())
+        return found
 
     def _prepare(
         self,
@@ -485,7 +587,7 @@ class TokenLearner:
             data.is_desirable = batch.episode_returns > options.desirable_threshold
             data.mismatched = self._mismatch(data)
         if self.method.is_relative and len(data.mask):
-            data.reference = self._evaluate(self._reference, data).log_probs
+            data.reference = self._evaluate_reference(data)
         if self.method.loss != "policy_gradient":
             return data
         is_one_step = options.epochs == options.minibatches == 1
@@ -494,8 +596,8 @@ class TokenLearner:
             forward = self._evaluate(self._model, data)
             values = forward.values
             data.proximal = None if is_one_step else forward.log_probs
-        if self._reference is not None:
-            data.reference = self._evaluate(self._reference, data).log_probs
+        if self._has_reference:
+            data.reference = self._evaluate_reference(data)
         if values is not None:
             data.values = values
             self._add_generalized_advantages(data, batch.episode_returns)
@@ -533,7 +635,7 @@ class TokenLearner:
             mask=pad(masks, batch_first=True)[:, :limit],
             images=data.images,
         )
-        found.reference = self._evaluate(self._reference, found).log_probs
+        found.reference = self._evaluate_reference(found)
         return found
 
     def _add_divergence(self, data: _Data) -> _Data:
@@ -577,19 +679,31 @@ class TokenLearner:
             advantages = (advantages - inside.mean()) / (inside.std() + 1e-8) * mask
         data.advantages = advantages
 
+    def _evaluate_reference(self, data: _Data) -> torch.Tensor:
+        """Return the log-probs of the initial model, float [B, T]."""
+        if self._reference is not None:
+            return self._evaluate(self._reference, data).log_probs
+        with self._model.disable_adapter():
+            return self._evaluate(self._model, data).log_probs
+
     @torch.no_grad()
-    def _evaluate(self, model: Any, data: _Data) -> _Forward:
-        """Return what `_forward` does, without a gradient, some sequences at a time."""
-        parts = [
-            self._forward(model, data.select(rows))
-            for rows in self._split_rows(len(data.mask), self.options.micro_batch_size)
-        ]
-        values = [one.values for one in parts if one.values is not None]
-        return _Forward(
-            torch.cat([one.log_probs for one in parts]),
-            parts[0].entropy,
-            torch.cat(values) if values else None,
-        )
+    def _evaluate(self, model: Any, data: _Data) -> _Evaluation:
+        """Return log-probs and values [B, T] without a gradient, some sequences at a time."""
+        shape = data.mask.shape
+        log_probs = torch.zeros(shape, device=data.mask.device)
+        has_values = self._value_head is not None and model is self._model
+        values = torch.zeros_like(log_probs) if has_values else None
+        for rows in self._split_rows(len(data.mask)):
+            part = self._forward(model, data.select(rows))
+            log_probs[rows] = part.log_probs
+            if values is not None:
+                assert part.values is not None
+                values[rows] = part.values
+        # Each process has evaluated its share.
+        self._group.all_reduce(log_probs)
+        if values is not None:
+            self._group.all_reduce(values)
+        return _Evaluation(log_probs, values)
 
     def _loss(
         self, data: _Data, whole: torch.Tensor
@@ -623,7 +737,7 @@ class TokenLearner:
                 high=options.high,
             )
             metrics["weight"] = weights[mask].mean()
-            metrics["effective_share"] = effective_sample_size(weights, mask)
+            metrics["weight_square"] = weights[mask].square().mean()
             metrics["kl_behavior"] = -log_ratios[mask].mean()
         low = method.clip_low if options.clip_low is None else options.clip_low
         high = method.clip_high if options.clip_high is None else options.clip_high
@@ -738,12 +852,16 @@ class TokenLearner:
             values = torch.zeros_like(log_probs).masked_scatter(data.mask, found)
         return _Forward(log_probs, _mean_entropy(logits.detach()), values)
 
-    def _split_rows(self, num: int, size: int | None) -> Iterator[slice]:
-        """Yield the rows of parts of at most `size` sequences, which keep pairs whole."""
-        unit = 2 if self.method.has_pairs else 1
-        step = num if size is None else max(1, size // unit) * unit
-        for start in range(0, num, max(step, 1)):
-            yield slice(start, start + step)
+    def _split_rows(self, num: int) -> Iterator[slice]:
+        """Yield the rows of the parts of this process's share of `num` rows; pairs are whole."""
+        unit, size = 2 if self.method.has_pairs else 1, self.options.micro_batch_size
+        first, last = (
+            num // unit * place // self._group.size * unit
+            for place in (self._group.rank, self._group.rank + 1)
+        )
+        step = max(last - first, 1) if size is None else max(1, size // unit) * unit
+        for start in range(first, last, step):
+            yield slice(start, min(start + step, last))
 
     def _split(self, num: int) -> Iterator[slice]:
         """Yield the rows of each gradient step; sizes differ by at most one sequence or pair."""
@@ -826,4 +944,10 @@ def _find_pairs(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 class _Forward:
     log_probs: torch.Tensor
     entropy: torch.Tensor
+    values: torch.Tensor | None
+
+
+@dataclass
+class _Evaluation:
+    log_probs: torch.Tensor
     values: torch.Tensor | None

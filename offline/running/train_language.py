@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.errors import (
     AlreadyExistsError,
+    CommitConflictError,
     ConfigInvalidError,
     NotFoundError,
     SchemaMismatchError,
     StorageError,
     TrainingError,
 )
-from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
@@ -41,7 +42,12 @@ from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
 from replaylake.offline.callbacks import Callbacks, RunStart
-from replaylake.offline.language.pretrained import ORIGIN, ModelFolder, check_model_folder
+from replaylake.offline.language.pretrained import (
+    ORIGIN,
+    ModelFolder,
+    check_model_folder,
+    hash_model_folder,
+)
 from replaylake.offline.language.registration import register_trained_model
 from replaylake.offline.language.token_learner import (
     METHODS,
@@ -58,10 +64,16 @@ from replaylake.offline.learning.options import (
     near_matches,
     to_options,
 )
+from replaylake.offline.learning.process_group import (
+    ALREADY_FINISHED,
+    SINGLE_PROCESS,
+    ProcessGroup,
+)
+from replaylake.offline.running.distributed import run_distributed
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
-from replaylake.offline.running.training.lake_observer import LakeObserver
+from replaylake.offline.running.training.lake_observer import LakeObserver, NullObserver
 from replaylake.offline.running.training.run_record import RunRecord, find_run
-from replaylake.offline.running.training.trainer import MetricSums, TrainProgress
+from replaylake.offline.running.training.trainer import MetricSums, Observer, TrainProgress
 
 KIND: Final = "train language"
 _PROGRESS_INTERVAL_S: Final = 0.25
@@ -71,6 +83,7 @@ _FROM_ONE: Final = (
     "batch_size",
     "max_tokens",
     "bucket_batches",
+    "learners",
     "threads",
     "log_updates",
     "checkpoint_updates",
@@ -88,7 +101,8 @@ class LanguageConfig:
     condition over `sequences`. batch_size: sequences in a batch, or groups of sequences if the
     method compares samples of one prompt. max_tokens: largest number of tokens in a batch, padding
     included. policy_version: the version that is trained; max_staleness: largest difference between
-    it and the version that sampled a token. options: options of the method, see TokenOptions.
+    it and the version that sampled a token. learners: processes that make each update together.
+    options: options of the method, see TokenOptions.
     """
 
     model: str = ""
@@ -105,6 +119,7 @@ class LanguageConfig:
     policy_version: int | None = None
     seed: int = 0
     device: str = "cpu"
+    learners: int = 1
     threads: int = 1
     log_updates: int = 10
     # None: a tenth of the updates.
@@ -135,7 +150,16 @@ class LanguageConfig:
                 "or none: staleness is policy_version minus the version of a token.",
                 parameter="max_staleness",
             )
-        find_weight_level(self.method, self.method_options())
+        options = self.method_options()
+        find_weight_level(self.method, options)
+        is_generator = not (METHODS[self.method].is_reward_model or options.writes_adapter)
+        if self.policy is not None and not is_generator:
+            raise ConfigInvalidError(
+                f"language training: policy: found {self.policy!r} for a reward model or an "
+                "adapter, expected a whole model that generates. Leave policy out, or set "
+                "lora_merge.",
+                parameter="policy",
+            )
 
     def method_options(self) -> TokenOptions:
         """Return the options of the method. Raises: ConfigInvalidError."""
@@ -199,10 +223,14 @@ def train_language(
     same weights, even if the run was killed and resumed. Ctrl-C and SIGTERM save a checkpoint
     first.
 
+    With `config.learners`, further processes compute each update together with the first, each on a
+    share of the batch's sequences; the weights are those of one process, up to the rounding of sums
+    of gradients.
+
     Raises: NotFoundError, SourceInvalidError, SchemaMismatchError, EmptyReplayError,
     InvalidNameError, ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything
-    is recorded; TrainingError that names the update if a metric is not finite; StorageError;
-    RunInterrupted. In each case, no model is written.
+    is recorded; TrainingError that names the update if a metric is not finite, or a learner that
+    died; StorageError; RunInterrupted. In each case, no model is written.
     """
     snapshot, run_id = lake.snapshot(dataset), new_ulid()
     # Whoever resumes the run may be in another folder.
@@ -211,13 +239,8 @@ def train_language(
         model=str(Path(config.model).absolute()),
         output=str(Path(config.output).absolute()),
     )
-    job = _prepare(lake, f"{snapshot.dataset}@{snapshot.version}", config, run_id, callbacks)
-    with job, RunLease(lake.storage, run_id) as lease:
-        first = {**job.describe(), "named": dataset, "request": asdict(config)}
-        record = RunRecord(lake.registry, run_id, first, kind=KIND)
-        record.record_start()
-        with record.record_errors():
-            return _run(lake, job, record, lease, callbacks or Callbacks())
+    pinned = f"{snapshot.dataset}@{snapshot.version}"
+    return _execute(lake, _RunSpec(run_id, pinned, dataset, config), callbacks or Callbacks())
 
 
 def resume_language(
@@ -230,24 +253,101 @@ def resume_language(
     `train_language`.
     """
     record = find_run(lake.registry, run_id, kind=KIND)
+    if record["status"] == "done":
+        return _load_finished_result(lake, record)
+    (one,) = record["datasets"]
+    pinned = f"{one['dataset']}@{one['version']}"
+    config = LanguageConfig(**record["request"])
+    spec = _RunSpec(run_id, pinned, record["named"], config, resumed=True)
+    return _execute(lake, spec, callbacks or Callbacks())
+
+
+@dataclass(frozen=True)
+class _RunSpec:
+    """A run, in a form that another process can execute. dataset: pinned; named: as requested."""
+
+    run_id: str
+    dataset: str
+    named: str
+    config: LanguageConfig
+    resumed: bool = False
+
+
+def _execute(lake: Lake, spec: _RunSpec, callbacks: Callbacks) -> LanguageResult:
+    """Execute a run in this process, or in several."""
+    config = spec.config
+    if config.learners == 1:
+        return _lead(lake, spec, callbacks, SINGLE_PROCESS)
+    try:
+        run_distributed(_run_process, (lake.url, spec), config.learners, config.device, callbacks)
+    except BaseException as error:
+        # The record of a leader that was killed still has the status `running`.
+        with suppress(NotFoundError, CommitConflictError), RunLease(lake.storage, spec.run_id):
+            record = find_run(lake.registry, spec.run_id, kind=KIND)
+            if record["status"] == "running":
+                RunRecord(lake.registry, spec.run_id, record, kind=KIND).record_error(error)
+        raise
+    return _make_result(lake, find_run(lake.registry, spec.run_id, kind=KIND), config)
+
+
+def _run_process(group: ProcessGroup, callbacks: Callbacks, url: str, spec: _RunSpec) -> None:
+    """Execute a run in one of its processes: the first has the record, the others follow it."""
+    lake = open_lake(url)
+    if group.rank:
+        _follow(lake, spec, group)
+    else:
+        _lead(lake, spec, callbacks, group)
+
+
+def _lead(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGroup) -> LanguageResult:
+    """Execute a run as the process that records it."""
+    run_id = spec.run_id
+    if not spec.resumed:
+        job = _prepare(lake, spec, callbacks, group)
+        with job, RunLease(lake.storage, run_id) as lease:
+            first = {**job.describe(), "named": spec.named, "request": asdict(spec.config)}
+            running = RunRecord(lake.registry, run_id, first, kind=KIND)
+            running.record_start()
+            with running.record_errors():
+                return _run(lake, job, running, lease, callbacks)
     with RunLease(lake.storage, run_id) as lease:
+        # Read again: the previous holder of the lease may have finished it in between.
         record = find_run(lake.registry, run_id, kind=KIND)
-        config = LanguageConfig(**record["request"])
         if record["status"] == "done":
-            Checkpoints(lake.storage, run_id).remove()
-            return _make_result(lake, record, config, was_done=True)
-        (one,) = record["datasets"]
-        job = _prepare(lake, f"{one['dataset']}@{one['version']}", config, run_id, callbacks)
+            group.broadcast(ALREADY_FINISHED)
+            return _load_finished_result(lake, record)
+        job = _prepare(lake, spec, callbacks, group)
         if job.folder.sha256 != record["model"]["sha256"]:
             raise SchemaMismatchError(
-                f"run {run_id}: model: found sha256 {job.folder.sha256[:12]} of {config.model}, "
-                f"expected {record['model']['sha256'][:12]}, as at its start. Restore the "
-                "folder, or start a new run.",
+                f"run {run_id}: model: found sha256 {job.folder.sha256[:12]} of "
+                f"{spec.config.model}, expected {record['model']['sha256'][:12]}, as at its "
+                "start. Restore the folder, or start a new run.",
                 parameter="model",
             )
         running = RunRecord(lake.registry, run_id, record, kind=KIND)
         with job, running.record_errors():
-            return _run(lake, job, running, lease, callbacks or Callbacks(), resumed=True)
+            return _run(lake, job, running, lease, callbacks, resumed=True)
+
+
+def _follow(lake: Lake, spec: _RunSpec, group: ProcessGroup) -> None:
+    """Make the updates of a run that another process leads."""
+    job = _prepare(lake, spec, Callbacks(), group)
+    loop = _Loop(job, NullObserver(), Callbacks(), Interruption())
+    with job, torch_threads(spec.config.threads):
+        update = int(group.broadcast(0))
+        if update == ALREADY_FINISHED:
+            return
+        if update > 0:
+            checkpoint = Checkpoints(lake.storage, spec.run_id).load(update)
+            job.learner.load_state_dict(checkpoint.arrays)
+            loop.load_state_dict(checkpoint.update, checkpoint.state)
+        loop.run()
+
+
+def _load_finished_result(lake: Lake, record: Mapping[str, Any]) -> LanguageResult:
+    """Return the result of a run that is done, and remove its checkpoints."""
+    Checkpoints(lake.storage, record["run_id"]).remove()
+    return _make_result(lake, record, LanguageConfig(**record["request"]), was_done=True)
 
 
 @dataclass(frozen=True)
@@ -257,6 +357,7 @@ class _Job:
     sequences: TokenSequences
     sampler: TokenSampler
     learner: TokenLearner
+    group: ProcessGroup
     episodes: NDArray[np.int64]
     content_hash: str
     remarks: tuple[str, ...]
@@ -304,17 +405,15 @@ class _Job:
         }
 
 
-def _prepare(
-    lake: Lake, dataset: str, config: LanguageConfig, run_id: str, callbacks: Callbacks | None
-) -> _Job:
+def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGroup) -> _Job:
     """Open data and model. Raises: as train_language."""
+    dataset, config = spec.dataset, spec.config
     method, options = METHODS[config.method], config.method_options()
-    _check_output(Path(config.output), run_id)
+    _check_output(Path(config.output), spec.run_id)
     _check_device(config.device)
     folder = check_model_folder(config.model)
-    on_reading = None if callbacks is None else callbacks.on_reading
     snapshot = lake.snapshot(dataset)
-    sequences = snapshot.token_sequences(config.where, on_progress=on_reading)
+    sequences = snapshot.token_sequences(config.where, on_progress=callbacks.on_reading)
     is_weighted = method.loss == "policy_gradient" and options.correction != "none"
     if is_weighted and not sequences.has_log_probs:
         raise SchemaMismatchError(
@@ -356,7 +455,13 @@ def _prepare(
         effect = "there are no pairs" if method.has_pairs else "all advantages are 0"
         remarks.append(f"no group has two episodes: {effect} in method {config.method}")
     learner = TokenLearner(
-        folder, config.method, options, max_tokens=int(sampler.lengths.max()), device=config.device
+        folder,
+        config.method,
+        options,
+        max_tokens=int(sampler.lengths.max()),
+        seed=config.seed,
+        device=config.device,
+        group=group,
     )
     content_hash = _hash_content(snapshot, sequences, sampler)
     images = None
@@ -368,6 +473,7 @@ def _prepare(
         sequences,
         sampler,
         learner,
+        group,
         episodes,
         content_hash,
         tuple(remarks),
@@ -421,6 +527,7 @@ def _run(
                 job.learner.load_state_dict(checkpoint.arrays)
                 loop.load_state_dict(checkpoint.update, checkpoint.state)
             record.record_resume(loop.update)
+        job.group.broadcast(loop.update)
         if callbacks.on_start is not None:
             callbacks.on_start(RunStart(record.run_id, loop.update, resumed, job.remarks))
         try:
@@ -465,7 +572,7 @@ class _Loop:
     def __init__(
         self,
         job: _Job,
-        observer: LakeObserver,
+        observer: Observer,
         callbacks: Callbacks,
         interruption: Interruption,
     ) -> None:
@@ -499,7 +606,7 @@ class _Loop:
             now = time.perf_counter()
             self._update_s += now - start
             is_last = self.update == config.updates
-            is_ending = self._interruption.is_requested or self._callbacks.is_end_requested
+            is_ending = self._is_end_requested()
             if self._callbacks.on_progress is not None and (
                 is_last or now - reported > _PROGRESS_INTERVAL_S
             ):
@@ -517,6 +624,11 @@ class _Loop:
             if is_ending:
                 return is_last
         return True
+
+    def _is_end_requested(self) -> bool:
+        """Whether the run ends after this update; in all processes, as the leader was asked."""
+        is_asked = self._interruption.is_requested or self._callbacks.is_end_requested
+        return bool(self._job.group.broadcast(float(is_asked)))
 
     def _save(self) -> None:
         state = {
@@ -578,11 +690,12 @@ def _write_model(job: _Job, record: RunRecord) -> ModelFolder:
     """Write the folder atomically, and return it."""
     output = Path(job.config.output)
     if _is_written(output, record.run_id):
-        return check_model_folder(output)
+        return hash_model_folder(output)
     # Of this run: one that was killed while it wrote has left it behind.
     temporary = output.parent / f".{output.name}.{record.run_id}"
     shutil.rmtree(temporary, ignore_errors=True)
-    origin = {"run_id": record.run_id, **job.describe()}
+    is_adapter = job.config.method_options().writes_adapter
+    origin = {"run_id": record.run_id, "is_adapter": is_adapter, **job.describe()}
     try:
         job.learner.save(temporary)
         (temporary / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
@@ -602,7 +715,7 @@ def _write_model(job: _Job, record: RunRecord) -> ModelFolder:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return check_model_folder(output)
+    return hash_model_folder(output)
 
 
 def _make_result(

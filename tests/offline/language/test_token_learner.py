@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError, SourceInvalidError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.offline.language.pretrained import check_model_folder
 from replaylake.offline.language.token_learner import METHODS, TokenLearner, TokenOptions
@@ -87,7 +88,10 @@ def test_the_loss_is_that_of_the_tokens_one_by_one(model_folder, batch, current,
     ratios = np.exp(current - behavior)[batch.loss_mask]
     assert ratios.max() > 2.0
     if method != "rloo":
-        assert metrics["weight"] == pytest.approx(np.minimum(ratios, 2.0).mean(), rel=1e-4)
+        weights = np.minimum(ratios, 2.0)
+        assert metrics["weight"] == pytest.approx(weights.mean(), rel=1e-4)
+        share = weights.mean() ** 2 / np.square(weights).mean()
+        assert metrics["effective_share"] == pytest.approx(share, rel=1e-4)
     assert metrics["kl_behavior"] == pytest.approx(-np.log(ratios).mean(), rel=1e-3)
 
 
@@ -196,6 +200,65 @@ def test_a_score_depends_on_no_padding(model_folder, batch, tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+# Of transformers 5.24, for a property that peft 0.21 reads.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_alone_is_trained_and_its_base_is_the_reference(model_folder, batch, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
+    options = {"lora_rank": 4, "learning_rate": 0.01}
+    learner = make_learner(model_folder, "dpo", **options)
+    # Of the initial model itself, as the adapter adds nothing at first.
+    assert learner.update(ranked)["loss"] == pytest.approx(math.log(2))
+    for _ in range(10):
+        assert learner.update(ranked)["margin"] > 0
+    # Two matrices for each of seven linear modules in two layers.
+    assert sum(name.startswith("state.parameters") for name in learner.state_dict()) == 2 * 7 * 2
+    learner.save(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = score_tokens(base, batch)
+    after = score_tokens(PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), batch)
+    gains = ((after - before) * batch.loss_mask).sum(axis=1)[learner_pairs(ranked)]
+    last = learner.update(ranked)
+    assert last["margin"] == pytest.approx((gains[0::2] - gains[1::2]).mean(), rel=1e-3)
+
+    merged = make_learner(model_folder, "dpo", lora_merge=True, **options)
+    for _ in range(11):
+        merged.update(ranked)
+    merged.save(tmp_path / "merged")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert np.allclose(score_tokens(whole, batch), after, atol=1e-5)
+    # The learner is as it was before it was saved.
+    assert merged.update(ranked) == last
+
+
+def learner_pairs(batch):
+    """The best and the worst sequence of each group, one after the other."""
+    rows = []
+    for group in np.unique(batch.groups):
+        (members,) = np.nonzero(batch.groups == group)
+        returns = batch.episode_returns[members]
+        rows += [members[returns.argmax()], members[returns.argmin()]]
+    return rows
+
+
+def test_a_penalty_for_the_divergence_of_an_adapter_is_from_its_base(model_folder, batch):
+    options = {"learning_rate": 0.01, "epochs": 4, "lora_rank": 2, "kl_coef": 0.1}
+    learner = make_learner(model_folder, "grpo", **options)
+    assert learner.update(batch)["kl_reference"] > 0
+
+
+def test_adapters_that_do_not_fit_are_refused(model_folder, batch, tmp_path):
+    with pytest.raises(ConfigInvalidError, match=r"lora_targets: found \('absent',\)"):
+        make_learner(model_folder, "sft", lora_rank=2, lora_targets=("absent",))
+    learner = make_learner(model_folder, "sft", lora_rank=2, lora_targets=("q_proj",))
+    learner.save(tmp_path / "adapter")
+    with pytest.raises(SourceInvalidError, match="is an adapter of peft"):
+        check_model_folder(tmp_path / "adapter")
+
+
 def test_later_steps_of_a_batch_are_held_to_the_policy_before_it(model_folder, batch):
     learner = make_learner(
         model_folder, "grpo", epochs=4, minibatches=2, learning_rate=0.01, clip_low=0.01,
@@ -255,6 +318,56 @@ def test_a_step_in_parts_is_the_step(model_folder, batch, method):
             assert np.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6), name
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("sft", {}),
+        ("dpo", {"minibatches": 2}),
+        ("kto", {"epochs": 2}),
+        ("reward", {"micro_batch_size": 2}),
+        ("dr-grpo", {"kl_coef": 0.1, "epochs": 2, "lora_rank": 2}),
+        ("ppo", {"minibatches": 3, "kl_coef": 0.1}),
+    ],
+)
+def test_two_processes_make_the_update_of_one(model_folder, batch, together, method, options):
+    returns = np.arange(len(batch), dtype=np.float32) % 5 - 2
+    ranked = replace(batch, episode_returns=returns)
+    folder, settings = check_model_folder(model_folder), TokenOptions(learning_rate=1e-3, **options)
+    alone = TokenLearner(folder, method, settings, max_tokens=8)
+    expected = [alone.update(ranked) for _ in range(3)]
+    # Loaded one after another: transformers' logging is the process's.
+    lock = threading.Lock()
+
+    def work(member):
+        with lock:
+            learner = TokenLearner(folder, method, settings, max_tokens=8, group=member)
+        return [learner.update(ranked) for _ in range(3)], learner.state_dict()
+
+    members = together(work)
+    for metrics, state in members:
+        for found, wanted in zip(metrics, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+        for name, array in alone.state_dict().items():
+            assert np.allclose(state[name], array, atol=1e-4), name
+            assert np.array_equal(state[name], members[0][1][name]), name
+
+
+def test_a_process_without_tokens_waits_for_the_others(model_folder, batch, together):
+    mask = batch.loss_mask.copy()
+    mask[len(batch) // 2 :] = False
+    half = replace(batch, loss_mask=mask)
+    folder, lock = check_model_folder(model_folder), threading.Lock()
+    expected = make_learner(model_folder, "sft").update(half)
+
+    def work(member):
+        with lock:
+            learner = TokenLearner(folder, "sft", TokenOptions(), max_tokens=8, group=member)
+        return learner.update(half)
+
+    for found in together(work):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_branches_of_an_episode_count_once(model_folder, batch):
     one_each = make_learner(model_folder, "grpo").update(batch, np.arange(len(batch)))
     assert one_each == make_learner(model_folder, "grpo").update(batch)
@@ -286,7 +399,16 @@ def test_what_does_not_fit_is_refused(model_folder, batch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"learning_rate": 0.0}, {"low": 3.0}, {"epochs": 0}, {"lambda_": 1.5}]
+    "options",
+    [
+        {"lora_merge": True},
+        {"lora_targets": ("q_proj",)},
+        {"lora_rank": 0},
+        {"learning_rate": 0.0},
+        {"low": 3.0},
+        {"epochs": 0},
+        {"lambda_": 1.5},
+    ],
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigInvalidError, match=rf"method: {next(iter(options))}: found"):
