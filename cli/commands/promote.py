@@ -492,7 +492,9 @@ def gate_lines(gate: GateResult | GateNotApplicable) -> Iterator[str]:
     if report.left_out:
         drops = ", ".join(f"{num:,} {reason}" for reason, num in report.left_out.items())
         yield f"  left out: {drops}"
-    for note in (*report.notes, *(gate.champion.notes if gate.champion is not None else ())):
+    # What is said of the log is in both.
+    champion_notes = gate.champion.notes if gate.champion is not None else ()
+    for note in dict.fromkeys((*report.notes, *champion_notes)):
         yield f"  note: {note}"
     is_lacking = any(one.no_interval for one in gate.comparisons)
     rows = [

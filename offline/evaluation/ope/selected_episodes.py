@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replaylake.datastore.errors import EmptyReplayError
+from replaylake.datastore.feedback.decisions import DECIDED_BY_CLIENT
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.logged_steps import LoggedSteps, read_logged_steps
 from replaylake.datastore.lake.snapshot import Snapshot
@@ -86,6 +87,10 @@ def _read(
         where = holdout.within(where, True)
     expressions = {TARGET: request.target_prob, BEHAVIOR: request.behavior_prob}
     columns = {name: sql for name, sql in expressions.items() if sql is not None}
+    schema = snapshot.table.schema
+    # A log from elsewhere may have a column of this name with another meaning.
+    if DECIDED_BY_CLIENT in schema.names and str(schema.field(DECIDED_BY_CLIENT).type) == "bool":
+        columns[DECIDED_BY_CLIENT] = f"coalesce({DECIDED_BY_CLIENT}, false)::DOUBLE"
     expression = None if reward.is_stored else reward.expression
     steps = read_logged_steps(snapshot, where, reward=expression, columns=columns)
     if not steps.num_episodes:
