@@ -31,6 +31,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.client import (
     AsyncPolicyClient,
+    ClientClosedError,
     PolicyClient,
     RequestFailedError,
     ServerUnreachableError,
@@ -526,6 +527,18 @@ def test_an_async_client_acts_beside_the_event_loop(make_fallback):
     assert [one.request_id for one in found] == [f"r{i}" for i in range(20)]
     assert len(batch) == 2
     assert num == 24
+
+
+def test_a_closed_async_client_says_so(make_fallback):
+    async def run():
+        client = AsyncPolicyClient(NOBODY, fallback=make_fallback())
+        await client.act(OBSERVATION)
+        await client.close()
+        await client.close()
+        with pytest.raises(ClientClosedError, match=f"client of {NOBODY}: found a request after"):
+            await client.act(OBSERVATION)
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.schema import ACTION_FEATURES, PDROP
@@ -92,9 +91,7 @@ def _read(
     columns = {name: sql for name, sql in expressions.items() if sql is not None}
     schema = snapshot.table.schema
     # A log from elsewhere may have a column of this name with another meaning.
-    if DECIDED_BY_CLIENT in schema.names and pa.types.is_boolean(
-        schema.field(DECIDED_BY_CLIENT).type
-    ):
+    if DECIDED_BY_CLIENT in schema.names and str(schema.field(DECIDED_BY_CLIENT).type) == "bool":
         columns[DECIDED_BY_CLIENT] = f"coalesce({DECIDED_BY_CLIENT}, false)::DOUBLE"
     if {ACTION_FEATURES, PDROP} <= snapshot.spec.extras.keys():
         columns[PDROP] = f"coalesce({PDROP}, 0)"
