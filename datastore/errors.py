@@ -19,6 +19,7 @@
     ├── ConfigInvalidError          an option with a wrong name, type or range
     ├── TrainingError               a loss or parameter that is no longer finite
     ├── RolloutError                an environment that raised, or a rollout worker that died
+    │   └── GenerationError          a model refused to generate for some messages
     ├── PackageInvalidError         a policy package with missing, altered or unreadable files
     ├── StorageError                the disk or object store said no
     │   └── TransientStorageError    for now: a full disk, a store out of reach
@@ -121,6 +122,10 @@ class TrainingError(ReplayLakeError):
 
 class RolloutError(ReplayLakeError):
     """An environment that raised, or a rollout worker that died."""
+
+
+class GenerationError(RolloutError):
+    """A model that refused to generate for some messages, such as for too long ones."""
 
 
 class PackageInvalidError(ReplayLakeError):

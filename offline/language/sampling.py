@@ -38,6 +38,7 @@ def sample_completions(
     stop_ids: Collection[int] = (),
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Sample one completion for each prompt, as one batch with a key-value cache.
 
@@ -48,6 +49,8 @@ def sample_completions(
         stop_ids: tokens that end a completion.
         temperature: divisor of the logits; 0: greedy decoding, with log-probs of 0.
         generator: a torch generator on the model's device; None: the default one.
+        seeds: one for each prompt, in the place of a generator: a completion then depends on its
+            own prompt and seed alone, but for rounding.
 
     Raises: ConfigInvalidError for an empty prompt, and for lengths above the model's limit.
     Cost: a forward pass for each token of the longest completion.
@@ -79,7 +82,8 @@ def sample_completions(
     parameters = inspect.signature(model.forward).parameters
     cached = "cache" if "cache" in parameters else "past_key_values"
     tokens, log_probs, cache = [], [], None
-    for _ in range(max_new_tokens):
+    draws = None if seeds is None else _make_draws(seeds, max_new_tokens).to(device)
+    for number in range(max_new_tokens):
         output = model(
             input_ids=ids,
             attention_mask=mask,
@@ -90,7 +94,10 @@ def sample_completions(
         cache, logits = output[cached], output.logits[:, -1].float()
         if temperature:
             scores = torch.log_softmax(logits / temperature, dim=-1)
-            ids = torch.multinomial(scores.exp(), 1, generator=generator)
+            if draws is None:
+                ids = torch.multinomial(scores.exp(), 1, generator=generator)
+            else:
+                ids = _invert(scores, draws[:, number, None])
             taken = scores.gather(1, ids)[:, 0]
         else:
             ids = logits.argmax(dim=-1, keepdim=True)
@@ -111,3 +118,23 @@ def sample_completions(
         reason: Literal["stop", "length"] = "length" if bool(is_open[row]) else "stop"
         found.append(Completion(kept, scored[: len(kept)], reason))
     return found
+
+
+def _make_draws(seeds: Sequence[int], num: int) -> torch.Tensor:
+    """Return uniform numbers of [0, 1), float64 [B, num], each row from its own seed."""
+    rows = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        rows.append(torch.rand(num, generator=generator, dtype=torch.float64))
+    return torch.stack(rows)
+
+
+def _invert(scores: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Return the token [B, 1] at each draw [B, 1], by the inverse of the distribution function.
+
+    scores: log-probs [B, V].
+    """
+    edges = scores.double().exp().cumsum(dim=-1)
+    # Rounding leaves the last edge a little off 1.
+    found = torch.searchsorted(edges, draws * edges[:, -1:], right=True)
+    return found.clamp(max=scores.shape[-1] - 1)
