@@ -32,7 +32,7 @@ _MARK: Final = "{~generated~7f3a9c5e~}"
 _CALL: Final = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Request:
     prompt_ids: list[int]
     max_tokens: int
@@ -172,7 +172,8 @@ class LocalModel:
             if (one.max_tokens, one.temperature) == (first.max_tokens, first.temperature)
         ]
         batch = alike[: self._max_batch_size]
-        self._waiting = [one for one in self._waiting if one not in batch]
+        taken = set(batch)
+        self._waiting = [one for one in self._waiting if one not in taken]
         done = loop.run_in_executor(self._executor, self._sample, batch)
         done.add_done_callback(lambda future: self._end_batch(loop, batch, future))
 
