@@ -60,15 +60,16 @@ class LanguageRolloutConfig:
     """Options of rollouts of a language model; lake, dataset and model are arguments.
 
     env: `module:function` of a function(task, chat) that returns the reward, the function
-    itself, or a Gymnasium environment of texts (online/generating/environments.py). env_args:
-    further arguments of it. tasks: a file of JSON lines, `module:name`, or a list of objects;
-    None: those of the environment. num_tasks: the first ones. samples: rollouts of each task,
-    which are a group. concurrency: rollouts at a time. seed: of the samples; None: that of the
-    producer's earlier run, else a new one. sampling: parameters of each call, such as
-    temperature and max_tokens. producer: the name that the rollouts are recorded under; a run
-    under the same name goes on with it. max_turns: calls of a rollout. max_failures: rollouts
-    in a row that may fail before the run ends. pass_reward: least reward of a rollout that
-    counts as passed, in the metrics. log_rollouts: rollouts between two points of the metrics.
+    itself, a Gymnasium environment of texts or `verifiers:NAME`
+    (online/generating/environments.py). env_args: further arguments of it. tasks: a file of
+    JSON lines, `module:name`, or a list of objects; None: those of the environment. num_tasks:
+    the first ones. samples: rollouts of each task, which are a group. concurrency: rollouts at
+    a time. seed: of the samples; None: that of the producer's earlier run, else a new one.
+    sampling: parameters of each call, such as temperature and max_tokens. producer: the name
+    that the rollouts are recorded under; a run under the same name goes on with it. max_turns:
+    calls of a rollout. max_failures: rollouts in a row that may fail before the run ends.
+    pass_reward: least reward of a rollout that counts as passed, in the metrics. log_rollouts:
+    rollouts between two points of the metrics.
     """
 
     env: str | EnvironmentFunction = ""
@@ -405,6 +406,10 @@ class _Run:
         )
 
     async def _make_all(self) -> None:
+        async with self._environment.serve():
+            await self._make_left()
+
+    async def _make_left(self) -> None:
         left = iter(self._left)
 
         async def work() -> None:

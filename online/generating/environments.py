@@ -3,6 +3,7 @@
 module:function     function(task, chat) -> reward, plain or a coroutine function
 module:function     a function that makes a Gymnasium environment of texts
 Name-v0             one of Gymnasium's registry, or `module:Name-v0`
+verifiers:NAME      a taskset of verifiers
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +29,7 @@ from replaylake.datastore.errors import (
 from replaylake.offline.environments.ids import make, spaces_of
 from replaylake.offline.learning.user_code import load_object
 from replaylake.online.generating.chat import BlockingChat, Chat, Play
+from replaylake.online.generating.verifiers_environment import PREFIX, VerifiersEnvironment
 
 Task = Mapping[str, Any]
 EnvironmentFunction = Callable[..., Any]
@@ -40,13 +43,15 @@ _ARGUMENTS: Final = 2
 class LanguageEnvironment:
     """An environment with its tasks.
 
-    name: as it is recorded. digest: sha256 of the tasks; a resumed rollout needs the same.
+    name: as it is recorded. digest: sha256 of the tasks; a resumed rollout needs the same. serve:
+    holds what its rollouts share.
     """
 
     name: str
     tasks: Sequence[Task]
     digest: str
     play: Play
+    serve: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
 
 def load_environment(
@@ -72,16 +77,15 @@ def load_environment(
 
     Raises: NotFoundError, ConfigInvalidError, SourceInvalidError, SpaceUnsupportedError.
     """
+    if isinstance(env, str) and env.startswith(PREFIX):
+        _refuse_tasks(tasks, env, "a taskset of verifiers, which has its own")
+        taskset = VerifiersEnvironment(env, env_args, num_tasks)
+        return LanguageEnvironment(env, taskset.tasks, taskset.digest, taskset.play, taskset.serve)
     function, name = (None, env) if isinstance(env, str) else (env, _name_of(env))
     if isinstance(env, str) and ":" in env:
         function = _load_function(env)
     if function is None:
-        if tasks is not None:
-            raise ConfigInvalidError(
-                f"tasks: found {tasks!r:.100} beside {name}, a Gymnasium environment, whose tasks "
-                "are seeds, expected none.",
-                parameter="tasks",
-            )
+        _refuse_tasks(tasks, name, "a Gymnasium environment, whose tasks are seeds")
         return _load_gymnasium(name, env_args, num_tasks, seed, executor)
     found = _load_tasks(tasks, function, name)
     _check_arguments(function, name, env_args)
@@ -91,6 +95,14 @@ def load_environment(
         _hash_tasks(found),
         _to_play(function, env_args, executor),
     )
+
+
+def _refuse_tasks(tasks: object, name: str, kind: str) -> None:
+    if tasks is not None:
+        raise ConfigInvalidError(
+            f"tasks: found {tasks!r:.100} beside {name}, {kind}, expected none.",
+            parameter="tasks",
+        )
 
 
 def _load_function(env: str) -> EnvironmentFunction | None:
