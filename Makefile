@@ -117,6 +117,7 @@ compat-openapi: .venv/.installed
 	@.ci/compat-openapi
 
 # Random message graphs by verifiers itself: its branches are those of `sequences`. `make compat-verifiers NUM=5000 SEED=7`.
+# And a taskset of verifiers, played by `rollout_language`.
 compat-verifiers: .venv/.installed
 	@.ci/compat-verifiers $(or $(NUM),1000) $(SEED)
 

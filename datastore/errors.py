@@ -19,6 +19,7 @@
     ├── ConfigInvalidError          an option with a wrong name, type or range
     ├── TrainingError               a loss or parameter that is no longer finite
     ├── RolloutError                an environment that raised, or a rollout worker that died
+    │   └── GenerationError          a model refused to generate for some messages
     ├── PackageInvalidError         a policy package with missing, altered or unreadable files
     ├── PolicyKindError             a language model where actions are needed, or the reverse
     ├── StorageError                the disk or object store said no
@@ -122,6 +123,10 @@ class TrainingError(ReplayLakeError):
 
 class RolloutError(ReplayLakeError):
     """An environment that raised, or a rollout worker that died."""
+
+
+class GenerationError(RolloutError):
+    """A model that refused to generate for some messages, such as for too long ones."""
 
 
 class PackageInvalidError(ReplayLakeError):

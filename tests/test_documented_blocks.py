@@ -698,6 +698,7 @@ _PAGES: dict[str, Page] = {
     "docs/HTTP.md": Page(),
     "docs/LABELS.md": Page(),
     "docs/LANGUAGE.md": Page(),
+    "docs/LANGUAGE_ROLLOUTS.md": Page(),
     "docs/LANGUAGE_TRAINING.md": Page(),
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(not_run=2),

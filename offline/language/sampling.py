@@ -40,6 +40,7 @@ def sample_completions(
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
     images: ImageInputs | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Sample one completion for each prompt, as one batch with a key-value cache.
 
@@ -51,6 +52,8 @@ def sample_completions(
         temperature: divisor of the logits; 0: greedy decoding, with log-probs of 0.
         generator: a torch generator on the model's device; None: the default one.
         images: those of each prompt, for a model that takes images.
+        seeds: one for each prompt, in the place of a generator: a completion then depends on its
+            own prompt and seed alone, but for rounding.
 
     Raises: ConfigInvalidError for an empty prompt, and for lengths above the model's limit;
     SchemaMismatchError for images that do not fit the image tokens.
@@ -91,13 +94,17 @@ def sample_completions(
     if not is_whole:
         arguments |= {"use_cache": True, "position_ids": positions}
     tokens, log_probs, inputs = [], [], ids
-    for _ in range(max_new_tokens):
+    draws = None if seeds is None else _make_draws(seeds, max_new_tokens).to(device)
+    for number in range(max_new_tokens):
         with naming_images(images):
             output = model(input_ids=inputs, attention_mask=mask, **arguments)
         logits = output.logits[:, -1].float()
         if temperature:
             scores = torch.log_softmax(logits / temperature, dim=-1)
-            ids = torch.multinomial(scores.exp(), 1, generator=generator)
+            if draws is None:
+                ids = torch.multinomial(scores.exp(), 1, generator=generator)
+            else:
+                ids = _invert(scores, draws[:, number, None])
             taken = scores.gather(1, ids)[:, 0]
         else:
             ids = logits.argmax(dim=-1, keepdim=True)
@@ -126,3 +133,23 @@ def sample_completions(
         reason: Literal["stop", "length"] = "length" if bool(is_open[row]) else "stop"
         found.append(Completion(kept, scored[: len(kept)], reason))
     return found
+
+
+def _make_draws(seeds: Sequence[int], num: int) -> torch.Tensor:
+    """Return uniform numbers of [0, 1), float64 [B, num], each row from its own seed."""
+    rows = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        rows.append(torch.rand(num, generator=generator, dtype=torch.float64))
+    return torch.stack(rows)
+
+
+def _invert(scores: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Return the token [B, 1] at each draw [B, 1], by the inverse of the distribution function.
+
+    scores: log-probs [B, V].
+    """
+    edges = scores.double().exp().cumsum(dim=-1)
+    # Rounding leaves the last edge a little off 1.
+    found = torch.searchsorted(edges, draws * edges[:, -1:], right=True)
+    return found.clamp(max=scores.shape[-1] - 1)

@@ -37,7 +37,6 @@ from replaylake.datastore.episodes.tokens import (
     OBSERVATION_TOKENS,
     PARENT_AGENT_ID,
     PARENT_STEP,
-    TOKEN_LOG_PROB_TOLERANCE,
 )
 from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
@@ -65,7 +64,15 @@ from replaylake.datastore.interchange.formats.generations.rows import (
     PROMPT_MESSAGES,
 )
 from replaylake.datastore.lake.dataset import Dataset
-from replaylake.serve.gateway.calls import COMPLETED, CallAnswer, CallRequest, Message, Sample
+from replaylake.serve.gateway.calls import (
+    COMPLETED,
+    CallAnswer,
+    CallRequest,
+    Message,
+    Sample,
+    clean_log_probs,
+    to_ids,
+)
 from replaylake.serve.gateway.conversations import (
     REDACTED,
     CallIdentity,
@@ -413,7 +420,7 @@ class _Prompt:
     def to_ids(self, values: list[int] | None) -> array[int] | None:
         """Return the ids of the prompt as an array, converted once for all samples."""
         if values is not self._values:
-            self._values, self._ids = values, _to_ids(values)
+            self._values, self._ids = values, to_ids(values)
         return self._ids
 
 
@@ -476,11 +483,11 @@ def _make_token_columns(
 
     Ids and log-probs that do not match are left out: a wrong one is worse than none.
     """
-    log_probs = _clean_log_probs(sample.log_probs)
+    log_probs = clean_log_probs(sample.log_probs)
     total = None if log_probs is None else math.fsum(log_probs)
     columns: dict[str, Any] = {BEHAVIOR_LOG_PROB: total}
     is_continuation = False if place.is_rewritten else None
-    prompt, ids = shared.to_ids(sample.prompt_token_ids), _to_ids(sample.token_ids)
+    prompt, ids = shared.to_ids(sample.prompt_token_ids), to_ids(sample.token_ids)
     if prompt is None or ids is None:
         return {**columns, IS_CONTINUATION: is_continuation}, -1, "-"
     if log_probs is not None and len(log_probs) != len(ids):
@@ -500,31 +507,6 @@ def _make_token_columns(
     }
     whole = prompt + ids
     return columns, len(whole), hash_tokens(whole, len(whole), key)
-
-
-def _to_ids(values: list[Any] | None) -> array[int] | None:
-    """Return ids as an array, None if a value is no id."""
-    if values is None:
-        return None
-    try:
-        ids = array("i", values)
-    except (TypeError, OverflowError):
-        return None
-    return ids if not ids or min(ids) >= 0 else None
-
-
-def _clean_log_probs(values: list[Any] | None) -> list[float] | None:
-    """Return log-probs, those just above 0 as 0; None if a value is no log-prob."""
-    if not values:
-        return None
-    try:
-        numbers = array("d", values)
-    except (TypeError, OverflowError):
-        return None
-    highest = max(numbers)
-    if not all(map(math.isfinite, numbers)) or highest > TOKEN_LOG_PROB_TOLERANCE:
-        return None
-    return [min(value, 0.0) for value in numbers] if highest > 0 else numbers.tolist()
 
 
 _JSON_COLUMNS: Final = (PROMPT_MESSAGES, COMPLETION_MESSAGES, "tools", "sampling", "metadata")

@@ -49,12 +49,10 @@ from replaylake.serve.gateway.identity import (
 from replaylake.serve.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from replaylake.serve.gateway.openai_api import (
     AUTO,
-    LLAMA_CPP,
     OPENAI,
-    SGLANG,
-    VLLM,
     ChatApi,
     CompletionsApi,
+    read_models,
 )
 from replaylake.serve.gateway.responses_api import ResponsesApi
 from replaylake.serve.gateway.retained_answers import RetainedAnswer
@@ -110,8 +108,6 @@ _NOT_PASSED: Final = frozenset(
     )
 )
 _NOT_PASSED_BACK: Final = _NOT_PASSED | {b"date", b"server"}
-# Owners in the engines' lists of models.
-_OWNERS: Final = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}
 _DETECT_TIMEOUT_S: Final = 5.0
 # For how long an engine that does not list its models in time, or at all, is not asked again.
 _DETECT_AGAIN_S: Final = 30.0
@@ -723,10 +719,9 @@ class Proxy:
             is_absent = answer.status in (404, 405, 501)
             raise _DetectionError(f"status {answer.status}", _DETECT_AGAIN_S if is_absent else 0.0)
         try:
-            owner = orjson.loads(data)["data"][0].get("owned_by")
-        except (orjson.JSONDecodeError, AttributeError, LookupError, TypeError):
-            raise _DetectionError("not a list of models", _DETECT_AGAIN_S) from None
-        return _OWNERS.get(owner, OPENAI) if isinstance(owner, str) else OPENAI
+            return read_models(data)[0]
+        except ValueError as error:
+            raise _DetectionError(str(error), _DETECT_AGAIN_S) from None
 
     def _passed_headers(self, exchange: _Exchange) -> list[tuple[bytes, bytes]]:
         key = self._key
