@@ -228,6 +228,7 @@ _SAME_NAMES: Final = (
     "max_categories",
     "max_requests_per_second",
     "max_steps",
+    "measure",
     "mix",
     "name",
     "on",
