@@ -712,6 +712,7 @@ _PAGES: dict[str, Page] = {
     "docs/SERVING.md": Page(),
     "docs/SQL.md": Page(_prepare_sql, not_run=2, slow=False),
     "docs/STORAGE.md": Page(not_run=1),
+    "docs/TASK_SETS.md": Page(),
     "docs/TRAINING.md": Page(),
     "docs/TRANSFERQUEUE.md": Page(not_run=2, slow=False),
     "docs/TUNING.md": Page(),

@@ -42,6 +42,7 @@ _PAGES = (
     "docs/OPERATIONS.md",
     "docs/SERVING.md",
     "docs/STORAGE.md",
+    "docs/TASK_SETS.md",
     "docs/TRAINING.md",
     "docs/TUNING.md",
     "docs/TUTORIAL.md",
