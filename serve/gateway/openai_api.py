@@ -42,7 +42,7 @@ _LOG_PROBS: Final = "logprobs"
 # Fields of a chunk that are the same in the whole stream, and the choices.
 _HEAD: Final = frozenset(("choices", "created", "id", "model", "object"))
 # Owners in the engines' lists of models.
-_OWNERS: Final = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}
+_OWNERS: Final = {"vllm": VLLM, "replaylake": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}
 # Reasons of engines for an answer that is not what the model would have generated.
 _UNFINISHED: Final = ("abort", "error")
 
