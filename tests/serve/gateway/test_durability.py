@@ -291,8 +291,9 @@ def test_a_client_that_waits_for_a_repeated_call_can_hang_up(gateway, engines, k
         return sum(float(one.split()[-1]) for one in lines if one.startswith(line))
 
     before = num_gone()
+    patience = httpx.Timeout(60, read=0.2)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{gateway.url}{URL}", json=body, headers=headers, timeout=0.2)
+        httpx.post(f"{gateway.url}{URL}", json=body, headers=headers, timeout=patience)
     kit.wait_until(lambda: num_gone() == before + 1)
     assert first.is_alive()
     engine.release("hold on", len("hold on"))
