@@ -149,7 +149,7 @@ class PlotGroup {
         ],
         series: [{ label: this.data.label }, ...series],
         legend: { show: false },
-        cursor: { sync: { key: this.key, setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
+        cursor: { y: false, sync: { key: this.key, setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
         hooks: {
           setCursor: [(self) => {
             const index = self.cursor.idx;

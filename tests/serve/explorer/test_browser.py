@@ -176,6 +176,7 @@ def _check_page(browser, url, name):
             _open(browser, url)
             where = (name, width, "dark" if dark else "light")
             if folder := os.environ.get("REPLAYLAKE_PICTURES"):
+                Path(folder).mkdir(parents=True, exist_ok=True)
                 file = Path(folder, "-".join(map(str, where)).replace(" ", "_") + ".png")
                 browser.save_picture(file, whole=True)
             assert browser.run(_LAYOUT) == [], where
