@@ -11,10 +11,10 @@ from typing import Any, Final
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.policies.evaluations import SavedEvaluation
 from replaylake.datastore.names import parse_version
-from replaylake.serve.explorer.policies.lineage_panel import draw_lineage
 from replaylake.serve.explorer.policies.promotion_form import show_promotion
 from replaylake.serve.explorer.policies.trial_panel import build_trial
 from replaylake.serve.explorer.runs.runs_page import draw_tree, link_selection
+from replaylake.serve.explorer.serving.lineage_panel import draw_lineage
 from replaylake.serve.explorer.visits.forms import read_version
 from replaylake.serve.explorer.visits.page import Page, Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Query, Visit
@@ -75,7 +75,7 @@ def list_policies(visit: Visit) -> Page:
     return Page(
         "Policies",
         section="policies",
-        panels=[Panel("Policies", body, queries=visit.take_queries())],
+        panels=[Panel("Policies", body, queries=visit.take_queries(), shows_title=False)],
         data={"policies": data},
         rows=data,
     )

@@ -9,7 +9,8 @@ from replaylake.datastore.errors import StorageError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
-from replaylake.serve.explorer.policies import lineage_panel, policies_page
+from replaylake.serve.explorer.policies import policies_page
+from replaylake.serve.explorer.serving import lineage_panel
 from replaylake.serve.pages.charts import flow_chart
 
 
@@ -298,7 +299,7 @@ def test_lineage_of_versions_of_one_run_leads_to_each_from_its_own_data(
     into = {(start.strip(), run) for place, start, run in links if place == 0}
     out = {(run, version) for place, run, version in links if place == 1}
     found = {(data, version) for data, run in into for at, version in out if at == run}
-    assert found == {("x@1", "1"), ("y@1", "2"), ("y@1", "3")}
+    assert found == {("x@1", "p:1"), ("y@1", "p:2"), ("y@1", "p:3")}
 
 
 def test_lineage_of_what_was_not_recorded_and_of_many_versions(tmp_path, kit, reader_type, hostile):
