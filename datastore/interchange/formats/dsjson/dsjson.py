@@ -1,0 +1,113 @@
+"""Vowpal Wabbit's dsjson, which Personalizer logs too: one event of a contextual bandit a line.
+
+An event of one decision is an episode of one step. One of several slots (CCB, slates) is an episode
+with a step for each slot; see docs/decisions/116.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import pyarrow as pa
+
+from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.formats.dsjson.events import (
+    ACTION_FEATURES,
+    DSJSON,
+    EXTRAS,
+    ROW_SCHEMA,
+    SPACES,
+    Row,
+    is_event,
+    parse_event,
+)
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
+from replaylake.datastore.interchange.formats.generations.rows import (
+    iter_lines,
+    read_first_line,
+)
+from replaylake.datastore.interchange.formats.tabular.reader import Declaration, TabularReader
+from replaylake.datastore.interchange.formats.tabular.tables import Chunk, TableSource
+from replaylake.datastore.interchange.sources.source import SourceFile
+
+_CHUNK_BYTES: Final = 16 << 20
+_FIELDS: Final = {"behavior_prob": "behavior_prob"}
+# Columns that are there even if no event of a block has a value.
+_ALWAYS: Final = frozenset(ROW_SCHEMA.names) - EXTRAS.keys() | {ACTION_FEATURES, DSJSON}
+
+
+class DsjsonFormat:
+    """Lines with a context c of shared features and candidates, and the action that was taken."""
+
+    name = "dsjson"
+    about = "Vowpal Wabbit's and Personalizer's events: candidates with features, slots, slates"
+    is_folder = False
+
+    def recognizes(self, files: Sequence[SourceFile]) -> bool:
+        return is_event(read_first_line(files[0]))
+
+    def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
+        return TabularReader(_EventTables(files), options, files[0].name, declare_events(options))
+
+
+def declare_events(options: ReadOptions) -> Declaration:
+    """Return the declaration of rows of events, which is known without reading them."""
+    is_mapped = bool({"observation", "action"} & options.mapping.keys())
+    return Declaration(
+        has_events=True, fields=_FIELDS, spaces=None if is_mapped else SPACES, rewards_optional=True
+    )
+
+
+class _EventTables(TableSource):
+    """Rows of the events in some files."""
+
+    def __init__(self, files: Sequence[SourceFile]) -> None:
+        self._files = files
+
+    def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
+        number = 0
+        for file in self._files:
+            file.check_unchanged()
+            first_row = num_bytes = 0
+            rows: list[Row] = []
+            lines: list[int] = []
+            damage: dict[int, str] = {}
+            for line, text in iter_lines(file):
+                try:
+                    event_id, own = parse_event(text)
+                except (SourceInvalidError, RecursionError) as error:
+                    event_id, own = None, [_make_row_of_fault(text)]
+                    damage[len(rows)] = f"malformed\0{file.name} line {line}: {error}"
+                # An event without an id is told apart by its number in the source.
+                name = str(number) if event_id is None else event_id
+                number += 1
+                rows += [{**row, "episode_id": name} for row in own]
+                lines += [line] * len(own)
+                num_bytes += len(text) * len(own)
+                if num_bytes > _CHUNK_BYTES:
+                    yield Chunk(file, first_row, _to_table(rows), damage, lines=lines)
+                    first_row += len(rows)
+                    rows, lines, damage, num_bytes = [], [], {}, 0
+            yield Chunk(file, first_row, _to_table(rows), damage, lines=lines)
+
+
+def _make_row_of_fault(text: bytes) -> Row:
+    """Return a row that stands for a line that could not be read, with its text."""
+    return {
+        "step": 0,
+        "observation": "",
+        "action": 0,
+        "terminated": True,
+        ACTION_FEATURES: [],
+        DSJSON: text.decode(errors="replace").strip(),
+    }
+
+
+def _to_table(rows: Sequence[Row]) -> pa.Table:
+    columns = {}
+    for field in ROW_SCHEMA:
+        values = [row.get(field.name) for row in rows]
+        if field.name in _ALWAYS or any(value is not None for value in values):
+            columns[field.name] = pa.array(values, field.type)
+    return pa.table(columns)
