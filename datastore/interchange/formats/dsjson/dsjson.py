@@ -7,10 +7,13 @@ with a step for each slot; see docs/decisions/116.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import pyarrow as pa
 
+from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.episodes.schema import DatasetSpec
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.dsjson.events import (
     ACTION_FEATURES,
@@ -22,7 +25,8 @@ from replaylake.datastore.interchange.formats.dsjson.events import (
     is_event,
     parse_event,
 )
-from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader
+from replaylake.datastore.interchange.formats.dsjson.writer import EventWriter
+from replaylake.datastore.interchange.formats.format import ReadOptions, SourceReader, WriteResult
 from replaylake.datastore.interchange.formats.generations.rows import (
     iter_lines,
     read_first_line,
@@ -43,12 +47,20 @@ class DsjsonFormat:
     name = "dsjson"
     about = "Vowpal Wabbit's and Personalizer's events: candidates with features, slots, slates"
     is_folder = False
+    suffix = ".dsjson"
 
     def recognizes(self, files: Sequence[SourceFile]) -> bool:
         return is_event(read_first_line(files[0]))
 
     def read(self, files: Sequence[SourceFile], options: ReadOptions) -> SourceReader:
         return TabularReader(_EventTables(files), options, files[0].name, declare_events(options))
+
+    def write(self, episodes: Iterator[Episode], spec: DatasetSpec, path: Path) -> WriteResult:
+        """Write an event a line, which VW parses.
+
+        Raises: SpaceUnsupportedError for steps that are no decisions among candidates.
+        """
+        return EventWriter(spec).write(episodes, path)
 
 
 def declare_events(options: ReadOptions) -> Declaration:
