@@ -13,10 +13,9 @@ from typing import Final
 import pyarrow as pa
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.schema import ACTION_FEATURES, DatasetSpec
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.dsjson.events import (
-    ACTION_FEATURES,
     DSJSON,
     EXTRAS,
     ROW_SCHEMA,

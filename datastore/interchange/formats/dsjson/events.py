@@ -17,17 +17,16 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from replaylake.datastore.episodes.schema import ACTION_FEATURES, PDROP
 from replaylake.datastore.episodes.spaces import Discrete, Text
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.tabular.tables import is_encodable
 
 Row = dict[str, Any]
 
-ACTION_FEATURES: Final = "action_features"
 ACTION_PROBS: Final = "action_probs"
 SLOT_FEATURES: Final = "slot_features"
 SLOT_REWARD: Final = "slot_reward"
-PDROP: Final = "pdrop"
 SKIP_LEARN: Final = "skip_learn"
 ORIGINAL_LABEL_COST: Final = "original_label_cost"
 OUTCOME: Final = "outcome"

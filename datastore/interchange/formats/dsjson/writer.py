@@ -17,12 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from replaylake.datastore.episodes.episode import Episode
-from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.schema import ACTION_FEATURES, PDROP, DatasetSpec
 from replaylake.datastore.episodes.spaces import Discrete, Text, leaves
 from replaylake.datastore.errors import SpaceUnsupportedError
 from replaylake.datastore.interchange.formats.dsjson.events import (
     ACTION,
-    ACTION_FEATURES,
     ACTION_PROBS,
     COST,
     DSJSON,
@@ -35,7 +34,6 @@ from replaylake.datastore.interchange.formats.dsjson.events import (
     ORIGINAL_LABEL_COST,
     OUTCOME,
     OUTCOMES,
-    PDROP,
     PROBABILITY,
     SKIP_LEARN,
     SKIPPED,
