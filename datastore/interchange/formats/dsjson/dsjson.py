@@ -16,6 +16,7 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.schema import ACTION_FEATURES, DatasetSpec
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.interchange.formats.dsjson.events import (
+    ACTION_SPACE,
     DSJSON,
     EXTRAS,
     ROW_SCHEMA,
@@ -104,13 +105,15 @@ class _EventTables(TableSource):
 
 
 def _make_row_of_fault(text: bytes) -> Row:
-    """Return a row that stands for a line that could not be read, with its text."""
+    """Return a row that stands for a line that could not be read, with its text.
+
+    Its action is outside the space, so that no repair takes it for a decision as it is.
+    """
     return {
         "step": 0,
         "observation": "",
-        "action": 0,
+        "action": ACTION_SPACE.n,
         "terminated": True,
-        ACTION_FEATURES: [],
         DSJSON: text.decode(errors="replace").strip(),
     }
 

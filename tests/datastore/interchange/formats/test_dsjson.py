@@ -17,6 +17,7 @@ from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.dsjson.events import ACTION_SPACE, parse_event
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.receipt import IngestReceipt
+from replaylake.datastore.interchange.ingest.repair import repair
 from replaylake.datastore.interchange.ingest.stream.lines import Line
 from replaylake.datastore.interchange.ingest.stream.receipt import StreamReceipt
 from replaylake.datastore.interchange.ingest.stream.stream import follow
@@ -221,9 +222,11 @@ def test_a_line_with_a_fault_is_rejected_alone_with_the_reason(
     assert [one["checks"] for one in found] == [["malformed"]]
     assert found[0]["reasons"][0].startswith("log line 2: ")
     assert reason in found[0]["reasons"][0]
-    # The line is there to be corrected.
+    # The line is there to be corrected, and is no decision before it is.
     text = line if isinstance(line, str) else json.dumps(line)
     assert json.loads(found[0]["row"])["dsjson"] == text
+    assert repair(lake.dataset("log")).num_repaired_episodes == 0
+    assert len(_steps(lake)) == 1
 
 
 def test_damaged_lines_are_read_or_rejected_with_a_reason() -> None:
