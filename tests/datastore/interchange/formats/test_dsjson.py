@@ -272,6 +272,17 @@ def test_two_events_of_one_id_are_both_rejected(lake: Lake, tmp_path: Path) -> N
     assert [row["source_episode_id"] for row in _steps(lake)] == ["e2"]
 
 
+def test_lines_that_were_written_twice_are_one_event(lake: Lake, tmp_path: Path) -> None:
+    """As where a log was delivered again in part; without an id they may be two events."""
+    first = _write(tmp_path / "log-1", _EVENT, _event("EventId"), _PAGE)
+    second = _write(tmp_path / "log-2", _PAGE, _event("EventId"), _EVENT, _event(EventId="e2"))
+    receipt = ingest(lake, [first, second], "log", format="dsjson")
+    assert (receipt.episodes.committed, receipt.episodes.rejected) == (5, 0)
+    assert receipt.notes == ("2 lines equal one before them, and are read once",)
+    ids = [row["source_episode_id"] for row in _steps(lake)]
+    assert ids == ["1", "3", "e1", "e2", "page", "page"]
+
+
 def test_events_without_an_id_are_numbered(lake: Lake, tmp_path: Path) -> None:
     _ingest(lake, tmp_path, _event("EventId"), _event("EventId"), _event())
     assert [row["source_episode_id"] for row in _steps(lake)] == ["0", "1", "e1"]
