@@ -139,7 +139,7 @@ def test_a_format_that_cannot_be_followed_is_wrong_usage(tmp_path: Path) -> None
     _, err = running.communicate(b"", timeout=60)
     assert running.returncode == 2
     found = b" ".join(err.split())
-    assert b"'parquet', which cannot be followed, expected one of auto, bandit, jsonl" in found
+    assert b"'parquet', which cannot be followed, expected one of auto, bandit, dsjson" in found
     assert not (tmp_path / "lake").exists()
 
 

@@ -17,6 +17,7 @@ from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.dsjson.events import ACTION_SPACE, parse_event
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.receipt import IngestReceipt
+from replaylake.datastore.interchange.ingest.repair import repair
 from replaylake.datastore.interchange.ingest.stream.lines import Line
 from replaylake.datastore.interchange.ingest.stream.receipt import StreamReceipt
 from replaylake.datastore.interchange.ingest.stream.stream import follow
@@ -221,9 +222,11 @@ def test_a_line_with_a_fault_is_rejected_alone_with_the_reason(
     assert [one["checks"] for one in found] == [["malformed"]]
     assert found[0]["reasons"][0].startswith("log line 2: ")
     assert reason in found[0]["reasons"][0]
-    # The line is there to be corrected.
+    # The line is there to be corrected, and is no decision before it is.
     text = line if isinstance(line, str) else json.dumps(line)
     assert json.loads(found[0]["row"])["dsjson"] == text
+    assert repair(lake.dataset("log")).num_repaired_episodes == 0
+    assert len(_steps(lake)) == 1
 
 
 def test_damaged_lines_are_read_or_rejected_with_a_reason() -> None:
@@ -267,6 +270,17 @@ def test_two_events_of_one_id_are_both_rejected(lake: Lake, tmp_path: Path) -> N
     receipt = _ingest(lake, tmp_path, _EVENT, _event(EventId="e2"), _event(_label_cost=0))
     assert (receipt.episodes.committed, receipt.episodes.rejected) == (1, 1)
     assert [row["source_episode_id"] for row in _steps(lake)] == ["e2"]
+
+
+def test_lines_that_were_written_twice_are_one_event(lake: Lake, tmp_path: Path) -> None:
+    """As where a log was delivered again in part; without an id they may be two events."""
+    first = _write(tmp_path / "log-1", _EVENT, _event("EventId"), _PAGE)
+    second = _write(tmp_path / "log-2", _PAGE, _event("EventId"), _EVENT, _event(EventId="e2"))
+    receipt = ingest(lake, [first, second], "log", format="dsjson")
+    assert (receipt.episodes.committed, receipt.episodes.rejected) == (5, 0)
+    assert receipt.notes == ("2 lines equal one before them, and are read once",)
+    ids = [row["source_episode_id"] for row in _steps(lake)]
+    assert ids == ["1", "3", "e1", "e2", "page", "page"]
 
 
 def test_events_without_an_id_are_numbered(lake: Lake, tmp_path: Path) -> None:
