@@ -199,12 +199,12 @@ def _read_members(
         begin = at
         if text[at : at + 1] != '"':
             raise ValueError(f"{_describe_rest(text, at)} in place of a name")
-        name, at = _DECODER.raw_decode(text, at)
+        name, at = DECODER.raw_decode(text, at)
         at = _skip(text, at)
         if text[at : at + 1] != ":":
             raise ValueError(f"{_describe_rest(text, at)} after the name {name!r}")
         value_start = _skip(text, at + 1)
-        value, at = readers.get(name, _DECODER.raw_decode)(text, value_start)
+        value, at = readers.get(name, DECODER.raw_decode)(text, value_start)
         if name in members:
             raise ValueError(f"the member {name!r} twice")
         members[name] = Member(text[begin:at], text[value_start:at], value)
@@ -219,20 +219,20 @@ def _read_members(
 def _read_context_members(text: str, start: int) -> tuple[Any, int]:
     """Return the members of `c`; any other value where it is no object."""
     if text[start : start + 1] != "{":
-        return _DECODER.raw_decode(text, start)
+        return DECODER.raw_decode(text, start)
     return _read_members(text, start, {MULTI: _read_elements, SLOTS: _read_elements})
 
 
 def _read_elements(text: str, start: int) -> tuple[Any, int]:
     """Return the text and the value of each element of a list; any other value where it is none."""
     if text[start : start + 1] != "[":
-        return _DECODER.raw_decode(text, start)
+        return DECODER.raw_decode(text, start)
     elements: _Elements = []
     at = _skip(text, start + 1)
     if text[at : at + 1] == "]":
         return elements, at + 1
     while True:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = DECODER.raw_decode(text, at)
         elements.append((text[at:end], value))
         at = _skip(text, end)
         if (mark := text[at : at + 1]) not in (",", "]"):
@@ -246,7 +246,8 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name}, which is not JSON")
 
 
-_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
+# json.loads would make one for each value, and take NaN.
+DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _skip(text: str, at: int) -> int:

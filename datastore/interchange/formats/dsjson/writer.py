@@ -24,6 +24,7 @@ from replaylake.datastore.interchange.formats.dsjson.events import (
     ACTION,
     ACTION_PROBS,
     COST,
+    DECODER,
     DSJSON,
     EVENT_ID,
     EXTRAS,
@@ -302,12 +303,17 @@ class EventWriter:
             ) from error
 
     def _check_object(self, episode: Episode, text: str | None, column: str) -> str:
-        self._read_members(episode, text, column)
+        try:
+            is_object = isinstance(DECODER.decode(text or "{}"), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            self._read_members(episode, text, column)
         return text or "{}"
 
     def _check_json(self, episode: Episode, text: str, column: str) -> str:
         try:
-            json.loads(text)
+            DECODER.decode(text)
         except (ValueError, RecursionError) as error:
             raise SpaceUnsupportedError(
                 f"dsjson: episode {episode.episode_id}, column {column}: found {text[:60]!r}, "

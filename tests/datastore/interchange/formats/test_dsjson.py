@@ -184,47 +184,45 @@ def test_a_reward_that_is_none_is_unknown(lake: Lake, tmp_path: Path) -> None:
 _MULTI = _EVENT["c"]["_multi"]
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("[CHECKPOINT INFO LINE]", "found '[CHECKPOINT INFO LINE]', expected one JSON object"),
-        ('{"a":[1]', "found the end of the line after the member 'a'"),
-        ('{"a":[1],"a":[2]}', "found the member 'a' twice"),
-        ('{"a":NaN}', "found NaN, which is not JSON"),
-        ('{"RewardValue":1.0,"EventId":"e9"}', "found the reward '1.0' of the event 'e9' without"),
-        (_event("c"), "expected the context c"),
-        (_event(c=[1]), "c: found '[1]', expected an object of features"),
-        (_event(c={"User": {}}), "expected _multi, a list of candidates"),
-        (_event(c={"_multi": []}), "c._multi: found '[]', expected a list of one object"),
-        (_event(c={"_multi": [{}, 3]}), "c._multi[1]: found '3', expected an object"),
-        (_event("_label_Action", "_labelIndex", "a"), "expected the action that was taken"),
-        (_event("_label_Action", "a", _labelIndex=3), "found 4, expected 1 to 3 candidates"),
-        (_event(_label_Action=2), "_labelIndex: found 2 beside _label_Action 2, expected 1"),
-        (_event("_labelIndex", _label_Action=1.5), "_label_Action: found 1.5, expected a whole"),
-        (_event(_label_probability=0), "_label_probability: found 0, expected the probability"),
-        (_event(_label_probability=1.5), "_label_probability: found 1.5"),
-        (_event(_label_cost="high"), "_label_cost: found '\"high\"', expected a finite number"),
-        (_event(pdrop=1), "pdrop: found 1, expected 0 or more and below 1"),
-        (_event(_skipLearn=1), "_skipLearn: found '1', expected true or false"),
-        (_event(a=[1.5]), "a: found '[1.5]', expected a list of whole numbers"),
-        (_event(EventId=7), "EventId: found '7', expected text"),
-        (_event(Timestamp="noon"), "Timestamp: found '\"noon\"', expected a time"),
-        (_event("_labelIndex", _label_ca={"action": 1.5}), "found _label_ca, a continuous action"),
-        (_event(c={"_multi": _MULTI, "_slots": [{}]}), "_outcomes: found no list, expected one"),
-    ],
-)
-def test_a_line_with_a_fault_is_rejected_alone_with_the_reason(
-    lake: Lake, tmp_path: Path, line: Any, reason: str
-) -> None:
-    receipt = _ingest(lake, tmp_path, _event(EventId="good"), line)
-    assert (receipt.episodes.committed, receipt.episodes.rejected) == (1, 1)
-    found = lake.sql("SELECT checks, reasons, row FROM log.quarantine").to_pylist()
-    assert [one["checks"] for one in found] == [["malformed"]]
-    assert found[0]["reasons"][0].startswith("log line 2: ")
-    assert reason in found[0]["reasons"][0]
-    # The line is there to be corrected, and is no decision before it is.
-    text = line if isinstance(line, str) else json.dumps(line)
-    assert json.loads(found[0]["row"])["dsjson"] == text
+_FAULTS: list[tuple[Any, str]] = [
+    ("[CHECKPOINT INFO LINE]", "found '[CHECKPOINT INFO LINE]', expected one JSON object"),
+    ('{"a":[1]', "found the end of the line after the member 'a'"),
+    ('{"a":[1],"a":[2]}', "found the member 'a' twice"),
+    ('{"a":NaN}', "found NaN, which is not JSON"),
+    ('{"RewardValue":1.0,"EventId":"e9"}', "found the reward '1.0' of the event 'e9' without"),
+    (_event("c"), "expected the context c"),
+    (_event(c=[1]), "c: found '[1]', expected an object of features"),
+    (_event(c={"User": {}}), "expected _multi, a list of candidates"),
+    (_event(c={"_multi": []}), "c._multi: found '[]', expected a list of one object"),
+    (_event(c={"_multi": [{}, 3]}), "c._multi[1]: found '3', expected an object"),
+    (_event("_label_Action", "_labelIndex", "a"), "expected the action that was taken"),
+    (_event("_label_Action", "a", _labelIndex=3), "found 4, expected 1 to 3 candidates"),
+    (_event(_label_Action=2), "_labelIndex: found 2 beside _label_Action 2, expected 1"),
+    (_event("_labelIndex", _label_Action=1.5), "_label_Action: found 1.5, expected a whole"),
+    (_event(_label_probability=0), "_label_probability: found 0, expected the probability"),
+    (_event(_label_probability=1.5), "_label_probability: found 1.5"),
+    (_event(_label_cost="high"), "_label_cost: found '\"high\"', expected a finite number"),
+    (_event(pdrop=1), "pdrop: found 1, expected 0 or more and below 1"),
+    (_event(_skipLearn=1), "_skipLearn: found '1', expected true or false"),
+    (_event(a=[1.5]), "a: found '[1.5]', expected a list of whole numbers"),
+    (_event(EventId=7), "EventId: found '7', expected text"),
+    (_event(Timestamp="noon"), "Timestamp: found '\"noon\"', expected a time"),
+    (_event("_labelIndex", _label_ca={"action": 1.5}), "found _label_ca, a continuous action"),
+    (_event(c={"_multi": _MULTI, "_slots": [{}]}), "_outcomes: found no list, expected one"),
+]
+
+
+def test_a_line_with_a_fault_is_rejected_alone_with_the_reason(lake: Lake, tmp_path: Path) -> None:
+    lines = [line if isinstance(line, str) else json.dumps(line) for line, _ in _FAULTS]
+    receipt = _ingest(lake, tmp_path, _event(EventId="good"), *lines)
+    assert (receipt.episodes.committed, receipt.episodes.rejected) == (1, len(_FAULTS))
+    found = lake.sql("SELECT * FROM log.quarantine ORDER BY file_row").to_pylist()
+    for number, (one, (_, reason), line) in enumerate(zip(found, _FAULTS, lines, strict=True), 2):
+        assert one["checks"] == ["malformed"]
+        assert one["reasons"][0].startswith(f"log line {number}: ")
+        assert reason in one["reasons"][0]
+        # The line is there to be corrected, and is no decision before it is.
+        assert json.loads(one["row"])["dsjson"] == line
     assert repair(lake.dataset("log")).num_repaired_episodes == 0
     assert len(_steps(lake)) == 1
 

@@ -90,6 +90,7 @@ def test_ips_of_a_fixed_policy_is_that_of_vw(lake: Lake, tmp_path: Path, argumen
     assert _estimate(lake, lines[100:], probs) == pytest.approx(-loss / weight, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [_GREEDY, _EXPLORING])
 def test_ips_of_a_learning_policy_is_the_progressive_loss_of_vw(
     lake: Lake, tmp_path: Path, arguments: str
