@@ -13,13 +13,13 @@ from replaylake.offline.language.pretrained import ModelFolder, load_pretrained
 
 
 class TokenScorer:
-    """A model of transformers, in float32 and without dropout."""
+    """A model of transformers, in float32 and without dropout. vocabulary: its number of ids."""
 
     def __init__(self, folder: ModelFolder, *, device: str = "cpu") -> None:
         """Load the model. Raises: SourceInvalidError, ExtraMissingError."""
         self._model, _ = load_pretrained(folder, "causal language model", device=device)
         self._name, self._device = folder.path.name, device
-        self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
+        self.vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         self._limit = getattr(self._model.config, "max_position_embeddings", None)
 
     @torch.no_grad()
@@ -28,12 +28,13 @@ class TokenScorer:
 
         batch: padded, [B, T]. Returns float64 [B, T], 0 elsewhere, and for the first token of a
         sequence, which nothing precedes. Raises: SchemaMismatchError for ids outside of the model's
-        vocabulary, and for sequences above its limit.
+        vocabulary, and for sequences above its limit. Cost: logits float32 [B, T, vocabulary] in
+        memory.
         """
         largest = int(batch.token_ids.max()) if batch.token_ids.size else 0
-        if largest >= self._vocabulary:
+        if largest >= self.vocabulary:
             raise SchemaMismatchError(
-                f"model: found token id {largest}, expected ids below {self._vocabulary}, the "
+                f"model: found token id {largest}, expected ids below {self.vocabulary}, the "
                 f"vocabulary of {self._name}. Use a model with the tokenizer of the sequences.",
                 parameter="model",
             )

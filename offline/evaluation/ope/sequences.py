@@ -37,8 +37,8 @@ from replaylake.offline.evaluation.ope.verdict import (
 from replaylake.offline.language.pretrained import ORIGIN, ModelFolder, check_model_folder
 from replaylake.offline.language.token_scorer import TokenScorer
 
-# Of a forward pass; longer sequences go one by one.
-_BATCH_TOKENS: Final = 16_384
+# Of a forward pass, 512 MiB in float32; longer sequences go one by one.
+_MAX_LOGITS: Final = 2**27
 # Of the mean weight: float32 log-probs of some thousand tokens.
 _ROUNDING: Final = 1e-3
 
@@ -169,7 +169,8 @@ def evaluate_sequences(
     Raises: NotFoundError for the dataset, its token columns or the model; SourceInvalidError for
     the model; SchemaMismatchError for sequences without log-probs, or that the model cannot read;
     EmptyReplayError without an episode that counts; QueryError, QueryRefusedError,
-    ExtraMissingError. Cost: one forward pass over all tokens.
+    ExtraMissingError. Cost: one forward pass over all tokens; in memory, beside the model, the
+    logits of one sequence, or of several up to 512 MiB.
     """
     callbacks = callbacks or ProgressCallbacks()
     folder = check_model_folder(model)
@@ -221,10 +222,10 @@ def _sum_log_ratios(
     # Of similar length together, so that little is padded.
     order = np.argsort(lengths, kind="stable")
     sums, counts = np.zeros(len(order)), np.zeros(len(order), np.int64)
-    start = 0
+    start, limit = 0, _MAX_LOGITS // scorer.vocabulary
     while start < len(order):
         stop = start + 1
-        while stop < len(order) and lengths[order[stop]] * (stop + 1 - start) <= _BATCH_TOKENS:
+        while stop < len(order) and lengths[order[stop]] * (stop + 1 - start) <= limit:
             stop += 1
         rows = order[start:stop]
         batch = sequences.gather(rows, is_packed=False, versions=False)
