@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
     from replaylake.datastore.lake.policies.evaluations import Kind
     from replaylake.offline.evaluation.ope.evaluation_request import PolicyReport
+    from replaylake.offline.evaluation.ope.sequences import SequenceReport
 
 _EXIT_NO = 3
 _DIGITS = 4
+# Those that --model takes.
+_MODEL_OPTIONS = ("dataset", "model", "where", "lake", "as_json", "debug")
 
 
 def ope(
+    context: typer.Context,
     dataset: Annotated[
         str,
         typer.Argument(
@@ -61,6 +65,15 @@ def ope(
             metavar="SQL",
             help="Instead of a policy, an expression over the columns of steps: the probability of "
             "the logged action, or a list with that of each action.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            help="Instead of a policy, a causal language model, evaluated on token sequences: a "
+            "directory that transformers wrote.",
         ),
     ] = None,
     explore: Annotated[
@@ -183,7 +196,12 @@ def ope(
     Example:
       replaylake ope live --policy clone --explore epsilon=0.05
       replaylake ope obd --target-prob target_prob --unseen --json
+      replaylake ope math --model agent-2
     """
+    if model is not None:
+        _check_model_options(context)
+        _evaluate_model(CommandOutput(as_json), dataset, model, where, lake)
+        return
     exploration = _exploration(explore)
     split = _holdout(holdout, holdout_after)
     if plot is not None:
@@ -231,6 +249,61 @@ def ope(
     report.print_result({**body, "evaluation_id": saved}, _lines(policy_report))
     if policy_report.verdict == "not supported":
         raise typer.Exit(_EXIT_NO)
+
+
+def _check_model_options(context: typer.Context) -> None:
+    """Refuse options that mean nothing for a language model. Raises: typer.BadParameter."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and parameter.name not in _MODEL_OPTIONS:
+            raise typer.BadParameter("cannot be used with --model.", param_hint=parameter.opts[0])
+
+
+def _evaluate_model(
+    output: CommandOutput, dataset: str, model: str, where: str | None, lake: str
+) -> None:
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.offline.evaluation.ope.evaluation_request import ProgressCallbacks
+    from replaylake.offline.evaluation.ope.sequences import evaluate_sequences
+
+    store = open_lake(lake)
+    with output.progress("reading the sequences", "sequences") as progress:
+        callbacks = ProgressCallbacks(lambda stage: progress.stage(stage, "sequences"), progress)
+        report = evaluate_sequences(store, dataset, model, where=where, callbacks=callbacks)
+    body = report.to_json()
+    saved = save_evaluation(output, store, "ope", body, of=body, verdict=report.verdict)
+    output.print_result({**body, "evaluation_id": saved}, _list_sequences(report))
+    if report.verdict == "not supported":
+        raise typer.Exit(_EXIT_NO)
+
+
+def _list_sequences(report: SequenceReport) -> Iterator[str]:
+    one = report.estimate
+    yield (
+        f"model {report.model} on {report.dataset}@{report.version}, "
+        f"{count(one.num_episodes, 'episode')} of {count(one.num_tasks, 'task')}, "
+        f"{number_text(_round_digits(one.mean_tokens))} sampled tokens each on average"
+    )
+    if report.left_out:
+        drops = ", ".join(f"{num:,} {reason}" for reason, num in report.left_out.items())
+        yield f"  left out: {drops}"
+    yield f"log mean {_round_digits(one.log_mean):,}"
+    if one.value is not None:
+        low, high = _round_digits(one.low), _round_digits(one.high)
+        yield (
+            f"sequence_snis {number_text(_round_digits(one.value))}"
+            f"{interval_text(low, high)}; difference "
+            f"{number_text(_round_digits(one.difference))} "
+            f"({number_text(_round_digits(one.difference_low))} to "
+            f"{number_text(_round_digits(one.difference_high))})"
+        )
+    yield (
+        f"weights of whole sequences: mean {number_text(_round_digits(one.mean_weight))} (1 "
+        f"expected), largest {one.max_weight_share:.2%} of all, effective "
+        f"{one.effective_size:,.1f} episodes; KL {one.kl:.4g} nats a token"
+    )
+    yield f"{report.verdict}: {one.assessment.reason}"
 
 
 def _exploration(text: str | None) -> Any:

@@ -4,7 +4,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from replaylake.offline.evaluation.task_sets.estimates import estimate_difference, estimate_mean
 
 PATH = Path(__file__).parents[4] / "benchmarks" / "task_set_coverage.py"
 # 95% of so many trials is measured to 1%, but once in 20 times.
@@ -49,6 +52,40 @@ def test_tasks_of_a_kind_that_is_not_in_the_sample_are_not_foreseen(benchmark):
     few, many = (coverage(benchmark, rare, num_tasks, 32, 1) for num_tasks in (20, 100))
     assert 0.8 < few.inside < 0.9
     assert many.inside > 0.92
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tasks", [20, 100])
+@pytest.mark.parametrize("kind", ["normal", "exponential", "uniform"])
+def test_intervals_of_mean_rewards(num_tasks, kind):
+    """Four samples of each task, around a mean of its own; the range is that of the samples."""
+    rng, inside = np.random.default_rng([num_tasks, len(kind)]), 0
+    draw, truth = {
+        "normal": (lambda: rng.normal(3.0, 2.0, num_tasks), 3.0),
+        "exponential": (lambda: rng.exponential(1.0, num_tasks), 1.0),
+        "uniform": (lambda: rng.uniform(-1.0, 1.0, num_tasks), 0.0),
+    }[kind]
+    for _ in range(TRIALS):
+        rewards = draw()[:, None] + rng.normal(0.0, 0.5, (num_tasks, 4))
+        low, high = rewards.min(), rewards.max()
+        estimate = estimate_mean(rewards.mean(axis=1), low=low, high=high)
+        inside += estimate.low <= truth <= estimate.high
+    assert 0.91 <= inside / TRIALS <= 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tasks", [20, 100])
+@pytest.mark.parametrize("shift", [0.0, 1.5])
+def test_intervals_of_differences(benchmark, num_tasks, shift):
+    for mean, concentration in ((0.3, 2.0), (0.8, 0.5)):
+        population = benchmark.Population(mean, concentration)
+        truth = benchmark.true_difference(population, shift, 1)
+        pairs = benchmark.simulate_pairs(population, shift, num_tasks, (4, 8), 1, 1000, seed=1)
+        estimates = [estimate_difference(*pair) for pair in pairs]
+        found = benchmark.measure([(one.low, one.high) for one in estimates], truth)
+        assert found.inside > 0.93
+        # Where a gate would pass a version that is no better.
+        assert found.above < 0.035
 
 
 def test_the_truth_of_a_population_by_hand(benchmark):
