@@ -13,7 +13,7 @@ FUZZ_MINUTES ?= 10
 
 comma := ,
 
-.PHONY: .venv demo test test-slow browser pictures bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-mlflow compat-openapi compat-policies compat-recorders compat-verifiers bench ope-coverage clean
+.PHONY: .venv demo test test-slow browser pictures bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-losses compat-mlflow compat-kserve compat-openapi compat-policies compat-recorders compat-verifiers bench ope-coverage clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -109,15 +109,20 @@ compat-base:
 compat-agents: .venv/.installed
 	@.ci/compat-agents
 
-# A run logged to a real MLflow server, in an environment of 800 MB below .bench/.
+# A run logged to a real MLflow server, and aliases in its registry, in an environment of 800 MB below .bench/.
 compat-mlflow: .venv/.installed
 	@.ci/compat-mlflow
+
+# KServe's own Python client against a real server, each answer compared with that of /act; 450 MB below .bench/.
+compat-kserve: .venv/.installed
+	@.ci/compat-kserve
 
 # A client generated from /docs.json by openapi-python-client, used against a real server.
 compat-openapi: .venv/.installed
 	@.ci/compat-openapi
 
 # Random message graphs by verifiers itself: its branches are those of `sequences`. `make compat-verifiers NUM=5000 SEED=7`.
+# And a taskset of verifiers, played by `rollout_language`.
 compat-verifiers: .venv/.installed
 	@.ci/compat-verifiers $(or $(NUM),1000) $(SEED)
 
@@ -129,6 +134,10 @@ compat: .venv/.installed
 # The hooks for TRL, verl and rLLM inside those frameworks: `make compat-recorders ONLY=trl`.
 compat-recorders: .venv/.installed
 	@.ci/compat-recorders $(subst $(comma), ,$(ONLY))
+
+# The losses of `train language` beside those of TRL's trainers on the same batch.
+compat-losses: .venv/.installed
+	@.ci/compat-losses
 
 # Policies of Stable-Baselines3, sb3-contrib and d3rlpy, imported and compared with the libraries' own actions.
 compat-policies: .venv/.installed

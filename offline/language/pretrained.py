@@ -6,8 +6,12 @@ code in the folder is executed. Its version is the sha256 of its files.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -15,11 +19,19 @@ from typing import Any, Final, Literal
 import torch
 from safetensors import SafetensorError
 
-from replaylake.datastore.errors import ExtraMissingError, NotFoundError, SourceInvalidError
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    ExtraMissingError,
+    NotFoundError,
+    SourceInvalidError,
+)
+from replaylake.datastore.lake.policies.manifest import MANIFEST
 
 Task = Literal["sequence classifier", "causal language model"]
 TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "config.json"
+_IMAGE_PROCESSOR: Final = "preprocessor_config.json"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
 _AUTO_CLASSES: Final = {
     "sequence classifier": "AutoModelForSequenceClassification",
     "causal language model": "AutoModelForCausalLM",
@@ -42,9 +54,17 @@ class ModelFolder:
 def check_model_folder(path: str | Path) -> ModelFolder:
     """Check that a folder has a complete model and no code, and hash its files.
 
-    Raises: NotFoundError for a missing file; SourceInvalidError for code or damaged JSON.
+    Raises: NotFoundError for a missing file; SourceInvalidError for code, damaged JSON, or an
+    adapter without its model.
     """
     folder = Path(path)
+    if (folder / _ADAPTER_CONFIG).is_file() and not (folder / _CONFIG).is_file():
+        raise SourceInvalidError(
+            f"model: {folder} is an adapter of peft ({_ADAPTER_CONFIG}), expected a folder with a "
+            "whole model. Merge the adapter into its model; training with lora_merge = true "
+            "writes the merged model.",
+            parameter="model",
+        )
     for needed in (_CONFIG, TOKENIZER):
         if not (folder / needed).is_file():
             raise NotFoundError(
@@ -59,9 +79,14 @@ def check_model_folder(path: str | Path) -> ModelFolder:
             parameter="model",
         )
     _refuse_code(folder)
+    return hash_model_folder(folder)
+
+
+def hash_model_folder(folder: Path) -> ModelFolder:
+    """Hash the files of a folder with a model or an adapter."""
     files = {}
     found = {path for pattern in _PATTERNS for path in folder.rglob(pattern)}
-    for file_path in sorted(found - {folder / ORIGIN}):
+    for file_path in sorted(found - {folder / ORIGIN, folder / MANIFEST}):
         with file_path.open("rb") as file:
             files[file_path.relative_to(folder).as_posix()] = hashlib.file_digest(
                 file, "sha256"
@@ -71,49 +96,56 @@ def check_model_folder(path: str | Path) -> ModelFolder:
 
 
 def load_pretrained(
-    folder: ModelFolder, task: Task, *, num_outputs: int | None = None, device: str = "cpu"
+    folder: ModelFolder,
+    task: Task,
+    *,
+    num_outputs: int | None = None,
+    new_head: bool = False,
+    device: str = "cpu",
 ) -> tuple[Any, Any]:
     """Return the model, in float32 and in evaluation mode, and its tokenizer.
 
-    num_outputs: number of outputs that a classifier must have. Raises: SourceInvalidError for
-    another architecture or missing weights; ExtraMissingError without transformers.
+    num_outputs: number of outputs that a classifier must have. new_head: whether a language model
+    is accepted as a classifier, whose head of num_outputs outputs then begins with zeros.
+
+    Raises: SourceInvalidError for another architecture or missing weights; ExtraMissingError
+    without transformers.
     """
-    try:
-        import transformers
-        from transformers.utils import logging
-    except ImportError:
-        raise ExtraMissingError(
-            f"a {task} needs transformers, which is not installed. Install it with: "
-            "pip install 'replaylake[language]'"
-        ) from None
+    transformers = _import_transformers(f"a {task}")
     path = folder.path
     options = {"local_files_only": True, "trust_remote_code": False}
-    # Errors are raised below instead of logged.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        if num_outputs is not None:
-            found = transformers.AutoConfig.from_pretrained(path, **options).num_labels
-            if found != num_outputs:
+        with _without_messages():
+            config = transformers.AutoConfig.from_pretrained(path, **options)
+            is_given = num_outputs is not None and not new_head
+            if is_given and config.num_labels != num_outputs:
                 raise SourceInvalidError(
-                    f"model: {path} has {found} outputs, expected {num_outputs}. Give a reward "
-                    "model.",
+                    f"model: {path} has {config.num_labels} outputs, expected {num_outputs}. Give "
+                    "a reward model.",
                     parameter="model",
                 )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
-        model, loading = getattr(transformers, _AUTO_CLASSES[task]).from_pretrained(
-            path, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **options
-        )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+            auto_class = _AUTO_CLASSES[task]
+            if task == "causal language model" and has_images(config):
+                auto_class = "AutoModelForImageTextToText"
+            head = {"num_labels": num_outputs} if new_head else {}
+            model, loading = getattr(transformers, auto_class).from_pretrained(
+                path,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+                **options,
+                **head,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         text = " ".join(str(error).split())[:300]
         raise SourceInvalidError(
             f"model: {path}: {text}, expected a {task} of transformers.", parameter="model"
         ) from error
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
-    if absent := sorted(map(str, (*loading["missing_keys"], *loading["mismatched_keys"]))):
+    missing = set(loading["missing_keys"])
+    if new_head:
+        missing -= _reset_head(model, missing, tokenizer)
+    if absent := sorted(map(str, (*missing, *loading["mismatched_keys"]))):
         # transformers would fill them with random numbers.
         raise SourceInvalidError(
             f"model: {path} has no weights {', '.join(absent[:3])}, expected those of a "
@@ -123,17 +155,147 @@ def load_pretrained(
     return model.to(device).eval(), tokenizer
 
 
-def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a model and its tokenizer as a folder that load_pretrained reads. Raises: OSError."""
-    from transformers.utils import logging
+def _reset_head(model: Any, missing: set[str], tokenizer: Any) -> set[str]:
+    """Set weights of a classifier's head that were not loaded to zeros; return their names."""
+    body = f"{model.base_model_prefix}."
+    names = {name for name in missing if not name.startswith(body)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in names:
+                parameter.zero_()
+    # Where sequences are padded, it shows the model the last token of each.
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return names
 
-    logging.disable_progress_bar()
+
+def add_adapter(
+    model: Any, task: Task, *, rank: int, alpha: float, targets: Sequence[str] | None, seed: int
+) -> Any:
+    """Return a model of peft whose trainable weights are those of a LoRA adapter alone.
+
+    Args:
+        model: from load_pretrained; its modules are replaced in place, and its weights frozen.
+        task: of the model; the head of a sequence classifier is trained as a whole.
+        rank: of the added matrices.
+        alpha: the adapter's output is scaled by alpha / rank.
+        targets: names, or ends of names, of the modules that get one; None: all linear layers but
+            the output.
+        seed: of the initial weights. The adapter's output is 0 at first.
+
+    Raises: ExtraMissingError without peft; ConfigInvalidError for targets that the model does not
+    have.
+
+    Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+    """
     try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        import peft
+    except ImportError:
+        raise ExtraMissingError(
+            "lora_rank needs peft, which is not installed. Install it with: "
+            "pip install 'replaylake[language]'"
+        ) from None
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules="all-linear" if targets is None else list(targets),
+        task_type="SEQ_CLS" if task == "sequence classifier" else "CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # peft 0.21 reads a property that transformers 5.24 has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        torch.manual_seed(seed)
+        try:
+            adapted = peft.get_peft_model(model, config)
+        except ValueError as error:
+            text = " ".join(str(error).split())[:300]
+            raise ConfigInvalidError(
+                f"lora_targets: found {targets}: {text}. Name linear modules of the model.",
+                parameter="lora_targets",
+            ) from error
+    return adapted.eval()
+
+
+def merge_adapter(model: Any) -> Any:
+    """Return a copy of a model of peft with its adapter merged into the weights."""
+    return copy.deepcopy(model).merge_and_unload()
+
+
+def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a model and its tokenizer as a folder that load_pretrained reads.
+
+    Of a model of peft, the adapter alone is written, as peft writes it. Raises: OSError.
+    """
+    try:
+        with _without_messages():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        if (path := folder / _ADAPTER_CONFIG).is_file():
+            # peft writes sets in an order that differs between processes.
+            body = json.loads(path.read_bytes())
+            for value in body.values():
+                if isinstance(value, list):
+                    value.sort()
+            path.write_text(json.dumps(body, indent=2, sort_keys=True))
     except SafetensorError as error:  # such as a full disk
         raise OSError(" ".join(str(error).split())) from error
+
+
+def has_images(config: Any) -> bool:
+    """Whether a model with this configuration of transformers takes images."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def load_image_processor(folder: ModelFolder) -> Any:
+    """Return the image processor of a model that takes images.
+
+    Raises: NotFoundError, SourceInvalidError, ExtraMissingError.
+    """
+    transformers = _import_transformers("a model with images")
+    path = folder.path / _IMAGE_PROCESSOR
+    if not path.is_file():
+        raise NotFoundError(
+            f"model: {folder.path} has no {path.name}, expected the image processor of this model. "
+            "Save it there with its save_pretrained.",
+            parameter="model",
+        )
+    try:
+        with _without_messages():
+            return transformers.AutoImageProcessor.from_pretrained(
+                folder.path, local_files_only=True, trust_remote_code=False
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise SourceInvalidError(
+            f"model: {path}: {text}, expected an image processor of transformers.",
+            parameter="model",
+        ) from error
+
+
+def _import_transformers(what: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ExtraMissingError(
+            f"{what} needs transformers, which is not installed. Install it with: "
+            "pip install 'replaylake[language]'"
+        ) from None
+    return transformers
+
+
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    """Keep transformers from logging and drawing progress: errors are raised instead."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
+        logging.set_verbosity(verbosity)
         logging.enable_progress_bar()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -19,12 +19,32 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.tokens.token_batch import TokenBatch
-from replaylake.offline.language.pretrained import ModelFolder, load_pretrained, save_pretrained
+from replaylake.offline.language.images import (
+    ImageInputs,
+    ImageProcessor,
+    image_arguments,
+    naming_images,
+)
+from replaylake.offline.language.pretrained import (
+    ModelFolder,
+    Task,
+    add_adapter,
+    has_images,
+    load_pretrained,
+    merge_adapter,
+    save_pretrained,
+)
 from replaylake.offline.learning.adam import FusedAdam
 from replaylake.offline.learning.options import check_keys, expect, from_options
+from replaylake.offline.learning.process_group import SINGLE_PROCESS, ProcessGroup
 from replaylake.offline.learning.state import pack_state, unpack_state
 from replaylake.offline.losses.policy_gradient import value_loss
-from replaylake.offline.losses.preference import direct_preference
+from replaylake.offline.losses.preference import (
+    direct_preference,
+    identity_preference,
+    kahneman_tversky,
+    paired_scores,
+)
 from replaylake.offline.losses.returns import generalized_advantages
 from replaylake.offline.losses.token_policy_gradient import (
     Baseline,
@@ -32,7 +52,6 @@ from replaylake.offline.losses.token_policy_gradient import (
     Estimator,
     Level,
     Reduction,
-    effective_sample_size,
     group_advantages,
     importance_weights,
     kl_penalty,
@@ -40,27 +59,68 @@ from replaylake.offline.losses.token_policy_gradient import (
     token_surrogate,
 )
 
+# All metrics of gradient steps, in the order in which processes exchange them.
+_METRICS: Final = (
+    "loss",
+    "entropy",
+    "margin",
+    "accuracy",
+    "score",
+    "kl_mismatched",
+    "weight",
+    "weight_square",
+    "kl_behavior",
+    "kl_reference",
+    "value_loss",
+    "ratio_max",
+)
 # Of which the entropy is computed at once: it takes two copies of their logits.
 _ENTROPY_ROWS: Final = 256
+
+Loss = Literal[
+    "likelihood",
+    "direct_preference",
+    "identity_preference",
+    "kahneman_tversky",
+    "paired_scores",
+    "policy_gradient",
+]
+_PAIRED: Final = ("direct_preference", "identity_preference", "paired_scores")
+_RELATIVE: Final = ("direct_preference", "identity_preference", "kahneman_tversky")
 
 
 @dataclass(frozen=True)
 class TokenMethod:
     """The definition of a method.
 
-    loss: `likelihood`; `pairs`, the best and the worst sequence of each group; `policy_gradient`.
-    baseline: of the advantages; None: a value head. level: of the ratio. clip_low, clip_high:
-    defaults of the options. needs_groups: batches contain all sequences of a group.
+    loss: `likelihood`, `policy_gradient`, or a function of losses/preference.py. baseline: of the
+    advantages; None: a value head. level: of the ratio. clip_low, clip_high: defaults of the
+    options. needs_groups: batches contain all sequences of a group.
     """
 
     summary: str
-    loss: Literal["likelihood", "pairs", "policy_gradient"]
+    loss: Loss
     baseline: Baseline | None = None
     level: Level = "token"
     reduction: Reduction = "sequence_mean"
     clip_low: float = 0.2
     clip_high: float = 0.2
     needs_groups: bool = True
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the loss compares the best and the worst sequence of each group."""
+        return self.loss in _PAIRED
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the loss is defined relative to the initial model."""
+        return self.loss in _RELATIVE
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether the model is trained to score sequences instead of to generate them."""
+        return self.loss == "paired_scores"
 
 
 METHODS: Final[Mapping[str, TokenMethod]] = {
@@ -72,7 +132,20 @@ METHODS: Final[Mapping[str, TokenMethod]] = {
     ),
     "dpo": TokenMethod(
         "best against worst sequence of a group (Rafailov et al. 2023)",
-        "pairs",
+        "direct_preference",
+    ),
+    "ipo": TokenMethod(
+        "best against worst sequence of a group, by a margin (Azar et al. 2023)",
+        "identity_preference",
+    ),
+    "kto": TokenMethod(
+        "sequences labeled by their return, without pairs (Ethayarajh et al. 2024)",
+        "kahneman_tversky",
+        needs_groups=False,
+    ),
+    "reward": TokenMethod(
+        "reward model that scores the best of a group above the worst (Bradley & Terry 1952)",
+        "paired_scores",
     ),
     "grpo": TokenMethod(
         "group mean and standard deviation (Shao et al. 2024)", "policy_gradient", "group_norm"
@@ -122,7 +195,12 @@ class TokenOptions:
     ratio to the policy before the update; None: the method's default. kl_coef: weight of the KL
     divergence from the initial model. epochs: passes over each batch, each in `minibatches`
     gradient steps; micro_batch_size: sequences of a step that are in memory at once; None: all.
-    beta: of `dpo`. discount, lambda_, value_coef, value_learning_rate: of `ppo`.
+    lora_rank: of a LoRA adapter, which is trained instead of the model; None: the model is trained.
+    lora_alpha, lora_targets: see add_adapter; lora_merge: the output is the model with the adapter
+    merged into it, not the adapter alone.
+    beta: of `dpo`, `ipo` and `kto`. desirable_threshold: return above which a sequence is desirable
+    in `kto`; desirable_weight, undesirable_weight: weights of their losses. center_coef: of
+    `reward`. discount, lambda_, value_coef, value_learning_rate: of `ppo`.
     """
 
     learning_rate: float = 1e-5
@@ -131,6 +209,10 @@ class TokenOptions:
     epochs: int = 1
     minibatches: int = 1
     micro_batch_size: int | None = None
+    lora_rank: int | None = None
+    lora_alpha: float = 16.0
+    lora_targets: tuple[str, ...] | None = None
+    lora_merge: bool = False
     clip_low: float | None = None
     clip_high: float | None = None
     correction: Correction = "truncate"
@@ -140,25 +222,58 @@ class TokenOptions:
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k2"
     beta: float = 0.1
+    desirable_threshold: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    center_coef: float = 0.0
     discount: float = 1.0
     lambda_: float = 1.0
     value_coef: float = 0.5
     value_learning_rate: float = 1e-3
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "max_gradient_norm", "high", "beta", "value_learning_rate"):
+        for name in (
+            "learning_rate",
+            "max_gradient_norm",
+            "lora_alpha",
+            "high",
+            "beta",
+            "value_learning_rate",
+        ):
             value = getattr(self, name)
             expect(value > 0, f"method: {name}", value, "more than 0")
-        for name in ("weight_decay", "low", "kl_coef", "value_coef", "clip_low", "clip_high"):
+        for name in (
+            "weight_decay",
+            "low",
+            "kl_coef",
+            "value_coef",
+            "clip_low",
+            "clip_high",
+            "desirable_weight",
+            "undesirable_weight",
+            "center_coef",
+        ):
             value = getattr(self, name)
             expect(value is None or value >= 0, f"method: {name}", value, "0 or more")
-        for name in ("epochs", "minibatches", "micro_batch_size"):
+        for name in ("epochs", "minibatches", "micro_batch_size", "lora_rank"):
             value = getattr(self, name)
             expect(value is None or value >= 1, f"method: {name}", value, "1 or more")
         for name in ("discount", "lambda_"):
             value = getattr(self, name)
             expect(0 <= value <= 1, f"method: {name}", value, "0 to 1")
         expect(self.low <= self.high, "method: low", self.low, f"at most high, {self.high}")
+        if self.lora_rank is None:
+            for name in ("lora_targets", "lora_merge"):
+                value = getattr(self, name)
+                expect(not value, f"method: {name}", value, "lora_rank beside it")
+        elif self.lora_targets is not None:
+            names = self.lora_targets
+            expect(bool(names), "method: lora_targets", names, "names of modules")
+
+    @property
+    def writes_adapter(self) -> bool:
+        """Whether the output of training is an adapter without its model."""
+        return self.lora_rank is not None and not self.lora_merge
 
 
 _COMMON_OPTIONS: Final = frozenset(
@@ -169,9 +284,15 @@ _COMMON_OPTIONS: Final = frozenset(
         "epochs",
         "minibatches",
         "micro_batch_size",
+        "lora_rank",
+        "lora_alpha",
+        "lora_targets",
+        "lora_merge",
     }
 )
 _VALUE_OPTIONS: Final = frozenset({"discount", "lambda_", "value_coef", "value_learning_rate"})
+_LABEL_OPTIONS: Final = frozenset({"desirable_threshold", "desirable_weight", "undesirable_weight"})
+_PREFERENCE_OPTIONS: Final = _LABEL_OPTIONS | {"beta", "center_coef"}
 
 
 def read_token_options(method: str, options: Mapping[str, Any]) -> TokenOptions:
@@ -183,8 +304,13 @@ def read_token_options(method: str, options: Mapping[str, Any]) -> TokenOptions:
     known = {one.name for one in fields(TokenOptions)}
     used = {
         "likelihood": _COMMON_OPTIONS,
-        "pairs": _COMMON_OPTIONS | {"beta"},
-        "policy_gradient": known - {"beta"} - (_VALUE_OPTIONS if method != "ppo" else set()),
+        "direct_preference": _COMMON_OPTIONS | {"beta"},
+        "identity_preference": _COMMON_OPTIONS | {"beta"},
+        "kahneman_tversky": _COMMON_OPTIONS | _LABEL_OPTIONS | {"beta"},
+        "paired_scores": _COMMON_OPTIONS | {"center_coef"},
+        "policy_gradient": known
+        - _PREFERENCE_OPTIONS
+        - (_VALUE_OPTIONS if method != "ppo" else set()),
     }[METHODS[method].loss]
     check_keys(options, known, what)
     for name in options:
@@ -223,7 +349,9 @@ class TokenLearner:
         options: TokenOptions,
         *,
         max_tokens: int,
+        seed: int = 0,
         device: str = "cpu",
+        group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Load the model.
 
@@ -232,17 +360,22 @@ class TokenLearner:
             method: a key of METHODS.
             options: options of the method.
             max_tokens: length of the longest sequence, in tokens.
+            seed: of the initial weights of an adapter.
             device: a torch device.
+            group: processes that make each update together: all are given the same batches, and
+                each computes the gradients of its share of the sequences.
 
-        Raises: SourceInvalidError, ExtraMissingError; SchemaMismatchError for sequences above the
-        model's limit.
+        Raises: SourceInvalidError, ExtraMissingError; ConfigInvalidError for modules that the
+        model does not have; SchemaMismatchError for sequences above the model's limit.
         """
         self.method, self.options = METHODS[method], options
         self._weight_level = find_weight_level(method, options)
         self._name, self._device, self._max_tokens = method, device, max_tokens
-        self._model, self._tokenizer = load_pretrained(
-            folder, "causal language model", device=device
-        )
+        self._group = group
+        is_reward_model = self.method.is_reward_model
+        task: Task = "sequence classifier" if is_reward_model else "causal language model"
+        head: dict[str, Any] = {"num_outputs": 1, "new_head": True} if is_reward_model else {}
+        self._model, self._tokenizer = load_pretrained(folder, task, **head, device=device)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and max_tokens > limit:
             raise SchemaMismatchError(
@@ -252,8 +385,19 @@ class TokenLearner:
                 parameter="where_sequences",
             )
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
+        self.image_processor = ImageProcessor(folder) if has_images(self._model.config) else None
         self._reference: Any = None
-        if options.kl_coef or self.method.loss == "pairs":
+        self._has_reference = bool(options.kl_coef) or self.method.is_relative
+        if options.lora_rank is not None:
+            self._model = add_adapter(
+                self._model,
+                task,
+                rank=options.lora_rank,
+                alpha=options.lora_alpha,
+                targets=options.lora_targets,
+                seed=seed,
+            )
+        elif self._has_reference:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         self._value_head: torch.nn.Linear | None = None
         groups: list[dict[str, Any]] = [
@@ -285,23 +429,29 @@ class TokenLearner:
         is_weighted = self.method.loss == "policy_gradient"
         return is_weighted and self.options.correction != "none"
 
-    def update(self, batch: TokenBatch[Array], episodes: Array | None = None) -> dict[str, float]:
+    def update(
+        self,
+        batch: TokenBatch[Array],
+        episodes: Array | None = None,
+        images: ImageInputs | None = None,
+    ) -> dict[str, float]:
         """Update the model on a padded batch; return the metrics.
 
         episodes: int64 [B], equal for sequences of one episode, which count once in the mean of a
-        group; None: each sequence is an episode.
+        group; None: each sequence is an episode. images: those of each sequence, from
+        `image_processor`, for a model that takes images.
 
-        Raises: SchemaMismatchError for ids outside the model's vocabulary, and if the correction
-        needs log-probs that the batch does not have.
+        Raises: SchemaMismatchError for ids outside the model's vocabulary, for images that do not
+        fit the image tokens, and if the correction needs log-probs that the batch does not have.
         """
         self._check_ids(batch)
         tensors = to_torch(batch, self._device)
-        data = self._prepare(tensors, episodes)
+        data = self._prepare(tensors, episodes, images)
         totals: dict[str, float] = {}
         num = 0
         for _ in range(self.options.epochs):
             for rows in self._split(len(data.mask)):
-                part = data.select(rows)
+                part = self._add_divergence(data.select(rows))
                 # Without a token in the loss, a step would only apply weight decay and momentum.
                 if not part.mask.any():
                     continue
@@ -335,14 +485,17 @@ class TokenLearner:
         self._optimizer.load_state_dict(tree["optimizer"])
 
     def save(self, folder: Path) -> None:
-        """Write the model and its tokenizer in the format of transformers, with safetensors."""
-        save_pretrained(self._model, self._tokenizer, folder)
+        """Write the model, or its adapter in peft's format, and its tokenizer, with safetensors."""
+        model = merge_adapter(self._model) if self.options.lora_merge else self._model
+        save_pretrained(model, self._tokenizer, folder)
+        if self.image_processor is not None:
+            self.image_processor.save(folder)
 
     def _accumulate_gradients(self, data: _Data) -> dict[str, float]:
         """Add the gradient of a step, some sequences at a time; return its metrics."""
         totals: dict[str, float] = {}
         num_tokens = int(data.mask.sum())
-        for rows in self._split_rows(len(data.mask), self.options.micro_batch_size):
+        for rows in self._split_rows(len(data.mask)):
             part = data.select(rows)
             if not part.mask.any():
                 continue
@@ -355,9 +508,55 @@ class TokenLearner:
                     totals[name] = max(totals.get(name, 0.0), float(value))
                 else:
                     totals[name] = totals.get(name, 0.0) + share * float(value)
+        totals = self._exchange(totals)
+        if (square := totals.pop("weight_square", None)) is not None:
+            # Kong 1992, "A note on importance sampling using standardized weights".
+            totals["effective_share"] = totals["weight"] ** 2 / square if square else 0.0
         return totals
 
-    def _prepare(self, batch: TokenBatch[torch.Tensor], episodes: Array | None) -> _Data:
+    def _exchange(self, totals: dict[str, float]) -> dict[str, float]:
+        """Add up the gradients of all processes, in place; return their metrics."""
+        size = self._group.size
+        if size == 1:
+            return totals
+        # A process whose share has no tokens has neither gradients nor metrics.
+        has_gradient = [p.grad is not None for p in self._parameters]
+        metrics = torch.zeros(2, len(_METRICS))
+        for name, value in totals.items():
+            metrics[:, _METRICS.index(name)] = torch.tensor([value, 1.0])
+        largest = torch.zeros(size)
+        largest[self._group.rank] = totals.get("ratio_max", 0.0)
+        parts = [
+            *(torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters),
+            torch.tensor(has_gradient, dtype=torch.float32),
+            metrics,
+            largest,
+        ]
+        shared = torch.cat([one.detach().flatten().to(self._device) for one in parts])
+        self._group.all_reduce(shared)
+        sizes = [one.numel() for one in parts]
+        summed = [
+            one.view(part.shape)
+            for one, part in zip(torch.split(shared, sizes), parts, strict=True)
+        ]
+        for parameter, gradient, num in zip(
+            self._parameters, summed, summed[-3].tolist(), strict=False
+        ):
+            parameter.grad = gradient if num else None
+        values, counts = summed[-2].tolist()
+        found = {
+            name: value for name, value, num in zip(_METRICS, values, counts, strict=True) if num
+        }
+        if "ratio_max" in found:
+            found["ratio_max"] = float(summed[-1].max())
+        return found
+
+    def _prepare(
+        self,
+        batch: TokenBatch[torch.Tensor],
+        episodes: Array | None,
+        images: ImageInputs | None = None,
+    ) -> _Data:
         """Compute what all gradient steps of a batch share: masks, advantages, old log-probs."""
         options, mask = self.options, batch.loss_mask.clone()
         mask[:, 0] = False  # nothing precedes it, so nothing predicts it
@@ -378,13 +577,18 @@ class TokenLearner:
             inside=positions < batch.lengths[:, None],
             mask=mask,
             behavior=behavior if needs_behavior else None,
+            images=images,
         )
         if self.method.loss == "likelihood":
             return data
-        if self.method.loss == "pairs":
+        if self.method.has_pairs:
             data = data.select(_find_pairs(batch.episode_returns, batch.groups))
-            if len(data.mask):
-                data.reference = self._evaluate(self._reference, data).log_probs
+        if self.method.loss == "kahneman_tversky":
+            data.is_desirable = batch.episode_returns > options.desirable_threshold
+            data.mismatched = self._mismatch(data)
+        if self.method.is_relative and len(data.mask):
+            data.reference = self._evaluate_reference(data)
+        if self.method.loss != "policy_gradient":
             return data
         is_one_step = options.epochs == options.minibatches == 1
         values = None
@@ -392,8 +596,8 @@ class TokenLearner:
             forward = self._evaluate(self._model, data)
             values = forward.values
             data.proximal = None if is_one_step else forward.log_probs
-        if self._reference is not None:
-            data.reference = self._evaluate(self._reference, data).log_probs
+        if self._has_reference:
+            data.reference = self._evaluate_reference(data)
         if values is not None:
             data.values = values
             self._add_generalized_advantages(data, batch.episode_returns)
@@ -406,6 +610,46 @@ class TokenLearner:
                 None if episodes is None else torch.from_numpy(episodes).to(mask.device),
             )
         return data
+
+    def _mismatch(self, data: _Data) -> _Data:
+        """Return each sequence's prompt with the completion of the sequence before it.
+
+        What follows the prompt begins at the first token in the mask. Sequences are cut to the
+        model's limit.
+        """
+        starts, ends = data.mask.int().argmax(dim=1), data.inside.sum(dim=1)
+        ids, masks = [], []
+        for row in range(len(data.mask)):
+            start, before = int(starts[row]), row - 1
+            other = slice(int(starts[before]), int(ends[before]))
+            ids.append(torch.cat([data.ids[row, :start], data.ids[before, other]]))
+            own = torch.zeros(start, dtype=torch.bool, device=data.mask.device)
+            masks.append(torch.cat([own, data.mask[before, other]]))
+        pad = torch.nn.utils.rnn.pad_sequence
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        lengths = torch.tensor([len(one) for one in ids], device=data.mask.device)
+        padded = pad(ids, batch_first=True)[:, :limit]
+        found = _Data(
+            ids=padded,
+            inside=torch.arange(padded.shape[1], device=padded.device) < lengths[:, None],
+            mask=pad(masks, batch_first=True)[:, :limit],
+            images=data.images,
+        )
+        found.reference = self._evaluate_reference(found)
+        return found
+
+    def _add_divergence(self, data: _Data) -> _Data:
+        """Add the KL divergence of a step's sequences from the initial model, where it is needed.
+
+        It is estimated from mismatched sequences, one number for all sequences of the step.
+        """
+        if data.mismatched is None:
+            return data
+        other = data.mismatched
+        assert other.reference is not None
+        log_ratios = self._evaluate(self._model, other).log_probs - other.reference
+        divergence = (log_ratios * other.mask).sum(dim=1).mean().clamp(min=0)
+        return replace(data, divergence=divergence.expand(len(data.mask)))
 
     def _add_generalized_advantages(self, data: _Data, returns: torch.Tensor) -> None:
         """Add advantages and value targets [B, T].
@@ -435,19 +679,31 @@ class TokenLearner:
             advantages = (advantages - inside.mean()) / (inside.std() + 1e-8) * mask
         data.advantages = advantages
 
+    def _evaluate_reference(self, data: _Data) -> torch.Tensor:
+        """Return the log-probs of the initial model, float [B, T]."""
+        if self._reference is not None:
+            return self._evaluate(self._reference, data).log_probs
+        with self._model.disable_adapter():
+            return self._evaluate(self._model, data).log_probs
+
     @torch.no_grad()
-    def _evaluate(self, model: Any, data: _Data) -> _Forward:
-        """Return what `_forward` does, without a gradient, some sequences at a time."""
-        parts = [
-            self._forward(model, data.select(rows))
-            for rows in self._split_rows(len(data.mask), self.options.micro_batch_size)
-        ]
-        values = [one.values for one in parts if one.values is not None]
-        return _Forward(
-            torch.cat([one.log_probs for one in parts]),
-            parts[0].entropy,
-            torch.cat(values) if values else None,
-        )
+    def _evaluate(self, model: Any, data: _Data) -> _Evaluation:
+        """Return log-probs and values [B, T] without a gradient, some sequences at a time."""
+        shape = data.mask.shape
+        log_probs = torch.zeros(shape, device=data.mask.device)
+        has_values = self._value_head is not None and model is self._model
+        values = torch.zeros_like(log_probs) if has_values else None
+        for rows in self._split_rows(len(data.mask)):
+            part = self._forward(model, data.select(rows))
+            log_probs[rows] = part.log_probs
+            if values is not None:
+                assert part.values is not None
+                values[rows] = part.values
+        # Each process has evaluated its share.
+        self._group.all_reduce(log_probs)
+        if values is not None:
+            self._group.all_reduce(values)
+        return _Evaluation(log_probs, values)
 
     def _loss(
         self, data: _Data, whole: torch.Tensor
@@ -457,20 +713,16 @@ class TokenLearner:
         whole: the mask of the step.
         """
         options, method, mask = self.options, self.method, data.mask
+        if method.is_reward_model:
+            return self._score_loss(data, len(whole) // 2)
         forward = self._forward(self._model, data)
         log_probs = forward.log_probs
         metrics = {"entropy": forward.entropy}
         if method.loss == "likelihood":
             loss = reduce_tokens(-log_probs * mask, mask, method.reduction, whole=whole)
             return loss, metrics
-        if method.loss == "pairs":
-            assert data.reference is not None
-            log_ratios = ((log_probs - data.reference) * mask).sum(dim=1)
-            chosen, rejected = log_ratios[0::2], log_ratios[1::2]
-            metrics["margin"] = (chosen - rejected).detach().mean()
-            metrics["accuracy"] = (chosen > rejected).float().mean()
-            losses = direct_preference(chosen, rejected, options.beta)
-            return losses.sum() / (len(whole) // 2), metrics
+        if method.is_relative:
+            return self._relative_loss(data, log_probs, len(whole), metrics)
         assert data.advantages is not None
         proximal = log_probs.detach() if data.proximal is None else data.proximal
         weights = mask.to(log_probs.dtype)
@@ -485,7 +737,7 @@ class TokenLearner:
                 high=options.high,
             )
             metrics["weight"] = weights[mask].mean()
-            metrics["effective_share"] = effective_sample_size(weights, mask)
+            metrics["weight_square"] = weights[mask].square().mean()
             metrics["kl_behavior"] = -log_ratios[mask].mean()
         low = method.clip_low if options.clip_low is None else options.clip_low
         high = method.clip_high if options.clip_high is None else options.clip_high
@@ -513,15 +765,79 @@ class TokenLearner:
             loss = loss + options.value_coef * value_error
         return loss, metrics
 
+    def _relative_loss(
+        self,
+        data: _Data,
+        log_probs: torch.Tensor,
+        num: int,
+        metrics: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the share in the loss of a step of `num` sequences, relative to the reference."""
+        assert data.reference is not None
+        options = self.options
+        log_ratios = ((log_probs - data.reference) * data.mask).sum(dim=1)
+        if self.method.loss == "kahneman_tversky":
+            assert data.is_desirable is not None
+            assert data.divergence is not None
+            losses = kahneman_tversky(
+                log_ratios,
+                data.is_desirable,
+                data.divergence,
+                options.beta,
+                desirable_weight=options.desirable_weight,
+                undesirable_weight=options.undesirable_weight,
+            )
+            metrics["kl_mismatched"] = data.divergence.mean()
+            metrics["accuracy"] = (
+                ((log_ratios > data.divergence) == data.is_desirable).float().mean()
+            )
+            return losses.sum() / num, metrics
+        if self.method.loss == "identity_preference":
+            log_ratios = log_ratios / data.mask.sum(dim=1).clamp(min=1)
+        chosen, rejected = log_ratios[0::2], log_ratios[1::2]
+        metrics |= _compare_pairs(chosen, rejected)
+        is_direct = self.method.loss == "direct_preference"
+        loss = direct_preference if is_direct else identity_preference
+        return loss(chosen, rejected, options.beta).sum() / (num // 2), metrics
+
+    def _score_loss(
+        self, data: _Data, num_pairs: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the share of a reward model's pairs in the loss of a step."""
+        scores = self._score(data)
+        chosen, rejected = scores[0::2], scores[1::2]
+        losses = paired_scores(chosen, rejected, self.options.center_coef)
+        metrics = {"score": scores.detach().mean(), **_compare_pairs(chosen, rejected)}
+        return losses.sum() / num_pairs, metrics
+
+    def _score(self, data: _Data) -> torch.Tensor:
+        """Return the reward model's score of each whole sequence, [B]."""
+        pad = self._model.config.pad_token_id
+        if pad is not None:
+            ids = torch.where(data.inside, data.ids, pad)
+            mask = data.inside.long()
+            scores: torch.Tensor = self._model(
+                input_ids=ids, attention_mask=mask, use_cache=False
+            ).logits
+            return scores[:, 0]
+        # Without a padding token, the model takes the score at the last position of one sequence.
+        lengths = data.inside.sum(dim=1).tolist()
+        rows = [ids[None, :length] for ids, length in zip(data.ids, lengths, strict=True)]
+        found = [self._model(input_ids=ids, use_cache=False).logits[0, 0] for ids in rows]
+        return torch.stack(found)
+
     def _forward(self, model: Any, data: _Data) -> _Forward:
         """Return log-probs and values [B, T] of the tokens, 0 outside of the mask."""
         needs_values = self._value_head is not None and model is self._model
-        output = model(
-            input_ids=data.ids,
-            attention_mask=data.inside.long(),
-            output_hidden_states=needs_values,
-            use_cache=False,
-        )
+        arguments = {} if data.images is None else image_arguments(model, data.ids, data.images)
+        with naming_images(data.images):
+            output = model(
+                input_ids=data.ids,
+                attention_mask=data.inside.long(),
+                output_hidden_states=needs_values,
+                use_cache=False,
+                **arguments,
+            )
         # Position t - 1 predicts token t. Only tokens in the mask get log-probs, to save memory.
         logits = output.logits[:, :-1][data.mask[:, 1:]].float()
         taken = logits.gather(1, data.ids[data.mask][:, None])[:, 0] - logits.logsumexp(dim=-1)
@@ -536,16 +852,20 @@ class TokenLearner:
             values = torch.zeros_like(log_probs).masked_scatter(data.mask, found)
         return _Forward(log_probs, _mean_entropy(logits.detach()), values)
 
-    def _split_rows(self, num: int, size: int | None) -> Iterator[slice]:
-        """Yield the rows of parts of at most `size` sequences, which keep pairs whole."""
-        unit = 2 if self.method.loss == "pairs" else 1
-        step = num if size is None else max(1, size // unit) * unit
-        for start in range(0, num, max(step, 1)):
-            yield slice(start, start + step)
+    def _split_rows(self, num: int) -> Iterator[slice]:
+        """Yield the rows of the parts of this process's share of `num` rows; pairs are whole."""
+        unit, size = 2 if self.method.has_pairs else 1, self.options.micro_batch_size
+        first, last = (
+            num // unit * place // self._group.size * unit
+            for place in (self._group.rank, self._group.rank + 1)
+        )
+        step = max(last - first, 1) if size is None else max(1, size // unit) * unit
+        for start in range(first, last, step):
+            yield slice(start, min(start + step, last))
 
     def _split(self, num: int) -> Iterator[slice]:
         """Yield the rows of each gradient step; sizes differ by at most one sequence or pair."""
-        unit = 2 if self.method.loss == "pairs" else 1
+        unit = 2 if self.method.has_pairs else 1
         parts = min(self.options.minibatches, num // unit)
         edges = [num // unit * i // parts * unit for i in range(parts + 1)] if parts else []
         for start, stop in pairwise(edges):
@@ -563,7 +883,11 @@ class TokenLearner:
 
 @dataclass
 class _Data:
-    """A batch: [B, T] each, advantages also [B]; None where the method does not need it."""
+    """A batch: [B, T] each, advantages also [B]; None where the method does not need it.
+
+    is_desirable bool [B], divergence [B]; mismatched: other sequences, one for each, whose width
+    may differ.
+    """
 
     ids: torch.Tensor
     inside: torch.Tensor
@@ -574,10 +898,18 @@ class _Data:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     targets: torch.Tensor | None = None
+    images: ImageInputs | None = None
+    is_desirable: torch.Tensor | None = None
+    divergence: torch.Tensor | None = None
+    mismatched: _Data | None = None
 
     def select(self, rows: slice | torch.Tensor) -> _Data:
-        parts = {name: None if one is None else one[rows] for name, one in vars(self).items()}
-        return _Data(**parts)  # type: ignore[arg-type]
+        parts: dict[str, Any] = {}
+        for name, one in vars(self).items():
+            if one is not None:
+                is_whole = isinstance(one, _Data | ImageInputs)
+                parts[name] = one.select(rows) if is_whole else one[rows]
+        return _Data(**parts)
 
 
 def _mean_entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -587,6 +919,13 @@ def _mean_entropy(logits: torch.Tensor) -> torch.Tensor:
         log_probs = torch.log_softmax(rows, dim=-1)
         total = total - (log_probs.exp() * log_probs).sum()
     return total / max(len(logits), 1)
+
+
+def _compare_pairs(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "margin": (chosen - rejected).detach().mean(),
+        "accuracy": (chosen > rejected).float().mean(),
+    }
 
 
 def _find_pairs(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -605,4 +944,10 @@ def _find_pairs(returns: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 class _Forward:
     log_probs: torch.Tensor
     entropy: torch.Tensor
+    values: torch.Tensor | None
+
+
+@dataclass
+class _Evaluation:
+    log_probs: torch.Tensor
     values: torch.Tensor | None

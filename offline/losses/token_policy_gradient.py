@@ -214,18 +214,6 @@ def reduce_tokens(
     return (values.sum(dim=1) / num.clamp(min=1)).sum() / num_sequences
 
 
-def effective_sample_size(weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return (sum w)^2 / sum w^2 divided by the number of tokens in the mask: float [], 0 to 1.
-
-    Source: Kong 1992, "A note on importance sampling using standardized weights".
-    """
-    inside = weights[mask]
-    squares = inside.square().sum()
-    if not len(inside) or not squares:
-        return torch.zeros((), dtype=weights.dtype, device=weights.device)
-    return inside.sum().square() / squares / len(inside)
-
-
 def _check(name: str, value: str, choices: Any) -> None:
     known = get_args(choices)
     if value not in known:

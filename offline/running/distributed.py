@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.offline.callbacks import Callbacks
+from replaylake.offline.learning.process_group import ProcessGroup
 from replaylake.offline.running.local_ray import START_TIMEOUT_S, check_room, open_ray
 from replaylake.offline.running.mailbox import LearnerFailure, LearnerLostError, Mailbox
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
-from replaylake.offline.running.training.process_group import ProcessGroup
 
 # Called in each learner's process as work(team, callbacks, *arguments).
 ProcessFunction = Callable[..., None]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from replaylake.datastore.errors import CommitConflictError, NotFoundError, SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -26,23 +26,21 @@ from replaylake.offline.algorithms.catalog import check_algorithm, require
 from replaylake.offline.callbacks import Callbacks, RunStart
 from replaylake.offline.evaluation.evaluate import Evaluation
 from replaylake.offline.learning.learner import torch_threads
+from replaylake.offline.learning.process_group import (
+    ALREADY_FINISHED,
+    SINGLE_PROCESS,
+    ProcessGroup,
+)
 from replaylake.offline.running.distributed import run_distributed
 from replaylake.offline.running.training.config import TrainConfig, TrainRequest
 from replaylake.offline.running.training.data import check_same_data, find_needs
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
 from replaylake.offline.running.training.job import TrainingJob, make_final_evaluation, prepare
-from replaylake.offline.running.training.lake_observer import LakeObserver
+from replaylake.offline.running.training.lake_observer import LakeObserver, NullObserver
 from replaylake.offline.running.training.packaging import build_package
-from replaylake.offline.running.training.process_group import (
-    SINGLE_PROCESS,
-    ProcessGroup,
-    sync_stop,
-)
+from replaylake.offline.running.training.process_group import sync_stop
 from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.offline.running.training.trainer import Trainer
-
-# What the leader tells in place of an update where the run had ended before.
-ALREADY_FINISHED: Final = -1
 
 
 @dataclass(frozen=True)
@@ -372,18 +370,6 @@ def _make_result(
         evaluation=evaluation,
         already_finished=was_done,
     )
-
-
-class NullObserver:
-    """An Observer that keeps nothing: the leader's does."""
-
-    last_saved: Final = None
-
-    def record_metrics(self, update: int, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
-        """Do nothing."""
 
 
 def follow_leader(lake: Lake, request: TrainRequest, run_id: str, group: ProcessGroup) -> None:

@@ -6,13 +6,14 @@ that transformers loads, with its lineage in `replaylake.json`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,20 +24,31 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.errors import (
     AlreadyExistsError,
+    CommitConflictError,
     ConfigInvalidError,
+    NotFoundError,
     SchemaMismatchError,
     StorageError,
     TrainingError,
 )
-from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
-from replaylake.datastore.names import new_ulid
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.names import check_policy_name, new_ulid
+from replaylake.datastore.replay.tokens.sequence_images import SequenceImages
 from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
 from replaylake.offline.callbacks import Callbacks, RunStart
-from replaylake.offline.language.pretrained import ORIGIN, ModelFolder, check_model_folder
+from replaylake.offline.language.pretrained import (
+    ORIGIN,
+    ModelFolder,
+    check_model_folder,
+    hash_model_folder,
+)
+from replaylake.offline.language.registration import register_trained_model
 from replaylake.offline.language.token_learner import (
     METHODS,
     TokenLearner,
@@ -52,10 +64,16 @@ from replaylake.offline.learning.options import (
     near_matches,
     to_options,
 )
+from replaylake.offline.learning.process_group import (
+    ALREADY_FINISHED,
+    SINGLE_PROCESS,
+    ProcessGroup,
+)
+from replaylake.offline.running.distributed import run_distributed
 from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
-from replaylake.offline.running.training.lake_observer import LakeObserver
+from replaylake.offline.running.training.lake_observer import LakeObserver, NullObserver
 from replaylake.offline.running.training.run_record import RunRecord, find_run
-from replaylake.offline.running.training.trainer import MetricSums, TrainProgress
+from replaylake.offline.running.training.trainer import MetricSums, Observer, TrainProgress
 
 KIND: Final = "train language"
 _PROGRESS_INTERVAL_S: Final = 0.25
@@ -65,6 +83,7 @@ _FROM_ONE: Final = (
     "batch_size",
     "max_tokens",
     "bucket_batches",
+    "learners",
     "threads",
     "log_updates",
     "checkpoint_updates",
@@ -77,15 +96,18 @@ class LanguageConfig:
     """Options of a language training run; the lake and its dataset are arguments.
 
     model: folder of the initial causal language model. output: folder to create for the trained
-    model. method: a key of METHODS. where: SQL condition over `episodes`; where_sequences: SQL
+    model. policy: name to register it under, as the next version of this policy; None: it is not
+    registered. method: a key of METHODS. where: SQL condition over `episodes`; where_sequences: SQL
     condition over `sequences`. batch_size: sequences in a batch, or groups of sequences if the
     method compares samples of one prompt. max_tokens: largest number of tokens in a batch, padding
     included. policy_version: the version that is trained; max_staleness: largest difference between
-    it and the version that sampled a token. options: options of the method, see TokenOptions.
+    it and the version that sampled a token. learners: processes that make each update together.
+    options: options of the method, see TokenOptions.
     """
 
     model: str = ""
     output: str = ""
+    policy: str | None = None
     method: str = "grpo"
     where: str | None = None
     where_sequences: str | None = None
@@ -97,6 +119,7 @@ class LanguageConfig:
     policy_version: int | None = None
     seed: int = 0
     device: str = "cpu"
+    learners: int = 1
     threads: int = 1
     log_updates: int = 10
     # None: a tenth of the updates.
@@ -112,6 +135,8 @@ class LanguageConfig:
             value = getattr(self, name)
             is_given = isinstance(value, str) and bool(value)
             expect(is_given, f"language training: {name}", value, "a folder")
+        if self.policy is not None:
+            check_policy_name(self.policy)
         expect(0 <= self.seed < 2**63, "language training: seed", self.seed, "0 to 2^63 - 1")
         if self.method not in METHODS:
             raise ConfigInvalidError(
@@ -125,7 +150,16 @@ class LanguageConfig:
                 "or none: staleness is policy_version minus the version of a token.",
                 parameter="max_staleness",
             )
-        find_weight_level(self.method, self.method_options())
+        options = self.method_options()
+        find_weight_level(self.method, options)
+        is_generator = not (METHODS[self.method].is_reward_model or options.writes_adapter)
+        if self.policy is not None and not is_generator:
+            raise ConfigInvalidError(
+                f"language training: policy: found {self.policy!r} for a reward model or an "
+                "adapter, expected a whole model that generates. Leave policy out, or set "
+                "lora_merge.",
+                parameter="policy",
+            )
 
     def method_options(self) -> TokenOptions:
         """Return the options of the method. Raises: ConfigInvalidError."""
@@ -158,14 +192,16 @@ def language_config(options: Mapping[str, Any]) -> LanguageConfig:
 class LanguageResult:
     """The result of a run.
 
-    output: the folder of the model; sha256: over its files. dataset: name, version, and counts of
-    sequences and tokens. metrics: means over the updates since the last recorded point.
+    output: the folder of the model; sha256: over its files. policy: the version that it was
+    registered as, if it was. dataset: name, version, conditions, and counts of episodes, sequences
+    and tokens. metrics: means over the updates since the last recorded point.
     """
 
     run_id: str
     config: LanguageConfig
     output: Path
     sha256: str
+    policy: PolicyRef | None
     dataset: Mapping[str, Any]
     metrics: Mapping[str, float]
     updates_per_s: float
@@ -187,10 +223,14 @@ def train_language(
     same weights, even if the run was killed and resumed. Ctrl-C and SIGTERM save a checkpoint
     first.
 
+    With `config.learners`, further processes compute each update together with the first, each on a
+    share of the batch's sequences; the weights are those of one process, up to the rounding of sums
+    of gradients.
+
     Raises: NotFoundError, SourceInvalidError, SchemaMismatchError, EmptyReplayError,
-    ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything is recorded;
-    TrainingError that names the update if a metric is not finite; StorageError; RunInterrupted. In
-    each case, no model is written.
+    InvalidNameError, ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything
+    is recorded; TrainingError that names the update if a metric is not finite, or a learner that
+    died; StorageError; RunInterrupted. In each case, no model is written.
     """
     snapshot, run_id = lake.snapshot(dataset), new_ulid()
     # Whoever resumes the run may be in another folder.
@@ -199,13 +239,8 @@ def train_language(
         model=str(Path(config.model).absolute()),
         output=str(Path(config.output).absolute()),
     )
-    job = _prepare(lake, f"{snapshot.dataset}@{snapshot.version}", config, run_id, callbacks)
-    with RunLease(lake.storage, run_id) as lease:
-        first = {**job.describe(), "named": dataset, "request": asdict(config)}
-        record = RunRecord(lake.registry, run_id, first, kind=KIND)
-        record.record_start()
-        with record.record_errors():
-            return _run(lake, job, record, lease, callbacks or Callbacks())
+    pinned = f"{snapshot.dataset}@{snapshot.version}"
+    return _execute(lake, _RunSpec(run_id, pinned, dataset, config), callbacks or Callbacks())
 
 
 def resume_language(
@@ -218,24 +253,101 @@ def resume_language(
     `train_language`.
     """
     record = find_run(lake.registry, run_id, kind=KIND)
+    if record["status"] == "done":
+        return _load_finished_result(lake, record)
+    (one,) = record["datasets"]
+    pinned = f"{one['dataset']}@{one['version']}"
+    config = LanguageConfig(**record["request"])
+    spec = _RunSpec(run_id, pinned, record["named"], config, resumed=True)
+    return _execute(lake, spec, callbacks or Callbacks())
+
+
+@dataclass(frozen=True)
+class _RunSpec:
+    """A run, in a form that another process can execute. dataset: pinned; named: as requested."""
+
+    run_id: str
+    dataset: str
+    named: str
+    config: LanguageConfig
+    resumed: bool = False
+
+
+def _execute(lake: Lake, spec: _RunSpec, callbacks: Callbacks) -> LanguageResult:
+    """Execute a run in this process, or in several."""
+    config = spec.config
+    if config.learners == 1:
+        return _lead(lake, spec, callbacks, SINGLE_PROCESS)
+    try:
+        run_distributed(_run_process, (lake.url, spec), config.learners, config.device, callbacks)
+    except BaseException as error:
+        # The record of a leader that was killed still has the status `running`.
+        with suppress(NotFoundError, CommitConflictError), RunLease(lake.storage, spec.run_id):
+            record = find_run(lake.registry, spec.run_id, kind=KIND)
+            if record["status"] == "running":
+                RunRecord(lake.registry, spec.run_id, record, kind=KIND).record_error(error)
+        raise
+    return _make_result(lake, find_run(lake.registry, spec.run_id, kind=KIND), config)
+
+
+def _run_process(group: ProcessGroup, callbacks: Callbacks, url: str, spec: _RunSpec) -> None:
+    """Execute a run in one of its processes: the first has the record, the others follow it."""
+    lake = open_lake(url)
+    if group.rank:
+        _follow(lake, spec, group)
+    else:
+        _lead(lake, spec, callbacks, group)
+
+
+def _lead(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGroup) -> LanguageResult:
+    """Execute a run as the process that records it."""
+    run_id = spec.run_id
+    if not spec.resumed:
+        job = _prepare(lake, spec, callbacks, group)
+        with job, RunLease(lake.storage, run_id) as lease:
+            first = {**job.describe(), "named": spec.named, "request": asdict(spec.config)}
+            running = RunRecord(lake.registry, run_id, first, kind=KIND)
+            running.record_start()
+            with running.record_errors():
+                return _run(lake, job, running, lease, callbacks)
     with RunLease(lake.storage, run_id) as lease:
+        # Read again: the previous holder of the lease may have finished it in between.
         record = find_run(lake.registry, run_id, kind=KIND)
-        config = LanguageConfig(**record["request"])
         if record["status"] == "done":
-            Checkpoints(lake.storage, run_id).remove()
-            return _make_result(record, config, was_done=True)
-        (one,) = record["datasets"]
-        job = _prepare(lake, f"{one['dataset']}@{one['version']}", config, run_id, callbacks)
+            group.broadcast(ALREADY_FINISHED)
+            return _load_finished_result(lake, record)
+        job = _prepare(lake, spec, callbacks, group)
         if job.folder.sha256 != record["model"]["sha256"]:
             raise SchemaMismatchError(
-                f"run {run_id}: model: found sha256 {job.folder.sha256[:12]} of {config.model}, "
-                f"expected {record['model']['sha256'][:12]}, as at its start. Restore the "
-                "folder, or start a new run.",
+                f"run {run_id}: model: found sha256 {job.folder.sha256[:12]} of "
+                f"{spec.config.model}, expected {record['model']['sha256'][:12]}, as at its "
+                "start. Restore the folder, or start a new run.",
                 parameter="model",
             )
         running = RunRecord(lake.registry, run_id, record, kind=KIND)
-        with running.record_errors():
-            return _run(lake, job, running, lease, callbacks or Callbacks(), resumed=True)
+        with job, running.record_errors():
+            return _run(lake, job, running, lease, callbacks, resumed=True)
+
+
+def _follow(lake: Lake, spec: _RunSpec, group: ProcessGroup) -> None:
+    """Make the updates of a run that another process leads."""
+    job = _prepare(lake, spec, Callbacks(), group)
+    loop = _Loop(job, NullObserver(), Callbacks(), Interruption())
+    with job, torch_threads(spec.config.threads):
+        update = int(group.broadcast(0))
+        if update == ALREADY_FINISHED:
+            return
+        if update > 0:
+            checkpoint = Checkpoints(lake.storage, spec.run_id).load(update)
+            job.learner.load_state_dict(checkpoint.arrays)
+            loop.load_state_dict(checkpoint.update, checkpoint.state)
+        loop.run()
+
+
+def _load_finished_result(lake: Lake, record: Mapping[str, Any]) -> LanguageResult:
+    """Return the result of a run that is done, and remove its checkpoints."""
+    Checkpoints(lake.storage, record["run_id"]).remove()
+    return _make_result(lake, record, LanguageConfig(**record["request"]), was_done=True)
 
 
 @dataclass(frozen=True)
@@ -245,8 +357,27 @@ class _Job:
     sequences: TokenSequences
     sampler: TokenSampler
     learner: TokenLearner
+    group: ProcessGroup
     episodes: NDArray[np.int64]
+    content_hash: str
     remarks: tuple[str, ...]
+    # Of a model that takes images.
+    images: SequenceImages | None = None
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self.images is not None:
+            self.images.close()
+
+    def update(self) -> dict[str, float]:
+        """Sample a batch and update the model on it; return the metrics."""
+        batch, inputs = self.sampler.sample(), None
+        if self.images is not None and self.learner.image_processor is not None:
+            images = self.images.read_sequences(batch.indices)
+            inputs = self.learner.image_processor.prepare(images)
+        return self.learner.update(batch, self.episodes[batch.indices], inputs)
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of the run's record and of the model's `replaylake.json`."""
@@ -262,6 +393,10 @@ class _Job:
                 {
                     "dataset": self.sequences.dataset,
                     "version": self.sequences.version,
+                    "where": self.config.where,
+                    "where_sequences": self.config.where_sequences,
+                    "content_hash": self.content_hash,
+                    "num_episodes": len(np.unique(self.episodes[self.sampler.sequences])),
                     "num_sequences": len(self.sampler.sequences),
                     "num_tokens": int(self.sampler.lengths.sum()),
                 }
@@ -270,16 +405,15 @@ class _Job:
         }
 
 
-def _prepare(
-    lake: Lake, dataset: str, config: LanguageConfig, run_id: str, callbacks: Callbacks | None
-) -> _Job:
+def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGroup) -> _Job:
     """Open data and model. Raises: as train_language."""
+    dataset, config = spec.dataset, spec.config
     method, options = METHODS[config.method], config.method_options()
-    _check_output(Path(config.output), run_id)
+    _check_output(Path(config.output), spec.run_id)
     _check_device(config.device)
     folder = check_model_folder(config.model)
-    on_reading = None if callbacks is None else callbacks.on_reading
-    sequences = lake.snapshot(dataset).token_sequences(config.where, on_progress=on_reading)
+    snapshot = lake.snapshot(dataset)
+    sequences = snapshot.token_sequences(config.where, on_progress=callbacks.on_reading)
     is_weighted = method.loss == "policy_gradient" and options.correction != "none"
     if is_weighted and not sequences.has_log_probs:
         raise SchemaMismatchError(
@@ -318,11 +452,44 @@ def _prepare(
     names = sequences.table["episode_id"].to_pylist()
     _, episodes = np.unique(np.array(names, object).astype(str), return_inverse=True)
     if method.needs_groups and not _has_groups(sequences, sampler):
-        remarks.append(f"no group has two episodes: all advantages of method {config.method} are 0")
+        effect = "there are no pairs" if method.has_pairs else "all advantages are 0"
+        remarks.append(f"no group has two episodes: {effect} in method {config.method}")
     learner = TokenLearner(
-        folder, config.method, options, max_tokens=int(sampler.lengths.max()), device=config.device
+        folder,
+        config.method,
+        options,
+        max_tokens=int(sampler.lengths.max()),
+        seed=config.seed,
+        device=config.device,
+        group=group,
     )
-    return _Job(config, folder, sequences, sampler, learner, episodes, tuple(remarks))
+    content_hash = _hash_content(snapshot, sequences, sampler)
+    images = None
+    if learner.image_processor is not None:
+        images = SequenceImages(snapshot.table, sequences.table, sampler.sequences)
+    return _Job(
+        config,
+        folder,
+        sequences,
+        sampler,
+        learner,
+        group,
+        episodes,
+        content_hash,
+        tuple(remarks),
+        images,
+    )
+
+
+def _hash_content(snapshot: Snapshot, sequences: TokenSequences, sampler: TokenSampler) -> str:
+    """Return sha256 over the sorted shard hashes and the keys of the selected sequences."""
+    digest = hashlib.sha256()
+    for entry in sorted(snapshot.files, key=lambda one: one.sha256):
+        digest.update(entry.sha256.encode())
+    rows = sequences.table.select(["episode_id", "agent_id", "first_step", "last_step"])
+    keys = sorted(tuple(row.values()) for row in rows.take(sampler.sequences).to_pylist())
+    digest.update(json.dumps(keys).encode())
+    return digest.hexdigest()
 
 
 def _has_groups(sequences: TokenSequences, sampler: TokenSampler) -> bool:
@@ -360,6 +527,7 @@ def _run(
                 job.learner.load_state_dict(checkpoint.arrays)
                 loop.load_state_dict(checkpoint.update, checkpoint.state)
             record.record_resume(loop.update)
+        job.group.broadcast(loop.update)
         if callbacks.on_start is not None:
             callbacks.on_start(RunStart(record.run_id, loop.update, resumed, job.remarks))
         try:
@@ -371,18 +539,31 @@ def _run(
             raise RunInterrupted(record.run_id, loop.update)
         observer.close()
         lease.confirm()
-        sha256 = _write_model(job, record)
+        folder = _write_model(job, record)
         finished = record.to_finished(
             {
                 "update": loop.update,
                 "metrics": dict(loop.means),
                 "updates_per_s": loop.updates_per_s,
-                "output": {"path": config.output, "sha256": sha256},
+                "output": {"path": config.output, "sha256": folder.sha256},
             }
         )
-        lake.registry.record_run(record.run_id, finished, replaces=record.body)
+        if config.policy is None:
+            lake.registry.record_run(record.run_id, finished, replaces=record.body)
+        else:
+            # The policy and the end of its run are one commit.
+            ref = register_trained_model(
+                lake,
+                config.policy,
+                folder,
+                record.run_id,
+                finished,
+                run=finished,
+                replaces=record.body,
+            )
+            finished |= {"policy": ref.name, "policy_version": ref.version}
         observer.checkpoints.remove()
-    return _make_result({**finished, "run_id": record.run_id}, config)
+    return _make_result(lake, {**finished, "run_id": record.run_id}, config)
 
 
 class _Loop:
@@ -391,7 +572,7 @@ class _Loop:
     def __init__(
         self,
         job: _Job,
-        observer: LakeObserver,
+        observer: Observer,
         callbacks: Callbacks,
         interruption: Interruption,
     ) -> None:
@@ -418,15 +599,14 @@ class _Loop:
         reported = 0.0
         while self.update < config.updates:
             start = time.perf_counter()
-            batch = job.sampler.sample()
-            metrics = job.learner.update(batch, job.episodes[batch.indices])
+            metrics = job.update()
             self.update += 1
             self._check(metrics)
             self._sums.add(metrics)
             now = time.perf_counter()
             self._update_s += now - start
             is_last = self.update == config.updates
-            is_ending = self._interruption.is_requested or self._callbacks.is_end_requested
+            is_ending = self._is_end_requested()
             if self._callbacks.on_progress is not None and (
                 is_last or now - reported > _PROGRESS_INTERVAL_S
             ):
@@ -444,6 +624,11 @@ class _Loop:
             if is_ending:
                 return is_last
         return True
+
+    def _is_end_requested(self) -> bool:
+        """Whether the run ends after this update; in all processes, as the leader was asked."""
+        is_asked = self._interruption.is_requested or self._callbacks.is_end_requested
+        return bool(self._job.group.broadcast(float(is_asked)))
 
     def _save(self) -> None:
         state = {
@@ -501,15 +686,16 @@ def _check_output(folder: Path, run_id: str) -> None:
         )
 
 
-def _write_model(job: _Job, record: RunRecord) -> str:
-    """Write the folder atomically; return the sha256 over its files."""
+def _write_model(job: _Job, record: RunRecord) -> ModelFolder:
+    """Write the folder atomically, and return it."""
     output = Path(job.config.output)
     if _is_written(output, record.run_id):
-        return check_model_folder(output).sha256
+        return hash_model_folder(output)
     # Of this run: one that was killed while it wrote has left it behind.
     temporary = output.parent / f".{output.name}.{record.run_id}"
     shutil.rmtree(temporary, ignore_errors=True)
-    origin = {"run_id": record.run_id, **job.describe()}
+    is_adapter = job.config.method_options().writes_adapter
+    origin = {"run_id": record.run_id, "is_adapter": is_adapter, **job.describe()}
     try:
         job.learner.save(temporary)
         (temporary / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n")
@@ -520,7 +706,6 @@ def _write_model(job: _Job, record: RunRecord) -> str:
                 continue
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        sha256 = check_model_folder(temporary).sha256
         temporary.rename(output)
         fsync_folder(output.parent)
     except OSError as error:
@@ -530,18 +715,23 @@ def _write_model(job: _Job, record: RunRecord) -> str:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return sha256
+    return hash_model_folder(output)
 
 
 def _make_result(
-    record: Mapping[str, Any], config: LanguageConfig, *, was_done: bool = False
+    lake: Lake, record: Mapping[str, Any], config: LanguageConfig, *, was_done: bool = False
 ) -> LanguageResult:
-    output = record["output"]
+    output, policy = record["output"], None
+    if (name := record.get("policy")) is not None:
+        # A version that was deleted since is none any more.
+        with suppress(NotFoundError):
+            policy = lake.registry.resolve(f"{name}:{record['policy_version']}")
     return LanguageResult(
         run_id=record["run_id"],
         config=config,
         output=Path(output["path"]),
         sha256=output["sha256"],
+        policy=policy,
         dataset=record["datasets"][0],
         metrics=record["metrics"],
         updates_per_s=record["updates_per_s"],

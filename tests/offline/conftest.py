@@ -1,15 +1,19 @@
 """What the offline tests share: the CartPole log in a lake, and hand-made batches."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.episode import Episode
+from replaylake.datastore.errors import TrainingError
 from replaylake.datastore.lake.lake import open_lake
 
+NUM_MEMBERS = 2
 CARTPOLE_LOG = (
     Path(__file__).parents[2] / "examples" / "data" / "rllib_cartpole" / "cartpole-v1_large"
 )
@@ -123,3 +127,66 @@ def assert_chosen_alike():
         np.testing.assert_array_equal(found[is_clear], expected[is_clear])
 
     return check
+
+
+class Exchange:
+    """Adds what the threads of a team bring, like an all-reduce."""
+
+    def __init__(self):
+        self._barrier = threading.Barrier(NUM_MEMBERS, timeout=60)
+        self._brought = [None] * NUM_MEMBERS
+
+    def add(self, rank, values):
+        self._brought[rank] = values.clone()
+        self._barrier.wait()
+        values.copy_(sum(self._brought))
+        self._barrier.wait()
+
+    def abort(self):
+        self._barrier.abort()
+
+
+class Member:
+    """A process group of threads."""
+
+    size = NUM_MEMBERS
+
+    def __init__(self, exchange, rank):
+        self.rank, self._exchange = rank, exchange
+
+    def all_reduce(self, values):
+        try:
+            self._exchange.add(self.rank, values)
+        except threading.BrokenBarrierError as error:
+            raise TrainingError("another learner is gone") from error
+
+    def broadcast(self, value):
+        values = torch.tensor([0.0 if self.rank else value], dtype=torch.float64)
+        self.all_reduce(values)
+        return float(values)
+
+
+def run_together(work):
+    """Run work(member) in a thread for each member; return what they return, or raise the first."""
+    exchange, results, errors = Exchange(), [None] * NUM_MEMBERS, []
+
+    def run(rank):
+        try:
+            results[rank] = work(Member(exchange, rank))
+        except BaseException as error:
+            errors.append(error)
+            exchange.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(NUM_MEMBERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.fixture
+def together():
+    return run_together

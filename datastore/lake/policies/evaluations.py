@@ -1,4 +1,4 @@
-"""Saved evaluations: whole reports of off-policy evaluation and of promotion gates.
+"""Saved evaluations: whole reports of off-policy evaluation, of task sets and of promotion gates.
 
 Each is a file of its own, `_lake/evaluations/<ulid>.json`, with its checksum inside. It is never
 written again, and it stays when its policy is deleted.
@@ -19,7 +19,7 @@ from replaylake.datastore.storage.seals import read_json, seal_json
 from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.version import VERSION
 
-Kind = Literal["ope", "gate"]
+Kind = Literal["ope", "gate", "tasks"]
 OnUnreadable = Callable[[StorageError | FormatTooNewError], None]
 _FOLDER: Final = f"{LAKE_ROOT}/evaluations"
 _FORMAT: Final = 1
@@ -31,11 +31,13 @@ _BATCH: Final = 100
 class SavedEvaluation:
     """A report as it was saved.
 
-    kind: `ope`, or `gate` for the comparison of a candidate with the champion. policy and
-    policy_version: None where the report is of an SQL expression or of random actions.
+    kind: `ope`, `tasks` for stored samples of tasks, or `gate` for the comparison of a candidate
+    with the champion. policy and policy_version: None where the report is of an SQL expression or
+    of random actions.
     dataset_version: None of a gate that found nothing to compare. verdict: `supported`, `weak` or
-    `not supported`; of a gate `passed` or `refused`. report: as `ope --json` and `promote --json`
-    print it; numbers that are not finite are None. replaylake_version: that which saved it.
+    `not supported`; of a gate `passed` or `refused`. report: as `ope --json`, `promote --json` and
+    `evaluate --json` print it, of the latter one policy's; numbers that are not finite are None.
+    replaylake_version: that which saved it.
     """
 
     evaluation_id: str

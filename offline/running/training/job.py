@@ -18,6 +18,7 @@ from replaylake.offline.callbacks import OnReading
 from replaylake.offline.evaluation.evaluate import Evaluation, EvaluationConfig, evaluate
 from replaylake.offline.learning.learner import Learner
 from replaylake.offline.learning.normalization import fit_statistics
+from replaylake.offline.learning.process_group import SINGLE_PROCESS, ProcessGroup
 from replaylake.offline.networks.graph import TorchPolicy
 from replaylake.offline.running.training.config import TrainRequest
 from replaylake.offline.running.training.data import TrainingData, open_data
@@ -27,10 +28,8 @@ from replaylake.offline.running.training.policy_selection import (
     make_measure,
 )
 from replaylake.offline.running.training.process_group import (
-    SINGLE_PROCESS,
     DataParallelLearner,
     LeaderMeasure,
-    ProcessGroup,
     make_gradient_average,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -103,3 +103,15 @@ class LakeObserver:
     def close(self) -> None:
         """Write what metrics are left."""
         self._metrics.close()
+
+
+class NullObserver:
+    """An Observer that keeps nothing: the leader's does."""
+
+    last_saved: Final = None
+
+    def record_metrics(self, update: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def save(self, update: int, state: Mapping[str, Any], *, best: int | None) -> None:
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""ProcessGroup: learners that make each update together, every one on its part of the batch.
+"""DataParallelLearner: learners that make each update together, each on its part of the batch.
 
 All draw the same batches and hold the same weights. Gradients are averaged before they are stepped
 down; losses and priorities are those of the whole batch again afterwards. The first learner alone
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,46 +19,9 @@ from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.offline.learning.learner import Learner, Update
 from replaylake.offline.learning.learner_wrapper import LearnerWrapper
+from replaylake.offline.learning.process_group import ProcessGroup
 from replaylake.offline.running.training.policy_selection import Measure, MeasureName
 from replaylake.offline.running.training.trainer import GPU_CHECK_UPDATES
-
-
-class ProcessGroup(Protocol):
-    """The processes of one learner; all call `all_reduce` and `broadcast` in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """Its number, from 0: who has number 0 leads."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        ...
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """Put the sum over all learners in place of each value. Raises: TrainingError."""
-        ...
-
-    def broadcast(self, value: float) -> float:
-        """Return the leader's value. Raises: TrainingError."""
-        ...
-
-
-class SingleProcessGroup:
-    """A team of one."""
-
-    rank: Final = 0
-    size: Final = 1
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        """Leave them as they are."""
-
-    def broadcast(self, value: float) -> float:
-        return value
-
-
-SINGLE_PROCESS: Final = SingleProcessGroup()
 
 
 def make_gradient_average(group: ProcessGroup) -> Callable[[torch.Tensor], None] | None:

@@ -28,6 +28,8 @@ _REFRESH_S: Final = 2
 _MAX_ROWS: Final = 50
 # Saved evaluations of the lake that one page looks at, of all policies: each is a file of its own.
 _MAX_EVALUATIONS: Final = 500
+# Titles of kinds of evaluations.
+_KINDS: Final = {"tasks": "samples of tasks"}
 _COMMAND: Final = "`replaylake train offline DATASET --algorithm bc --policy NAME`"
 
 
@@ -356,7 +358,9 @@ def _evaluations_panel(
                     href=f"{address}#evaluation",
                     aria_current="true" if one is shown else None,
                 ),
-                f"gate of {alias}" if one.kind == "gate" and alias else one.kind,
+                f"gate of {alias}"
+                if one.kind == "gate" and alias
+                else _KINDS.get(one.kind, one.kind),
                 "" if one.policy_version is None else str(one.policy_version),
                 _data_link(visit, one),
                 _verdict_pill(one.verdict),
@@ -430,7 +434,8 @@ def _evaluation_panels(visit: Visit, one: SavedEvaluation) -> list[Panel]:
         if one.kind == "gate" and verdict:
             lead = tag("p", _verdict_pill(str(verdict)), " ", str(report.get("reason") or ""))
         content = [lead, charts, tag("dl", facts, class_="facts small")]
-        panels.append(Panel(f"{name} {who} in the log", content, is_wide=len(reports) == 1))
+        where = "on the tasks" if "task" in report else "in the log"
+        panels.append(Panel(f"{name} {who} {where}", content, is_wide=len(reports) == 1))
     return panels
 
 
@@ -459,16 +464,21 @@ def _estimate_chart(report: Mapping[str, Any]) -> Markup | None:
         return None
     mean = _number(report.get("log_mean"))
     reference = None if mean is None else ("the log's own mean", mean)
-    return interval_chart(rows, label="Estimated return", reference=reference)
+    label = "Mean over the tasks" if "task" in report else "Estimated return"
+    return interval_chart(rows, label=label, reference=reference)
 
 
 def _difference_chart(report: Mapping[str, Any]) -> Markup | None:
-    """Draw estimates minus the log's own mean, paired by episode, against 0."""
+    """Draw estimates minus the log's own mean, or another policy's, against 0."""
     keys = ("difference", "difference_low", "difference_high")
     rows = [row for one in _mappings(report.get("estimates")) if (row := _interval(one, keys))]
     if not rows:
         return None
     label = "Difference from the log's own mean, paired by episode"
+    if "task" in report:
+        if not rows:
+            return None
+        label = f"Difference from {report.get('against')}, paired by task"
     return interval_chart(rows, label=label, reference=("no difference", 0.0))
 
 
@@ -505,6 +515,18 @@ def _weight_chart(report: Mapping[str, Any]) -> Markup | None:
 
 def _iter_diagnostics(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the numbers behind a verdict, those that are known."""
+    for key in ("num_tasks", "num_samples"):
+        number = _number(report.get(key))
+        if number is not None:
+            yield key.removeprefix("num_"), f"{number:,.0f}"
+    cost = _mapping(report.get("tokens"))
+    for name, key in (
+        ("prompt tokens a sample", "prompt"),
+        ("sampled tokens a sample", "completion"),
+    ):
+        number = _number(cost.get(key))
+        if number is not None:
+            yield name, f"{number:,.4g}"
     weights, diagnostics = _weights(report), _mapping(report.get("diagnostics"))
     episodes = _number(report.get("num_episodes"))
     size = _number(weights.get("worst_step_size"))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
+from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError, SourceInvalidError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.offline.language.pretrained import check_model_folder
 from replaylake.offline.language.token_learner import METHODS, TokenLearner, TokenOptions
@@ -34,7 +38,10 @@ def current(model_folder: Path, batch):
     """The log-prob of each token under the model, from one pass a sequence."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    return score_tokens(AutoModelForCausalLM.from_pretrained(model_folder).eval(), batch)
+
+
+def score_tokens(model, batch):
     found = np.zeros(batch.token_ids.shape)
     with torch.no_grad():
         for row, ids in enumerate(batch.token_ids):
@@ -81,7 +88,10 @@ def test_the_loss_is_that_of_the_tokens_one_by_one(model_folder, batch, current,
     ratios = np.exp(current - behavior)[batch.loss_mask]
     assert ratios.max() > 2.0
     if method != "rloo":
-        assert metrics["weight"] == pytest.approx(np.minimum(ratios, 2.0).mean(), rel=1e-4)
+        weights = np.minimum(ratios, 2.0)
+        assert metrics["weight"] == pytest.approx(weights.mean(), rel=1e-4)
+        share = weights.mean() ** 2 / np.square(weights).mean()
+        assert metrics["effective_share"] == pytest.approx(share, rel=1e-4)
     assert metrics["kl_behavior"] == pytest.approx(-np.log(ratios).mean(), rel=1e-3)
 
 
@@ -116,6 +126,137 @@ def test_pairs_are_the_best_and_the_worst_of_a_group(model_folder, batch, curren
     before = learner.state_dict()
     assert learner.update(alike)["tokens"] == 0
     assert all(np.array_equal(before[name], one) for name, one in learner.state_dict().items())
+
+
+def sum_log_ratios(learner, current, batch):
+    """What each sequence's log-prob has gained over that of the first model."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        learner.save(Path(folder))
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        return (score_tokens(model, batch) - current).astype(float) * batch.loss_mask
+
+
+@pytest.mark.parametrize("method", ["ipo", "kto"])
+def test_preferences_are_relative_to_the_first_model(model_folder, batch, current, method):
+    returns = np.arange(len(batch), dtype=np.float32) % 4 - 1.5
+    ranked = replace(batch, episode_returns=returns)
+    one, two = (
+        make_learner(model_folder, method, learning_rate=0.003, epochs=epochs) for epochs in (1, 2)
+    )
+    first = one.update(ranked)["loss"]
+    # Mean over two steps: the second is of the model that one step has made.
+    second = 2 * two.update(ranked)["loss"] - first
+    gains = sum_log_ratios(one, current, batch)
+    if method == "ipo":
+        assert first == pytest.approx((1 / 0.2) ** 2)
+        means = gains.sum(axis=1) / batch.loss_mask.sum(axis=1)
+        best, worst = means.reshape(-1, 4)[:, 3], means.reshape(-1, 4)[:, 0]
+        assert second == pytest.approx(np.square(best - worst - 1 / 0.2).mean(), rel=1e-4)
+        return
+    assert first == pytest.approx(0.5)
+    # The divergence is that of completions after the prompt of the next sequence.
+    ids = np.concatenate([batch.token_ids[:, :3], np.roll(batch.token_ids[:, 3:], 1, 0)], axis=1)
+    other = replace(batch, token_ids=ids)
+    learner = make_learner(model_folder, "sft")
+    divergence = sum_log_ratios(one, sum_log_ratios(learner, 0, other), other).sum(axis=1).mean()
+    signs = np.where(returns > 0, 1, -1)
+    losses = 1 - 1 / (1 + np.exp(-0.1 * signs * (gains.sum(axis=1) - max(divergence, 0))))
+    assert second == pytest.approx(losses.mean(), rel=1e-4)
+
+
+def test_a_reward_model_begins_with_equal_scores_and_learns_the_order(model_folder, batch):
+    ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
+    learner = make_learner(model_folder, "reward", learning_rate=0.01, center_coef=0.01)
+    first = learner.update(ranked)
+    assert (first["loss"], first["score"]) == (pytest.approx(math.log(2)), 0.0)
+    for _ in range(30):
+        last = learner.update(ranked)
+    assert last["accuracy"] == 1.0
+    assert last["loss"] < 0.2
+    assert abs(last["score"]) < 1.0
+
+
+def test_a_score_depends_on_no_padding(model_folder, batch, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "padded")
+    for name, key in (("config.json", "pad_token_id"), ("tokenizer_config.json", "pad_token")):
+        path = tmp_path / "padded" / name
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {key: 23 if "id" in key else "t23"})
+        )
+    lengths = np.where(np.arange(len(batch)) % 2, 8, 6)
+    ids = np.where(np.arange(8) < lengths[:, None], batch.token_ids % 23, 0)
+    mask = batch.loss_mask & (np.arange(8) < lengths[:, None])
+    ragged = replace(
+        batch, token_ids=ids, lengths=lengths, loss_mask=mask,
+        episode_returns=np.arange(len(batch), dtype=np.float32),
+    )  # fmt: skip
+    # One pads the sequences of a step, the other reads them one by one.
+    found = [
+        make_learner(folder, "reward", learning_rate=0.003, epochs=4).update(ragged)
+        for folder in (tmp_path / "padded", model_folder)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+# Of transformers 5.24, for a property that peft 0.21 reads.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_alone_is_trained_and_its_base_is_the_reference(model_folder, batch, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
+    options = {"lora_rank": 4, "learning_rate": 0.01}
+    learner = make_learner(model_folder, "dpo", **options)
+    # Of the initial model itself, as the adapter adds nothing at first.
+    assert learner.update(ranked)["loss"] == pytest.approx(math.log(2))
+    for _ in range(10):
+        assert learner.update(ranked)["margin"] > 0
+    # Two matrices for each of seven linear modules in two layers.
+    assert sum(name.startswith("state.parameters") for name in learner.state_dict()) == 2 * 7 * 2
+    learner.save(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(model_folder)
+    before = score_tokens(base, batch)
+    after = score_tokens(PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), batch)
+    gains = ((after - before) * batch.loss_mask).sum(axis=1)[learner_pairs(ranked)]
+    last = learner.update(ranked)
+    assert last["margin"] == pytest.approx((gains[0::2] - gains[1::2]).mean(), rel=1e-3)
+
+    merged = make_learner(model_folder, "dpo", lora_merge=True, **options)
+    for _ in range(11):
+        merged.update(ranked)
+    merged.save(tmp_path / "merged")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert np.allclose(score_tokens(whole, batch), after, atol=1e-5)
+    # The learner is as it was before it was saved.
+    assert merged.update(ranked) == last
+
+
+def learner_pairs(batch):
+    """The best and the worst sequence of each group, one after the other."""
+    rows = []
+    for group in np.unique(batch.groups):
+        (members,) = np.nonzero(batch.groups == group)
+        returns = batch.episode_returns[members]
+        rows += [members[returns.argmax()], members[returns.argmin()]]
+    return rows
+
+
+def test_a_penalty_for_the_divergence_of_an_adapter_is_from_its_base(model_folder, batch):
+    options = {"learning_rate": 0.01, "epochs": 4, "lora_rank": 2, "kl_coef": 0.1}
+    learner = make_learner(model_folder, "grpo", **options)
+    assert learner.update(batch)["kl_reference"] > 0
+
+
+def test_adapters_that_do_not_fit_are_refused(model_folder, batch, tmp_path):
+    with pytest.raises(ConfigInvalidError, match=r"lora_targets: found \('absent',\)"):
+        make_learner(model_folder, "sft", lora_rank=2, lora_targets=("absent",))
+    learner = make_learner(model_folder, "sft", lora_rank=2, lora_targets=("q_proj",))
+    learner.save(tmp_path / "adapter")
+    with pytest.raises(SourceInvalidError, match="is an adapter of peft"):
+        check_model_folder(tmp_path / "adapter")
 
 
 def test_later_steps_of_a_batch_are_held_to_the_policy_before_it(model_folder, batch):
@@ -159,10 +300,12 @@ def test_divergence_from_the_first_model_is_penalized(model_folder, batch):
     assert distance(held) < distance(free)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "dr-grpo", "reinforce++", "ppo"])
+@pytest.mark.parametrize("method", [*METHODS])
 def test_a_step_in_parts_is_the_step(model_folder, batch, method):
     ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
-    options = {"learning_rate": 1e-3} | ({} if method in ("sft", "dpo") else {"kl_coef": 0.1})
+    options = {"learning_rate": 1e-3} | (
+        {"kl_coef": 0.1} if METHODS[method].loss == "policy_gradient" else {}
+    )
     whole, parts = (
         make_learner(model_folder, method, micro_batch_size=size, epochs=2, **options)
         for size in (None, 3)
@@ -173,6 +316,56 @@ def test_a_step_in_parts_is_the_step(model_folder, batch, method):
     for name in ours:
         if name.startswith("state.optimizer.moments") and name.endswith("mean"):
             assert np.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("sft", {}),
+        ("dpo", {"minibatches": 2}),
+        ("kto", {"epochs": 2}),
+        ("reward", {"micro_batch_size": 2}),
+        ("dr-grpo", {"kl_coef": 0.1, "epochs": 2, "lora_rank": 2}),
+        ("ppo", {"minibatches": 3, "kl_coef": 0.1}),
+    ],
+)
+def test_two_processes_make_the_update_of_one(model_folder, batch, together, method, options):
+    returns = np.arange(len(batch), dtype=np.float32) % 5 - 2
+    ranked = replace(batch, episode_returns=returns)
+    folder, settings = check_model_folder(model_folder), TokenOptions(learning_rate=1e-3, **options)
+    alone = TokenLearner(folder, method, settings, max_tokens=8)
+    expected = [alone.update(ranked) for _ in range(3)]
+    # Loaded one after another: transformers' logging is the process's.
+    lock = threading.Lock()
+
+    def work(member):
+        with lock:
+            learner = TokenLearner(folder, method, settings, max_tokens=8, group=member)
+        return [learner.update(ranked) for _ in range(3)], learner.state_dict()
+
+    members = together(work)
+    for metrics, state in members:
+        for found, wanted in zip(metrics, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+        for name, array in alone.state_dict().items():
+            assert np.allclose(state[name], array, atol=1e-4), name
+            assert np.array_equal(state[name], members[0][1][name]), name
+
+
+def test_a_process_without_tokens_waits_for_the_others(model_folder, batch, together):
+    mask = batch.loss_mask.copy()
+    mask[len(batch) // 2 :] = False
+    half = replace(batch, loss_mask=mask)
+    folder, lock = check_model_folder(model_folder), threading.Lock()
+    expected = make_learner(model_folder, "sft").update(half)
+
+    def work(member):
+        with lock:
+            learner = TokenLearner(folder, "sft", TokenOptions(), max_tokens=8, group=member)
+        return learner.update(half)
+
+    for found in together(work):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_branches_of_an_episode_count_once(model_folder, batch):
@@ -206,7 +399,16 @@ def test_what_does_not_fit_is_refused(model_folder, batch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"learning_rate": 0.0}, {"low": 3.0}, {"epochs": 0}, {"lambda_": 1.5}]
+    "options",
+    [
+        {"lora_merge": True},
+        {"lora_targets": ("q_proj",)},
+        {"lora_rank": 0},
+        {"learning_rate": 0.0},
+        {"low": 3.0},
+        {"epochs": 0},
+        {"lambda_": 1.5},
+    ],
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(ConfigInvalidError, match=rf"method: {next(iter(options))}: found"):

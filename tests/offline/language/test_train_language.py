@@ -22,7 +22,11 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.registry import Registry
 from replaylake.offline.callbacks import Callbacks
-from replaylake.offline.language.pretrained import check_model_folder, load_pretrained
+from replaylake.offline.language.pretrained import (
+    check_model_folder,
+    hash_model_folder,
+    load_pretrained,
+)
 from replaylake.offline.language.token_learner import METHODS
 from replaylake.offline.running.train_language import (
     LanguageConfig,
@@ -50,7 +54,7 @@ def probability(folder: Path) -> float:
         return model(prompts).logits[:, -1].softmax(-1)[:, REWARDED].mean().item()
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"sft"}))
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"sft", "reward"}))
 def test_what_was_rewarded_becomes_more_likely(recorded, model_folder, tmp_path, method):
     result = train_language(
         recorded, "agents", config(model_folder, tmp_path / "out", method=method, updates=60)
@@ -61,6 +65,35 @@ def test_what_was_rewarded_becomes_more_likely(recorded, model_folder, tmp_path,
     assert origin["run_id"] == result.run_id
     assert origin["model"]["sha256"] == check_model_folder(model_folder).sha256
     assert origin["datasets"][0]["version"] == recorded.snapshot("agents").version
+
+
+def test_a_reward_model_scores_dialogues(recorded, model_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = {"learning_rate": 0.01}
+    values = {"method": "reward", "updates": 60, "options": options}
+    train_language(recorded, "agents", config(model_folder, out, **values))
+    options |= {"lora_rank": 2, "lora_merge": True}
+    train_language(recorded, "agents", config(model_folder, tmp_path / "merged", **values))
+    check_model_folder(tmp_path / "merged")
+    model, _ = load_pretrained(check_model_folder(out), "sequence classifier", num_outputs=1)
+    # Sequences that no sample equals, without the rewarded token and with it.
+    worse = np.random.default_rng(7).integers(8, 24, (64, 8))
+    better = worse.copy()
+    better[:, 4:6] = REWARDED
+    scores = [
+        [model(torch.from_numpy(ids[None])).logits.item() for ids in sequences]
+        for sequences in (worse, better)
+    ]
+    assert np.mean(np.less(*scores)) > 0.8
+    lake = tmp_path / "lake"
+    shutil.copytree(recorded.path, lake)
+    assert main(["score", "agents", "--model", str(out), "--lake", str(lake), "--json"]) == 0
+    scored = json.loads(capsys.readouterr().out)
+    assert (scored["episodes"], scored["failed"]) == (64, 0)
+    # Training continues from its head.
+    again = config(out, tmp_path / "again", method="reward", updates=1)
+    first = train_language(recorded, "agents", again)
+    assert first.metrics["accuracy"] > 0.9
 
 
 def test_supervised_learning_of_the_best_imitates_them(recorded, model_folder, tmp_path):
@@ -75,9 +108,11 @@ def test_supervised_learning_of_the_best_imitates_them(recorded, model_folder, t
     assert probability(tmp_path / "out") > 1.5 * probability(model_folder)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
-def test_an_interrupted_run_ends_with_the_same_weights(recorded, model_folder, tmp_path, method):
-    options = {"kl_coef": 0.1, "epochs": 2}
+@pytest.mark.parametrize(("method", "lora_rank"), [("grpo", None), ("ppo", None), ("grpo", 2)])
+def test_an_interrupted_run_ends_with_the_same_weights(
+    recorded, model_folder, tmp_path, method, lora_rank
+):
+    options = {"kl_coef": 0.1, "epochs": 2} | ({"lora_rank": 2} if lora_rank else {})
     whole = train_language(
         recorded,
         "agents",
@@ -94,14 +129,28 @@ def test_an_interrupted_run_ends_with_the_same_weights(recorded, model_folder, t
         train_language(recorded, "agents", cut, callbacks=ends)
     assert not (tmp_path / "cut").exists()
     resumed = resume_language(recorded, interrupted.value.run_id)
-    weights = "model.safetensors"
+    weights = "adapter_model.safetensors" if lora_rank else "model.safetensors"
     assert (tmp_path / "cut" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
-    assert resumed.sha256 == check_model_folder(tmp_path / "cut").sha256
+    assert resumed.sha256 == hash_model_folder(tmp_path / "cut").sha256
     assert whole.run_id != resumed.run_id
     assert whole.sha256 == resumed.sha256
     again = resume_language(recorded, interrupted.value.run_id)
     assert again.already_finished
     assert again.sha256 == resumed.sha256
+
+
+def test_the_folder_of_an_adapter_says_that_it_is_one(recorded, model_folder, tmp_path):
+    for name, options in (("adapter", {}), ("whole", {"lora_merge": True})):
+        values = config(
+            model_folder, tmp_path / name, updates=1, options={"lora_rank": 2, **options}
+        )
+        train_language(recorded, "agents", values)
+        origin = json.loads((tmp_path / name / "replaylake.json").read_text())
+        assert origin["is_adapter"] is (name == "adapter")
+    adapter = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(model_folder)
+    assert adapter["target_modules"] == sorted(adapter["target_modules"])
+    assert check_model_folder(tmp_path / "whole").path == tmp_path / "whole"
 
 
 def test_a_run_that_ends_before_its_record_can_go_on(recorded, model_folder, tmp_path, monkeypatch):
@@ -223,3 +272,11 @@ def test_the_command_trains_and_lists_its_run(recorded: Lake, model_folder, tmp_
     assert "kl_behavior" in shown
     assert main([*arguments[:-1]]) == 1
     assert "output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("reward", {}), ("sft", {"lora_rank": 2})], ids=["reward", "adapter"]
+)
+def test_what_does_not_generate_is_no_policy(method, options):
+    with pytest.raises(ConfigInvalidError, match="expected a whole model that generates"):
+        LanguageConfig("model", "output", policy="agent", method=method, options=options)

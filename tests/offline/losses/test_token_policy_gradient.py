@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from replaylake.offline.losses.token_policy_gradient import (
-    effective_sample_size,
     group_advantages,
     importance_weights,
     kl_penalty,
@@ -214,13 +213,6 @@ def test_means_weigh_tokens_by_sequence_or_alike():
         assert sum(parts).item() == pytest.approx(reduce_tokens(values, mask, reduction, 10).item())
     empty = torch.zeros_like(mask)
     assert reduce_tokens(values * 0, empty, "sequence_mean").item() == 0.0
-
-
-def test_the_effective_sample_size_is_a_share_of_the_tokens():
-    weights = torch.tensor([[9.0, 1.0, 3.0, 9.0]])
-    assert effective_sample_size(weights, MASK[:1]).item() == pytest.approx(16 / 10 / 2)
-    assert effective_sample_size(weights, torch.zeros(1, 4).bool()).item() == 0.0
-    assert effective_sample_size(torch.ones(2, 4), MASK).item() == 1.0
 
 
 def test_unknown_choices_are_refused():

@@ -5,14 +5,13 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-import torch
 
 from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import ConfigInvalidError, TrainingError
 from replaylake.offline.algorithms.catalog import make_learner
+from replaylake.offline.learning.process_group import SINGLE_PROCESS
 from replaylake.offline.running.training.policy_selection import PolicySelection
 from replaylake.offline.running.training.process_group import (
-    SINGLE_PROCESS,
     DataParallelLearner,
     LeaderMeasure,
     batch_part,
@@ -20,64 +19,7 @@ from replaylake.offline.running.training.process_group import (
     sync_stop,
 )
 
-SIZE = 2
 LOW_HIGH = Box((2,), low=-2.0, high=2.0)
-
-
-class Exchange:
-    """Adds what the threads of a team bring, like an all-reduce."""
-
-    def __init__(self):
-        self._barrier = threading.Barrier(SIZE, timeout=20)
-        self._brought = [None] * SIZE
-
-    def add(self, rank, values):
-        self._brought[rank] = values.clone()
-        self._barrier.wait()
-        values.copy_(sum(self._brought))
-        self._barrier.wait()
-
-    def abort(self):
-        self._barrier.abort()
-
-
-class Member:
-    size = SIZE
-
-    def __init__(self, exchange, rank):
-        self.rank, self._exchange = rank, exchange
-
-    def all_reduce(self, values):
-        try:
-            self._exchange.add(self.rank, values)
-        except threading.BrokenBarrierError as error:
-            raise TrainingError("another learner is gone") from error
-
-    def broadcast(self, value):
-        values = torch.tensor([0.0 if self.rank else value], dtype=torch.float64)
-        self.all_reduce(values)
-        return float(values)
-
-
-def together(work):
-    """Run work(member) in a thread for each member; return what they return, or raise the first."""
-    exchange, results, errors = Exchange(), [None] * SIZE, []
-
-    def run(rank):
-        try:
-            results[rank] = work(Member(exchange, rank))
-        except BaseException as error:
-            errors.append(error)
-            exchange.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(SIZE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 def learner(name, space, team=SINGLE_PROCESS, **options):
@@ -88,7 +30,7 @@ def learner(name, space, team=SINGLE_PROCESS, **options):
     return made if team.size == 1 else DataParallelLearner(made, team)
 
 
-def states(name, space, batches, **options):
+def states(together, name, space, batches, **options):
     """The states after some updates: of one learner, and of each of a team's."""
     alone = learner(name, space, **options)
     for batch in batches:
@@ -116,11 +58,13 @@ def states(name, space, batches, **options):
         ("iql", LOW_HIGH, {"critic_learning_rate": 1e-2}),
     ],
 )
-def test_a_team_has_the_weights_of_one_learner_with_the_whole_batch(batch, name, space, options):
+def test_a_team_has_the_weights_of_one_learner_with_the_whole_batch(
+    batch, together, name, space, options
+):
     kind = "discrete" if isinstance(space, Discrete) else "continuous"
     weights = np.linspace(0.1, 1, 32, dtype=np.float32)
     batches = [batch(kind, seed=seed, weights=weights) for seed in range(12)]
-    alone, members = states(name, space, batches, **options)
+    alone, members = states(together, name, space, batches, **options)
     first = learner(name, space, **options).state_dict()
     moved = 0
     for key, array in alone.items():
@@ -135,7 +79,7 @@ def test_a_team_has_the_weights_of_one_learner_with_the_whole_batch(batch, name,
         assert members[0][key].tobytes() == members[1][key].tobytes(), key
 
 
-def test_metrics_and_priorities_are_those_of_the_whole_batch(batch):
+def test_metrics_and_priorities_are_those_of_the_whole_batch(batch, together):
     whole = batch(size=8, weights=np.linspace(0.1, 1, 8, dtype=np.float32))
     expected = learner("dqn", Discrete(3)).update(whole)
     lock = threading.Lock()
@@ -152,7 +96,7 @@ def test_metrics_and_priorities_are_those_of_the_whole_batch(batch):
         assert found.priorities == pytest.approx(expected.priorities, abs=1e-6)
 
 
-def test_a_batch_that_cannot_be_divided(batch):
+def test_a_batch_that_cannot_be_divided(batch, together):
     lock = threading.Lock()
 
     def work(member):
@@ -164,7 +108,7 @@ def test_a_batch_that_cannot_be_divided(batch):
         together(work)
 
 
-def test_all_end_after_the_update_in_which_the_leader_was_asked(batch):
+def test_all_end_after_the_update_in_which_the_leader_was_asked(batch, together):
     lock = threading.Lock()
 
     def work(member):
@@ -181,7 +125,7 @@ def test_all_end_after_the_update_in_which_the_leader_was_asked(batch):
     assert together(work) == [4, 4]
 
 
-def test_the_leader_measures_and_all_choose_alike():
+def test_the_leader_measures_and_all_choose_alike(together):
     class Counted:
         name, higher_is_better, num = "environment", True, 0
 
@@ -206,7 +150,7 @@ def test_the_leader_measures_and_all_choose_alike():
     assert Counted.num == 3
 
 
-def test_nobody_waits_for_one_that_failed(batch):
+def test_nobody_waits_for_one_that_failed(batch, together):
     lock, ended = threading.Lock(), []
 
     def work(member):

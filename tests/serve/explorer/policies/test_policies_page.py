@@ -154,6 +154,46 @@ def test_an_evaluation_has_differences_from_the_log(gated):
     assert {"0.5 (0.25 to 0.75)", "-0.5, no interval"} <= set(page.texts)
 
 
+def test_samples_of_tasks_show_pass_at_k_and_tokens(gated, hostile):
+    reader, _ = gated
+    report = {
+        "task": "group_id",
+        "policy": "p",
+        "policy_version": 2,
+        "against": hostile,
+        "num_tasks": 24,
+        "num_samples": 1200,
+        "tokens": {"prompt": 31.25, "completion": 8.5, "completion_per_success": None},
+        "estimates": [
+            {
+                "estimator": "pass@1",
+                "value": 0.5,
+                "ci_low": 0.25,
+                "ci_high": 0.75,
+                "difference": 0.1,
+                "difference_low": -0.1,
+                "difference_high": 0.3,
+            },
+        ],
+        "reason": "24 tasks, drawn independently.",
+    }
+    about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}
+    reader.lake.registry.evaluations.save("tasks", report, **about, verdict="supported")
+    page = reader.page("/policies/p")
+    assert {
+        "samples of tasks",
+        "Evaluation of version 2",
+        "Mean over the tasks",
+        f"Difference from {hostile}, paired by task",
+        "Policy p:2 on the tasks",
+        "0.5 (0.25 to 0.75)",
+        "0.1 (-0.1 to 0.3)",
+        "1,200",
+        "31.25",
+        "24 tasks, drawn independently.",
+    } <= set(page.texts)
+
+
 def test_a_damaged_report_is_named_and_hides_no_other(gated):
     reader, _ = gated
     reader.lake.storage.put("_lake/evaluations/00x.json", b"{}")

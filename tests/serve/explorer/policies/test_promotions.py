@@ -156,16 +156,18 @@ def test_what_is_no_policy_is_not_promoted(reader, name):
 
 
 def test_one_gate_runs_at_a_time_and_the_page_follows_it(gate_lake, reader_type):
-    may_go = threading.Event()
+    has_begun, may_go = threading.Event(), threading.Event()
 
     def promote(lake, request, on_stage):
         on_stage("reading the steps")
+        has_begun.set()
         assert may_go.wait(60)
         raise ZeroDivisionError("secret detail")
 
     reader = reader_type(gate_lake, promote=promote)
     fields = reader.fields(PAGE, "promote") | {"version": "2", "dataset": "log", "by": "Ada"}
     assert reader.post(PROMOTE, fields).status_code == 303
+    assert has_begun.wait(60)
     text = reader.client.get(PAGE).text
     assert "p:2 as champion, on log: reading the steps, asked for by Ada at " in text
     assert 'data-refresh="2"' in text
@@ -208,6 +210,7 @@ def _hold(stages, may_go):
 
     def promote(lake, request, on_stage):
         on_stage("reading the steps")
+        stages.append("begun")
         assert may_go.wait(60)
         on_stage(None)
         stages.append("moved")
@@ -216,11 +219,12 @@ def _hold(stages, may_go):
     return promote
 
 
-def test_a_promotion_is_cancelled_before_the_alias_moves(gate_lake, reader_type):
+def test_a_promotion_is_cancelled_before_the_alias_moves(gate_lake, reader_type, kit):
     may_go, stages = threading.Event(), []
     reader = reader_type(gate_lake, promote=_hold(stages, may_go))
     fields = reader.fields(PAGE, "promote") | {"version": "2", "dataset": "log", "by": "Ada"}
     assert reader.post(PROMOTE, fields).status_code == 303
+    kit.wait_until(lambda: stages)
     page = reader.client.get(PAGE).text
     assert 'id="cancel-promotion"' in page
     sent = {"form_token": fields["form_token"], "by": "Bob"}
@@ -234,7 +238,7 @@ def test_a_promotion_is_cancelled_before_the_alias_moves(gate_lake, reader_type)
     page = reader.page(PAGE)
     assert "cancelled by Bob" in page.texts
     assert "The alias was not moved." in page.texts
-    assert stages == []
+    assert stages == ["begun"]
     again = reader.post(CANCEL, sent)
     assert again.status_code == 404
     assert "found none that is running" in again.text
@@ -262,15 +266,17 @@ def test_a_gate_that_is_cancelled_while_it_estimates_moves_nothing(gate_lake):
 
 
 def test_a_page_that_is_made_while_the_gate_ends_is_read_again(gate_lake, reader_type, monkeypatch):
-    may_go = threading.Event()
+    has_begun, may_go = threading.Event(), threading.Event()
 
     def promote(lake, request, on_stage):
+        has_begun.set()
         assert may_go.wait(60)
         return {"promoted": False, "evaluation_id": None, "gate": {"reasons": ["weak"]}}
 
     reader = reader_type(gate_lake, promote=promote)
     fields = reader.fields(PAGE, "promote") | {"version": "2", "dataset": "log", "by": "Ada"}
     assert reader.post(PROMOTE, fields).status_code == 303
+    assert has_begun.wait(60)
     draw = policies_page.draw_lineage
 
     def end_meanwhile(*arguments):
