@@ -129,7 +129,7 @@ WRITES: Final[tuple[tuple[str, WriteFunction, str], ...]] = (
 # The role that the forms of a page need, by the beginning of its address.
 _ROLES_OF_FORMS: Final = (("/datasets/{name}", LABELER), ("/policies/{name}", OPERATOR))
 # Pages that run SQL of the reader's, or act with a policy, where their address has it, and in which
-# parameter: so few at a time. The forms of `/sql` as a file always run it.
+# parameter: so few at a time.
 READERS_SQL: Final = {
     "/datasets/{name}/episodes": "where",
     "/datasets/{name}/episode": "where",
@@ -309,7 +309,7 @@ class Explorer:
         """Return a page in the form that was asked for, or the stream of what changes on it."""
         lists = parse_qs(request.url.query, keep_blank_values=True)
         values = {name: several[0] for name, several in lists.items()}
-        function = self._find_page(route, suffix)
+        function = self._find_page(route, suffix, values)
         reader = unquote(request.cookies.get(_READER_COOKIE, ""))
 
         def visit() -> Visit:
@@ -328,7 +328,7 @@ class Explorer:
                 promotions=self._promotions if session.has_role(OPERATOR, None) else None,
             )
 
-        runs_sql = (suffix and route == "/sql") or values.get(READERS_SQL.get(route, ""))
+        runs_sql = values.get(READERS_SQL.get(route, ""))
         if runs_sql and is_cross_site and route not in _HOLD_BACK:
             held = self._ask_before_running(
                 request, route, values[READERS_SQL[route]], stem, suffix
@@ -445,8 +445,8 @@ class Explorer:
             )
         return response
 
-    def _find_page(self, path: str, suffix: str) -> PageFunction:
-        if path == "/sql" and suffix:
+    def _find_page(self, path: str, suffix: str, values: Mapping[str, str]) -> PageFunction:
+        if path == "/sql" and suffix and values.get(READERS_SQL[path]):
             # The rows of a result alone, in the types that they have.
             return partial(send_result, form=suffix.removeprefix("."))
         return self._pages[path]

@@ -21,6 +21,7 @@ from replaylake.serve.explorer.visits.visit import Query, Visit
 from replaylake.serve.pages.charts import Interval, column_chart, interval_chart
 from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
+from replaylake.serve.pages.texts import short_number
 
 _REFRESH_S: Final = 2
 # Of versions, moves and evaluations, the newest are shown.
@@ -363,7 +364,7 @@ def _evaluations_panel(
                 "" if one.policy_version is None else str(one.policy_version),
                 _data_link(visit, one),
                 _verdict_pill(one.verdict),
-                [tag("div", reason, class_="why") for reason in summary["reasons"]],
+                tag("div", [[tag("span", one), " "] for one in summary["reasons"]], class_="why"),
                 quiet_number(_shorten(summary["effective_sample_size"])),
                 one.evaluated_by or "",
             ]
@@ -485,12 +486,12 @@ def _interval(one: Mapping[str, Any], keys: tuple[str, str, str]) -> Interval | 
     value, low, high = (_number(one.get(key)) for key in keys)
     if value is None:
         return None
-    text = f"{value:,.4g}"
+    text = short_number(value)
     if low is None or high is None:
         low = high = None
         text += ", no interval"
     else:
-        text += f" ({low:,.4g} to {high:,.4g})"
+        text += f" ({short_number(low)} to {short_number(high)})"
     return Interval(str(one.get("estimator")), value, low, high, text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from replaylake.datastore.lake.runs.summary import (
     is_loss,
     summarize,
 )
+from replaylake.datastore.names import LAKE_ROOT
 from replaylake.serve.explorer.runs.sweep_panel import draw_sweep
 from replaylake.serve.explorer.visits.page import Page, Panel, Redirect, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
@@ -32,6 +34,9 @@ from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 from replaylake.serve.pages.texts import cell_text, count, duration_text, number_text
 
 _REFRESH_S: Final = 2
+_RESUMABLE: Final = ("interrupted", "failed", "killed")
+# Kinds of runs that their own command resumes from a checkpoint.
+_RESUMABLE_KINDS: Final = ("train offline", "train online", "train language")
 _MAX_METRICS: Final = 30
 # Of a curve with more points, so many are drawn.
 _MAX_POINTS: Final = 2000
@@ -146,6 +151,8 @@ def show_run(visit: Visit) -> Page:
     # Beside the metrics, if there is something beside.
     data = _data_panel(visit, records, runs)
     panels.append(data if curves[0] or not sweep else replace(data, is_wide=True))
+    if len(runs) == 1 and (files := _files_panel(visit, run)) is not None:
+        panels.append(files)
     for one in records:
         of_run = f" of {one['run_id']}" if len(records) > 1 else ""
         panels += [_options_panel(one, of_run), *_error_panels(one, of_run)]
@@ -271,6 +278,27 @@ def _curves_panel(
     note = " ".join(notes) or None
     drawn = tag("div", class_="plots two", data_plots="metrics")
     return Panel("Curves", [smoothing, drawn, block], note=note, queries=queries)
+
+
+def _files_panel(visit: Visit, run: RunSummary) -> Panel | None:
+    """Show a run's checkpoints, and the commands that go on from them and that open TensorBoard."""
+    storage = visit.lake.storage
+    updates = Checkpoints(storage, run.run_id).updates()
+    body: list[Child] = []
+    if updates:
+        word = "Checkpoint of update" if len(updates) == 1 else "Checkpoints of updates"
+        body.append(tag("p", f"{word} {', '.join(f'{one:,}' for one in updates)}."))
+        if run.status in _RESUMABLE and run.kind in _RESUMABLE_KINDS:
+            body.append(_draw_command(f"`replaylake {run.kind} --resume {run.run_id}`"))
+    folder = storage.local_folder(f"{LAKE_ROOT}/runs/{run.run_id}/tensorboard")
+    if folder is not None and folder.is_dir():
+        body.append(tag("p", "Curves of this run in TensorBoard:"))
+        body.append(_draw_command(shlex.join(["tensorboard", "--logdir", str(folder)])))
+    return Panel("Checkpoints and TensorBoard", body) if body else None
+
+
+def _draw_command(command: str) -> Markup:
+    return tag("pre", tag("code", command.strip("`")))
 
 
 def thin_curve(curve: Curve) -> Curve:

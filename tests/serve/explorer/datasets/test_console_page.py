@@ -402,3 +402,10 @@ def test_hostile_columns_and_values_are_texts_of_a_chart(explored, hostile):
     assert page.texts.count(hostile) >= 2
     _, columns = _chart(explored, query)
     assert columns["t"]["values"] == [hostile, hostile]
+
+
+def test_the_console_without_a_query_is_json_as_its_page_says(explored):
+    assert "/sql.json" in explored.page("/sql").links
+    tables = explored.json("/sql.json")["tables"]
+    assert "reward" in tables["walks.steps"]
+    assert "There is no /sql.csv" in explored.client.get("/sql.csv").text

@@ -61,6 +61,15 @@ def test_a_refused_gate_says_why(gated):
     assert reader.lake.sql(query).num_rows == 1
 
 
+def test_a_large_estimate_has_no_exponent(gated):
+    reader, _ = gated
+    estimate = {"estimator": "ips", "value": 12345.6, "ci_low": 9876.5, "ci_high": 20000.0}
+    about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}
+    save = reader.lake.registry.evaluations.save
+    save("ope", {"estimates": [estimate]}, **about, verdict="weak")
+    assert "12,346 (9,876 to 20,000)" in reader.page("/policies/p").texts
+
+
 def test_each_evaluation_has_an_address_and_any_report_is_shown(gated, hostile):
     reader, _ = gated
     about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.metrics import Curve, MetricsLog
 from replaylake.serve.explorer.runs.runs_page import thin_curve
 
@@ -133,6 +134,28 @@ def test_a_page_says_where_a_curve_is_thinned(trained):
     assert any("up to 2,100 points" in text for text in page.texts)
     (data,) = [text for text in page.texts if text.startswith('{"x":')]
     assert set(json.loads(data)["plots"][0]["series"][0]["values"]) == {16_777_217.0}
+
+
+def test_a_run_has_its_checkpoints_and_the_commands_that_use_them(tmp_path, reader_type):
+    lake = open_lake(tmp_path / "a lake", create=True)
+    record = {"run_id": "01run", "kind": "train offline", "status": "interrupted"}
+    lake.registry.record_run("01run", record)
+    reader = reader_type(lake)
+    title = "Checkpoints and TensorBoard"
+    assert title not in reader.page("/runs/01run").texts
+    checkpoints = Checkpoints(lake.storage, "01run")
+    checkpoints.save(500, {"w": np.zeros(1)}, {})
+    assert "Checkpoint of update 500." in reader.page("/runs/01run").texts
+    checkpoints.save(1000, {"w": np.zeros(1)}, {})
+    events = lake.path / "_lake" / "runs" / "01run" / "tensorboard"
+    events.mkdir()
+    page = reader.page("/runs/01run")
+    assert title in page.texts
+    assert "Checkpoints of updates 500, 1,000." in page.texts
+    assert "replaylake train offline --resume 01run" in page.texts
+    assert f"tensorboard --logdir '{events}'" in page.texts
+    lake.registry.record_run("01run", {**record, "status": "done"})
+    assert not any("--resume" in text for text in reader.page("/runs/01run").texts)
 
 
 def test_a_sweep_is_drawn_from_options_to_values(sweep_lake, reader_type, hostile):
