@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +23,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.errors import (
     AlreadyExistsError,
-    CommitConflictError,
     ConfigInvalidError,
-    NotFoundError,
     SchemaMismatchError,
     StorageError,
     TrainingError,
@@ -37,7 +35,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
-from replaylake.offline.callbacks import Callbacks, RunStart
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.language.pretrained import (
     ORIGIN,
     ModelFolder,
@@ -65,8 +63,13 @@ from replaylake.offline.learning.process_group import (
     ProcessGroup,
 )
 from replaylake.offline.running.distributed import run_distributed
-from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
+from replaylake.offline.running.training.interruption import Interruption
 from replaylake.offline.running.training.lake_observer import LakeObserver, NullObserver
+from replaylake.offline.running.training.run_loop import (
+    follow_updates,
+    record_lost_leader,
+    run_updates,
+)
 from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.offline.running.training.trainer import MetricSums, Observer, TrainProgress
 
@@ -261,11 +264,7 @@ def _execute(lake: Lake, spec: _RunSpec, callbacks: Callbacks) -> LanguageResult
     try:
         run_distributed(_run_process, (lake.url, spec), config.learners, config.device, callbacks)
     except BaseException as error:
-        # The record of a leader that was killed still has the status `running`.
-        with suppress(NotFoundError, CommitConflictError), RunLease(lake.storage, spec.run_id):
-            record = find_run(lake.registry, spec.run_id, kind=KIND)
-            if record["status"] == "running":
-                RunRecord(lake.registry, spec.run_id, record, kind=KIND).record_error(error)
+        record_lost_leader(lake, spec.run_id, KIND, error)
         raise
     return _make_result(find_run(lake.registry, spec.run_id, kind=KIND), config)
 
@@ -314,14 +313,7 @@ def _follow(lake: Lake, spec: _RunSpec, group: ProcessGroup) -> None:
     job = _prepare(lake, spec, Callbacks(), group)
     loop = _Loop(job, NullObserver(), Callbacks(), Interruption())
     with torch_threads(spec.config.threads):
-        update = int(group.broadcast(0))
-        if update == ALREADY_FINISHED:
-            return
-        if update > 0:
-            checkpoint = Checkpoints(lake.storage, spec.run_id).load(update)
-            job.learner.load_state_dict(checkpoint.arrays)
-            loop.load_state_dict(checkpoint.update, checkpoint.state)
-        loop.run()
+        follow_updates(loop, job.learner, lake, spec.run_id, group)
 
 
 def _load_finished_result(lake: Lake, record: Mapping[str, Any]) -> LanguageResult:
@@ -455,21 +447,17 @@ def _run(
         stack.enter_context(closing(observer))
         stack.enter_context(torch_threads(config.threads))
         loop = _Loop(job, observer, callbacks, interruption)
-        if resumed:
-            if (checkpoint := observer.load_latest()) is not None:
-                job.learner.load_state_dict(checkpoint.arrays)
-                loop.load_state_dict(checkpoint.update, checkpoint.state)
-            record.record_resume(loop.update)
-        job.group.broadcast(loop.update)
-        if callbacks.on_start is not None:
-            callbacks.on_start(RunStart(record.run_id, loop.update, resumed, job.remarks))
-        try:
-            with interruption.handle_signals():
-                is_complete = loop.run()
-        except KeyboardInterrupt as error:
-            raise RunInterrupted(record.run_id, observer.last_saved) from error
-        if not is_complete:
-            raise RunInterrupted(record.run_id, loop.update)
+        run_updates(
+            loop,
+            job.learner,
+            observer,
+            record,
+            callbacks=callbacks,
+            interruption=interruption,
+            group=job.group,
+            resumed=resumed,
+            remarks=job.remarks,
+        )
         observer.close()
         lease.confirm()
         sha256 = _write_model(job, record)
