@@ -612,6 +612,8 @@ class TokenLearner:
             inside=torch.arange(padded.shape[1], device=padded.device) < lengths[:, None],
             mask=pad(masks, batch_first=True)[:, :limit],
         )
+        # A sequence without a token in the mask has no prompt that could precede the other.
+        found.mask[:, 0] = False
         found.reference = self._evaluate_reference(found)
         return found
 

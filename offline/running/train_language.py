@@ -138,6 +138,8 @@ class LanguageConfig:
                 f"{near_matches(self.method, METHODS)}.",
                 parameter="method",
             )
+        has_others = self.method != "kto" or self.batch_size > 1
+        expect(has_others, "language training: batch_size", self.batch_size, "2 or more for kto")
         if (self.max_staleness is None) != (self.policy_version is None):
             raise ConfigInvalidError(
                 "language training: found one of max_staleness and policy_version, expected both "
@@ -259,6 +261,7 @@ class _RunSpec:
 def _execute(lake: Lake, spec: _RunSpec, callbacks: Callbacks) -> LanguageResult:
     """Execute a run in this process, or in several."""
     config = spec.config
+    _check_launcher()
     if config.learners == 1:
         return _lead(lake, spec, callbacks, SINGLE_PROCESS)
     try:
@@ -571,6 +574,25 @@ def _check_device(device: str) -> None:
             f"machine has, such as cpu ({text}).",
             parameter="device",
         ) from error
+
+
+def _check_launcher() -> None:
+    """Refuse a launcher's configuration, which would be ignored. Raises: ConfigInvalidError."""
+    num = os.environ.get("WORLD_SIZE", "1")
+    if num != "1":
+        # Each of its processes would train the whole run.
+        raise ConfigInvalidError(
+            f"language training: found WORLD_SIZE {num}, which accelerate and torchrun set for "
+            "processes that train together, expected one process. Start it without a launcher, "
+            f"with learners = {num}: it starts the others itself.",
+            parameter="learners",
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision != "no":
+        raise ConfigInvalidError(
+            f"language training: found mixed precision {precision} in the configuration of "
+            "accelerate, expected no: training is in float32. Start it without a launcher."
+        )
 
 
 def _is_written(folder: Path, run_id: str) -> bool:
