@@ -13,7 +13,7 @@ FUZZ_MINUTES ?= 10
 
 comma := ,
 
-.PHONY: .venv demo test test-slow browser bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-losses compat-mlflow compat-openapi compat-policies compat-recorders compat-verifiers bench ope-coverage clean
+.PHONY: .venv demo test test-slow browser pictures bars chaos check check-newer-gymnasium check-pythons check-oldest check-container check-kernels check-package compat-agents compat-base compat compat-losses compat-mlflow compat-kserve compat-openapi compat-policies compat-recorders compat-verifiers bench ope-coverage clean
 .DEFAULT_GOAL := test
 
 .venv: .venv/.installed
@@ -47,7 +47,12 @@ test-slow: .venv/.installed
 browser: .venv/.installed
 	@command -v chromium chromium-browser google-chrome >/dev/null || echo "tests: NO browser: none of these tests can run. Install chromium (apt-get install chromium)" >&2
 	@echo "tests: the explorer in Chromium"
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -q --durations 10 --durations-min 5 -p no:xdist -m browser tests/serve/explorer || [ $$? -eq 5 -a -z "$$CI" ]
+	@OMP_NUM_THREADS=1 REPLAYLAKE_PICTURES=$(PICTURES) $(PY) -m pytest -q --durations 10 --durations-min 5 -p no:xdist -m browser tests/serve/explorer || [ $$? -eq 5 -a -z "$$CI" ]
+
+# The pictures of docs/EXPLORER.md: pages of the demo's lake, which `make demo` makes, and of some more data. To look at all
+# pages, `make browser PICTURES=/tmp/pages` saves each as it is tested.
+pictures: .venv/.installed
+	@OMP_NUM_THREADS=1 $(PY) tests/serve/explorer/make_pictures.py
 
 # Learning online takes a minute a run, with two workers beside it: one run after the other.
 bars: .venv/.installed
@@ -104,15 +109,20 @@ compat-base:
 compat-agents: .venv/.installed
 	@.ci/compat-agents
 
-# A run logged to a real MLflow server, in an environment of 800 MB below .bench/.
+# A run logged to a real MLflow server, and aliases in its registry, in an environment of 800 MB below .bench/.
 compat-mlflow: .venv/.installed
 	@.ci/compat-mlflow
+
+# KServe's own Python client against a real server, each answer compared with that of /act; 450 MB below .bench/.
+compat-kserve: .venv/.installed
+	@.ci/compat-kserve
 
 # A client generated from /docs.json by openapi-python-client, used against a real server.
 compat-openapi: .venv/.installed
 	@.ci/compat-openapi
 
 # Random message graphs by verifiers itself: its branches are those of `sequences`. `make compat-verifiers NUM=5000 SEED=7`.
+# And a taskset of verifiers, played by `rollout_language`.
 compat-verifiers: .venv/.installed
 	@.ci/compat-verifiers $(or $(NUM),1000) $(SEED)
 

@@ -80,13 +80,13 @@ def run(folder: Path, method: str, seed: int, options: argparse.Namespace) -> li
     others = prompts[NUM_HELD_OUT + NUM_LOGGED :]
     make_model(folder / "random", seed)
     lake = rl.open(folder / "lake", create=True)
-    record(lake, "logged", [(number, answer(number), None) for number in logged], 0)
+    record_answers(lake, "logged", logged)
     train(lake, "logged", folder / "random", folder / "round-0", "sft", seed, updates=80)
     scores = [measure(folder / "round-0", held_out)]
     for number in range(1, 1 + (1 if method == "dpo" else options.rounds)):
         sampler = folder / f"round-{max(0, number - 1 - options.staleness)}"
         asked = others[(number - 1) * options.prompts : number * options.prompts]
-        record(lake, "sampled", sample(sampler, asked, seed * 100 + number), number)
+        generate(lake, "sampled", sampler, asked, seed * 100 + number, number)
         train(
             lake,
             "sampled",
@@ -103,18 +103,21 @@ def run(folder: Path, method: str, seed: int, options: argparse.Namespace) -> li
 
 
 def make_model(folder: Path, seed: int) -> None:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=16,
+        bos_token_id=None, eos_token_id=END,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     words = {**{str(digit): digit for digit in range(10)}, "=": EQUALS, "<end>": END}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="="))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="=").save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
 
 
 def prompt_ids(number: int) -> list[int]:
@@ -125,26 +128,42 @@ def answer(number: int) -> list[int]:
     return [*map(int, reversed(f"{number:0{DIGITS}}")), END]
 
 
-def record(lake: Any, dataset: str, samples: Any, version: int) -> None:
-    with rl.record_language(lake, dataset, producer=f"sampler-{version}") as recorder:
-        for number, ids, log_probs in samples:
+def record_answers(lake: Any, dataset: str, numbers: Any) -> None:
+    with rl.record_language(lake, dataset, producer="answers") as recorder:
+        for number in map(int, numbers):
+            ids = answer(number)
             recorder.record(
                 prompt=f"{number:0{DIGITS}}=",
-                completion="".join(map(str, ids)),
+                completion="".join(map(str, ids[:-1])),
                 prompt_ids=prompt_ids(number),
                 completion_ids=ids,
-                log_probs=log_probs,
-                # Each digit that is right counts, and the whole once more.
-                reward=reward(number, ids),
-                group_id=f"{version}-{number}",
-                policy_version=version,
+                reward=1.0,
             )
 
 
-def reward(number: int, ids: list[int]) -> float:
-    expected = answer(number)
-    right = sum(a == b for a, b in zip(ids, expected, strict=False))
-    return right / len(expected) / 2 + float(ids == expected) / 2
+async def reverse(task: Any, chat: Any) -> float:
+    """Ask for the digits of a number in reverse order."""
+    reply = await chat(f"{task['number']:0{DIGITS}}=")
+    # Each digit that is right counts, as does the end, and the whole once more.
+    expected = [*f"{task['number']:0{DIGITS}}"[::-1], None]
+    digits = [*reply["content"], None]
+    right = sum(a == b for a, b in zip(digits, expected, strict=False))
+    return right / len(expected) / 2 + float(digits == expected) / 2
+
+
+def generate(lake: Any, dataset: str, folder: Path, numbers: Any, seed: int, version: int) -> None:
+    num = len(numbers) * NUM_SAMPLES
+    config = rl.LanguageRolloutConfig(
+        env=reverse,
+        tasks=[{"id": int(number), "number": int(number)} for number in numbers],
+        samples=NUM_SAMPLES,
+        concurrency=num,
+        seed=seed,
+        sampling={"max_tokens": DIGITS + 2},
+        producer=f"sampler-{version}",
+    )
+    model = rl.LocalModel(folder, policy_version=version, max_batch_size=num)
+    rl.rollout_language(lake, dataset, model, config)
 
 
 def train(
@@ -168,16 +187,6 @@ def train(
         options={"learning_rate": rate, **options},
     )
     rl.train_language(lake, dataset, config)
-
-
-def sample(folder: Path, numbers: Any, seed: int) -> list[tuple[int, list[int], list[float]]]:
-    model, _ = load_pretrained(check_model_folder(folder), "causal language model")
-    asked = [int(number) for number in numbers for _ in range(NUM_SAMPLES)]
-    found = sample_completions(
-        model, [prompt_ids(number) for number in asked], max_new_tokens=DIGITS + 2,
-        stop_ids=[END], generator=torch.Generator().manual_seed(seed),
-    )  # fmt: skip
-    return [(n, one.token_ids, one.log_probs) for n, one in zip(asked, found, strict=True)]
 
 
 def measure(folder: Path, numbers: Any) -> float:

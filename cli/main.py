@@ -30,6 +30,7 @@ from replaylake.cli.commands import (
     delete,
     diff,
     doctor,
+    engine,
     evaluate,
     explore,
     export,
@@ -48,6 +49,7 @@ from replaylake.cli.commands import (
     profile_run,
     promote,
     quarantine,
+    register_policy,
     replay_decisions,
     retention,
     rollout,
@@ -90,7 +92,7 @@ GROUPS: Final = {
         "ope",
         "replay-decisions",
     ),
-    "Manage and serve policies": ("policies", "serve", "webhooks"),
+    "Manage and serve policies": ("policies", "serve", "engine", "webhooks"),
     "Maintain a lake": ("maintain", "fsck"),
     "Set up": ("doctor", "completion"),
 }
@@ -260,8 +262,10 @@ _register(_policies, "protect", policies.protect_policy)
 _register(_policies, "unprotect", policies.unprotect_policy)
 _register(_policies, "delete", policies.delete_policy)
 _register(_policies, "import", import_policy.import_policy)
+_register(_policies, "register", register_policy.register_policy)
 _register(_policies, "package", package.package)
 _register(app, "serve", serve.serve)
+_register(app, "engine", engine.engine)
 app.add_typer(_webhooks, name="webhooks")
 _register(_webhooks, "add", webhooks.add_webhook)
 _register(_webhooks, "list", webhooks.list_webhooks)

@@ -19,7 +19,9 @@
     ├── ConfigInvalidError          an option with a wrong name, type or range
     ├── TrainingError               a loss or parameter that is no longer finite
     ├── RolloutError                an environment that raised, or a rollout worker that died
+    │   └── GenerationError          a model refused to generate for some messages
     ├── PackageInvalidError         a policy package with missing, altered or unreadable files
+    ├── PolicyKindError             a language model where actions are needed, or the reverse
     ├── StorageError                the disk or object store said no
     │   └── TransientStorageError    for now: a full disk, a store out of reach
     ├── ServeError                  the server could not start
@@ -123,8 +125,16 @@ class RolloutError(ReplayLakeError):
     """An environment that raised, or a rollout worker that died."""
 
 
+class GenerationError(RolloutError):
+    """A model that refused to generate for some messages, such as for too long ones."""
+
+
 class PackageInvalidError(ReplayLakeError):
     """A policy package that is not whole."""
+
+
+class PolicyKindError(ReplayLakeError):
+    """A language model where a policy of actions is needed, or the other way around."""
 
 
 class StorageError(ReplayLakeError):

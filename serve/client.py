@@ -29,6 +29,7 @@ from urllib.parse import urlencode
 import numpy as np
 from numpy.typing import NDArray
 
+from replaylake.datastore.errors import ReplayLakeError
 from replaylake.serve.transport import RequestFailedError as RequestFailedError
 from replaylake.serve.transport import ServerUnreachableError as ServerUnreachableError
 from replaylake.serve.transport import Transport, to_json
@@ -44,6 +45,10 @@ _SMALL: Final = 64
 # Then what else there is stands in the query, which proxies cut at 8 KiB: a state of a few frames,
 # 75 kB of 3 x 84 x 84, goes into a body of JSON and the array with it.
 _MAX_QUERY_CHARS: Final = 4096
+
+
+class ClientClosedError(ReplayLakeError):
+    """A request of an AsyncPolicyClient that was closed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +448,7 @@ class AsyncPolicyClient:
 
     Each request runs in one of `max_connections` threads with its own connection, so that the event
     loop is never blocked. The request of a cancelled call may still be sent; it takes effect once.
+    A call after `close` raises ClientClosedError.
     """
 
     def __init__(self, url: str, *, max_connections: int = 16, **options: Any) -> None:
@@ -453,6 +459,7 @@ class AsyncPolicyClient:
         """
         self._client = PolicyClient(url, **options)
         self._threads = ThreadPoolExecutor(max_connections, "replaylake-client")
+        self._is_closed = False
         self.url = self._client.url
 
     async def __aenter__(self) -> AsyncPolicyClient:
@@ -501,13 +508,23 @@ class AsyncPolicyClient:
 
     async def close(self) -> None:
         """Wait for requests in progress, then close, as PolicyClient.close."""
+        self._is_closed = True
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._threads.shutdown)
         await loop.run_in_executor(None, self._client.close)
 
     async def _run(self, call: Callable[..., _Result], *arguments: Any, **options: Any) -> _Result:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(call, *arguments, **options))
+        try:
+            request = loop.run_in_executor(self._threads, partial(call, *arguments, **options))
+        except RuntimeError as error:
+            if not self._is_closed:
+                raise
+            raise ClientClosedError(
+                f"client of {self.url}: found a request after `close`, expected none. Create "
+                "another AsyncPolicyClient."
+            ) from error
+        return await request
 
 
 # The name of earlier releases.

@@ -25,8 +25,8 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake.policies.exploration import (
-    ALWAYS_DRAWN,
     WITHOUT_DENSITY,
+    ActingMode,
     parse_exploration,
 )
 from replaylake.datastore.lake.policies.package import load_policy
@@ -143,20 +143,19 @@ class FallbackPolicy:
         space = spec.observation_space
         values = as_values(space, gather(space, [raw]), "observation", 1)
         mask = None if action_mask is None else np.asarray([action_mask], dtype=bool)
-        mode, heat, share = self._resolve_mode(deterministic, temperature, epsilon)
+        mode = self._resolve_mode(deterministic, temperature, epsilon)
         with self._lock:
             rng = self._rng if seed is None else np.random.default_rng(seed)
             act = self._policy.act(
                 values,
                 rng=rng,
-                deterministic=mode,
-                temperature=heat,
-                epsilon=share,
+                deterministic=mode.deterministic,
+                temperature=mode.temperature,
+                epsilon=mode.epsilon,
                 action_mask=mask,
             )
         log_prob = None if act.log_probs is None else float(act.log_probs[0])
         action = act.actions[0].tolist()
-        is_certain = mode or heat == 0 or spec.head == "deterministic"
         self.spool.append(
             {
                 "kind": DECISION,
@@ -169,7 +168,7 @@ class FallbackPolicy:
                 "log_prob": log_prob,
                 "policy": self.name,
                 "version": self.version,
-                "deterministic": is_certain and not share and spec.head not in ALWAYS_DRAWN,
+                "deterministic": mode.is_mode,
                 "action_mask": None if mask is None else mask[0].tolist(),
                 "package_sha256": self._sha256,
             }
@@ -193,8 +192,8 @@ class FallbackPolicy:
 
     def _resolve_mode(
         self, deterministic: bool | None, temperature: float | None, epsilon: float | None
-    ) -> tuple[bool, float, float]:
-        """Return (take the mode, temperature, epsilon), as the server does for such a request."""
+    ) -> ActingMode:
+        """Return how to act, as the server does for such a request."""
         spec = self._policy.spec
         if (epsilon and isinstance(spec.action_space, Box)) or (
             temperature and spec.head in WITHOUT_DENSITY
@@ -203,7 +202,7 @@ class FallbackPolicy:
                 f"act: found epsilon {epsilon} and temperature {temperature}, which do not apply "
                 f"to the head {spec.head} and its action space. Leave them out."
             )
-        return self._exploration.resolve(deterministic, temperature, epsilon)
+        return self._exploration.resolve(spec.head, deterministic, temperature, epsilon)
 
 
 class SpoolSender:

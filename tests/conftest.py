@@ -5,9 +5,11 @@ import gc
 import importlib.util
 import json
 import os
+import random
 import select
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -43,11 +45,21 @@ _WITHOUT_D3RLPY = "REPLAYLAKE_WITHOUT_D3RLPY"
 # Read by numpy and torch when they are first imported, which is after this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# How wide a command prints, and whether in color, would be the terminal's.
+for _variable in ("COLUMNS", "LINES", "FORCE_COLOR"):
+    os.environ.pop(_variable, None)
+
 # What is collected stays: looking through it for garbage again and again took 5 of 17 s.
 gc.disable()
 
-# How long an example takes tells what else runs on the machine.
-hypothesis.settings.register_profile("replaylake", deadline=None)
+# How long an example takes tells what else runs on the machine. And a run has the examples of the
+# run before: what others would find is found by `--hypothesis-profile random`, and by tests/fuzz.
+_TIMELESS: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}
+hypothesis.settings.register_profile("random", **_TIMELESS)
+hypothesis.settings.register_profile("replaylake", **_TIMELESS, derandomize=True)
 hypothesis.settings.load_profile("replaylake")
 
 
@@ -87,6 +99,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if "shared_data" in getattr(item, "fixturenames", ())]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let each test draw the same numbers, whichever ran before it in its process."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_finish() -> None:
@@ -133,6 +155,15 @@ def chromium_path() -> str:
     found = _find_chromium()
     assert found is not None, "expected chromium: apt-get install chromium"
     return found
+
+
+@pytest.fixture
+def held_port() -> Iterator[int]:
+    """A port of loopback that none gets who wants any; a server may listen on it, and another."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 class S3Server:
@@ -190,7 +221,7 @@ class S3Server:
         """Make a bucket of a new name."""
         name = f"b-{new_ulid()}"
         request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
-        with urllib.request.urlopen(request, timeout=10):
+        with urllib.request.urlopen(request, timeout=60):
             return name
 
     def close(self) -> None:

@@ -89,6 +89,7 @@ _REASONS = {
     "needs a container engine",
     "needs a proxy",
     "needs an account",
+    "needs an MLflow server",
     "needs root",
     "needs rsync",
     "needs Spark",
@@ -265,6 +266,7 @@ class Processes:
         self._logs = folder.parent / f"{folder.name}-logs"
         self._logs.mkdir()
         self._ports: dict[str, int] = {}
+        self._held: list[socket.socket] = []
         self._num_commands = 0
         self._python: subprocess.Popen[str] | None = None
         self.decision_id = "d-F..."
@@ -296,8 +298,12 @@ class Processes:
 
     def _port(self, documented: str) -> int:
         if documented not in self._ports:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self._ports[documented] = free.getsockname()[1]
+            # Bound until the end, so that it stays free for the servers of the page alone.
+            held = socket.socket()
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            self._held.append(held)
+            self._ports[documented] = held.getsockname()[1]
         return self._ports[documented]
 
     def _replace_id(self, match: re.Match[str]) -> str:
@@ -385,12 +391,14 @@ class Processes:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 try:
                     os.killpg(process.pid, number)
-                    process.wait(20)
+                    process.wait(60)
                 except (ProcessLookupError, subprocess.TimeoutExpired):
                     continue
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
+        for held in self._held:
+            held.close()
 
 
 class Runner:
@@ -690,6 +698,7 @@ _PAGES: dict[str, Page] = {
     "docs/HTTP.md": Page(),
     "docs/LABELS.md": Page(),
     "docs/LANGUAGE.md": Page(),
+    "docs/LANGUAGE_ROLLOUTS.md": Page(),
     "docs/LANGUAGE_TRAINING.md": Page(),
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(not_run=2),
@@ -697,12 +706,13 @@ _PAGES: dict[str, Page] = {
     "docs/ONLINE.md": Page(),
     "docs/OPE.md": Page(data=("obd",)),
     "docs/OPERATIONS.md": Page(not_run=2, slow=False),
-    "docs/PACKAGE.md": Page(not_run=6),
+    "docs/PACKAGE.md": Page(not_run=7),
     "docs/RECORDING.md": Page(not_run=10),
     "docs/REPLAY.md": Page(slow=False),
     "docs/SERVING.md": Page(),
     "docs/SQL.md": Page(_prepare_sql, not_run=2, slow=False),
     "docs/STORAGE.md": Page(not_run=1),
+    "docs/TASK_SETS.md": Page(),
     "docs/TRAINING.md": Page(),
     "docs/TRANSFERQUEUE.md": Page(not_run=2, slow=False),
     "docs/TUNING.md": Page(),

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 from pathlib import Path
 from types import ModuleType
 
@@ -139,20 +138,18 @@ def test_saved_priorities_are_restored(lake: rl.Lake) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_served(lake: rl.Lake, script: ModuleType) -> None:
+def test_it_is_served(lake: rl.Lake, script: ModuleType, held_port: int) -> None:
     """Over HTTP, by a policy with a state; the journal of the killed server is committed too."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    options = ("--log-to", "live", "--server", "uvicorn", "--port", port)
+    options = ("--log-to", "live", "--server", "uvicorn", "--port", held_port)
     server = script._start_command(lake, "serve", "counting", *options)
     try:
-        script._wait_for(lambda: script._is_ready(port))
-        with Client(f"http://127.0.0.1:{port}") as client:
+        script._wait_for(lambda: script._is_ready(held_port))
+        with Client(f"http://127.0.0.1:{held_port}") as client:
             first = client.act([0.0, 0.0], episode_id="visit-2", step=0)
             second = client.act([0.0, 0.0], episode_id="visit-2", step=1, state=first.state)
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
     assert second.action == 0
     count = lake.sql("SELECT count(*) AS n FROM live.decisions").to_pylist()
     assert count == [{"n": script.NUM_JOURNALED + 2}]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -30,11 +29,8 @@ def replaylake(answer_of, tmp_path, monkeypatch):
 
 
 @contextmanager
-def served(*arguments):
-    """Serve on a free port; yields a function that posts JSON."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def served(port, *arguments):
+    """Serve on a port; yields a function that posts JSON."""
     url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
         [_COMMAND, "serve", *arguments, "--port", str(port)],
@@ -46,7 +42,7 @@ def served(*arguments):
         request = urllib.request.Request(
             url + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     try:
@@ -62,11 +58,11 @@ def served(*arguments):
         yield post
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 @pytest.mark.slow
-def test_one_observation_goes_round(replaylake, tmp_path):
+def test_one_observation_goes_round(replaylake, tmp_path, held_port):
     receipt = replaylake("ingest", str(_LOG), "--dataset", "cartpole", "--env", "CartPole-v1")
     assert receipt["steps"]["committed"] == 4137
     train = ["train", "offline", "cartpole", "--algorithm", "bc", "--policy", "clone"]
@@ -79,7 +75,7 @@ def test_one_observation_goes_round(replaylake, tmp_path):
     bento = replaylake("policies", "package", "clone", "--output", str(tmp_path / "bento"))
     assert (Path(bento["output"]) / "bento.yaml").is_file()
 
-    with served("clone", "--log-to", "cartpole", "--explore", "epsilon=0.5") as post:
+    with served(held_port, "clone", "--log-to", "cartpole", "--explore", "epsilon=0.5") as post:
         answer = post("/act", {"observation": _OBSERVATION, "episode_id": "visit-1"})
         post(
             "/feedback",

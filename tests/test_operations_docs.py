@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -88,17 +87,15 @@ def test_systemd_accepts_the_units(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_server_starts_answers_and_ends_at_sigterm(lake: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_the_server_starts_answers_and_ends_at_sigterm(lake: Path, held_port: int) -> None:
     command = unit("replaylake-serve.service")["ExecStart"]
     command = command.replace(_INSTALLED, str(_COMMAND)).replace("clone@", "bc@")
-    words = [str(port) if word == "3000" else word for word in shlex.split(command)]
+    words = [str(held_port) if word == "3000" else word for word in shlex.split(command)]
     server = subprocess.Popen(words, env={**os.environ, "REPLAYLAKE_LAKE": str(lake)})
     try:
         for _ in range(600):
             try:
-                url = f"http://127.0.0.1:{port}/readyz"
+                url = f"http://127.0.0.1:{held_port}/readyz"
                 with urllib.request.urlopen(url, timeout=5) as answer:
                     assert answer.status == 200
                 break

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,11 +30,8 @@ def url(bucket, monkeypatch):
 
 
 @contextmanager
-def served(*arguments):
-    """Serve on a free port, in a process group of its own; yields it and a function to post."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def served(port, *arguments):
+    """Serve on a port, in a process group of its own; yields it and a function to post."""
     base = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(
         [_COMMAND, "serve", *arguments, "--port", str(port)],
@@ -48,7 +44,7 @@ def served(*arguments):
         request = urllib.request.Request(
             base + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     try:
@@ -65,7 +61,7 @@ def served(*arguments):
     finally:
         if process.poll() is None:
             process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def process_tree(pid):
@@ -84,7 +80,7 @@ def has_open_files(pid):
     return len(tasks) > 1 or state != "Z"
 
 
-def test_the_loop_on_s3(url, answer_of):
+def test_the_loop_on_s3(url, answer_of, held_port):
     replaylake = answer_of
     receipt = replaylake("ingest", str(_LOG), "--dataset", "cartpole", "--env", "CartPole-v1")
     assert receipt["steps"]["committed"] == 4137
@@ -100,14 +96,14 @@ def test_the_loop_on_s3(url, answer_of):
     )
     assert collected["num_episodes"] == 4
 
-    with served("clone", "--log-to", "cartpole") as (_, post):
+    with served(held_port, "clone", "--log-to", "cartpole") as (_, post):
         first = post("/act", {"observation": _OBSERVATION, "episode_id": "visit-1"})
         decided_s = time.time()
         post(
             "/feedback",
             {"decision_id": first["decision_id"], "reward": -3.5, "terminated": True},
         )
-    with served("clone", "--log-to", "cartpole") as (process, post):
+    with served(held_port, "clone", "--log-to", "cartpole") as (process, post):
         second = post("/act", {"observation": _OBSERVATION, "episode_id": "visit-2"})
         post(
             "/feedback",
@@ -116,7 +112,7 @@ def test_the_loop_on_s3(url, answer_of):
         killed = process_tree(process.pid)
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(120)
         # A killed worker holds its journal's lock for 30-50 ms more.
         while any(map(has_open_files, killed)):
             time.sleep(0.05)

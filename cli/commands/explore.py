@@ -15,6 +15,7 @@ from replaylake.cli.options import (
     InsecureOption,
     JsonOption,
     LakeOption,
+    RolesFileOption,
 )
 from replaylake.cli.output.command_output import CommandOutput, result_stream
 
@@ -80,6 +81,7 @@ def explore(
             "labeling its episodes, and with --allow-promote moving aliases.",
         ),
     ] = None,
+    roles_file: RolesFileOption = None,
     insecure: InsecureOption = False,
     allowed_host: AllowedHostOption = None,
     read_only: Annotated[
@@ -128,6 +130,7 @@ def explore(
         port=port,
         path_prefix=path_prefix.rstrip("/"),
         admin_token_file=admin_token_file,
+        roles_file=roles_file,
         insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
         read_only=read_only,

@@ -327,7 +327,7 @@ def ingest(
             "--follow",
             rich_help_panel=_STREAM,
             help="Commit JSON lines as they arrive on standard input or in a growing file: steps, "
-            "decisions (--format bandit), dialogues (--format transcripts) or rollouts "
+            "decisions (--format bandit or dsjson), dialogues (--format transcripts) or rollouts "
             "(--format nemorl, verifiers or verl).",
         ),
     ] = False,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -16,19 +17,47 @@ from replaylake.cli.options import (
     JsonOption,
     LakeOption,
     NoteOption,
+    name_options,
     user_name,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
+from replaylake.datastore.errors import ReplayLakeError
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.aliases import Move
     from replaylake.datastore.lake.policies.registry import PolicyRef, Registry
     from replaylake.offline.evaluation.ope.promotion import GatedPromotion
     from replaylake.offline.evaluation.ope.promotion_gate import GateNotApplicable, GateResult
+    from replaylake.offline.evaluation.task_sets.gate import TaskGateResult
+    from replaylake.serve.package.mlflow_registry import MlflowRegistry
 
 _EXIT_NO: Final = 3
 _CHAMPION: Final = "champion"
 _GATE: Final = "Gate options"
+_TASKS: Final = "Gate options for samples of tasks"
+# Of the gate options, those that it also has with --measure.
+_COMMON: Final = ("dataset", "where", "alpha", "margin")
+
+MlflowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mlflow",
+        metavar="MODEL",
+        show_default=False,
+        help="Registered model of MLflow whose alias is set too, at the server that "
+        "MLFLOW_TRACKING_URI names. The model version is created if it is missing.",
+    ),
+]
+MlflowSourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mlflow-source",
+        metavar="URI",
+        show_default=False,
+        help="URI of the model's files for a new model version, where they are stored already. By "
+        "default, they are uploaded.",
+    ),
+]
 
 
 def promote(
@@ -55,14 +84,16 @@ def promote(
         bool,
         typer.Option(
             "--gate",
-            help="Promote only if off-policy evaluation finds the version better than the "
-            "champion.",
+            help="Promote only if off-policy evaluation, or with --measure samples of tasks, find "
+            "the version better than the champion.",
         ),
     ] = False,
     force: Annotated[
         bool,
         typer.Option("--force", help="Promote even if the gate refuses; the refusal is recorded."),
     ] = False,
+    mlflow: MlflowOption = None,
+    mlflow_source: MlflowSourceOption = None,
     note: NoteOption = None,
     by: ByOption = None,
     dataset: Annotated[
@@ -71,7 +102,7 @@ def promote(
             "--dataset",
             metavar="NAME[@VERSION]",
             rich_help_panel=_GATE,
-            help="Dataset with the logged episodes to compare on, as NAME[@VERSION].",
+            help="Dataset with the logged episodes, or samples, to compare on, as NAME[@VERSION].",
         ),
     ] = None,
     where: Annotated[
@@ -131,7 +162,7 @@ def promote(
             "--margin",
             metavar="M",
             rich_help_panel=_GATE,
-            help="Minimum improvement, in units of the return.",
+            help="Minimum improvement, in units of the return, or of the measure.",
         ),
     ] = 0.0,
     holdout: Annotated[
@@ -179,6 +210,33 @@ def promote(
             help="Random seed.",
         ),
     ] = 0,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            "--measure",
+            metavar="NAME",
+            rich_help_panel=_TASKS,
+            help="Compare samples of tasks that both have made, by pass@1, pass@K or mean reward.",
+        ),
+    ] = None,
+    task: Annotated[
+        str,
+        typer.Option(
+            "--task",
+            metavar="SQL",
+            rich_help_panel=_TASKS,
+            help="Expression over the columns of steps that names an episode's task.",
+        ),
+    ] = "group_id",
+    success: Annotated[
+        str,
+        typer.Option(
+            "--success",
+            metavar="SQL",
+            rich_help_panel=_TASKS,
+            help="Condition over episodes and their steps that holds where a sample passed.",
+        ),
+    ] = "return > 0",
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -186,14 +244,16 @@ def promote(
     """Set an alias to a version, optionally after a gate.
 
     With --gate, the version is compared with the champion on the same held-out episodes, by
-    off-policy evaluation. Exit code 3 if it is not better, or if the log does not support the
-    comparison.
+    off-policy evaluation; with --measure, on samples of the same tasks, as evaluate --dataset
+    has them. Exit code 3 if it is not better, or if the data does not support the comparison.
 
     Example:
       replaylake promote clone:3 --to champion --gate --dataset live --explore epsilon=0.05
+      replaylake promote agent:2 --to champion --gate --dataset math --measure pass@1
       replaylake promote clone:3 --to challenger --note 'ten times the data'
     """
-    _check_gate_options(context, gate=gate, force=force, dataset=dataset)
+    _check_gate_options(context, gate=gate, force=force, dataset=dataset, measure=measure)
+    elsewhere = _open_mlflow(mlflow, mlflow_source)
     from replaylake.datastore.lake.policies.exploration import parse_exploration
 
     exploration = parse_exploration(explore)
@@ -206,8 +266,9 @@ def promote(
     now_at = registry.alias_version(ref.name, to)
     if now_at == ref.version:
         body = {"promoted": False, "policy": ref.name, "version": ref.version, "alias": to}
-        report.print_result(
-            {**body, "move": None, "gate": None}, [f"{ref.name}@{to} is {ref} already"]
+        lines = [f"{ref.name}@{to} is {ref} already"]
+        _report_move(
+            report, {**body, "move": None, "gate": None}, lines, registry, ref, to, elsewhere
         )
         return
     who = by or user_name()
@@ -224,7 +285,7 @@ def promote(
             "gate": None,
             "evaluation_id": None,
         }
-        report.print_result(body, [_format_move(moved)])
+        _report_move(report, body, [_format_move(moved)], registry, ref, to, elsewhere)
         return
     from replaylake.datastore.lake.holdout import Holdout
     from replaylake.offline.evaluation.ope.evaluation_request import (
@@ -233,21 +294,29 @@ def promote(
     )
     from replaylake.offline.evaluation.ope.fqe_config import FQEConfig
     from replaylake.offline.evaluation.ope.promotion import promote_through_gate
+    from replaylake.offline.evaluation.task_sets.gate import TaskGateRequest
+    from replaylake.offline.evaluation.task_sets.task_set import TaskSetRequest
 
-    request = EvaluationRequest(
-        dataset=str(dataset),
-        policy=str(ref),
-        where=where,
-        reward=reward,
-        discount=gamma,
-        holdout=None if holdout is None else Holdout(holdout),
-        exploration=exploration,
-        estimators=tuple(estimator) if estimator else None,
-        ignore_masks=ignore_masks,
-        unseen=unseen,
-        seed=seed,
-        fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
-    )
+    request: EvaluationRequest | TaskGateRequest
+    if measure is not None:
+        passed = None if _is_default(context, "success") else success
+        samples = TaskSetRequest(str(dataset), task=task, success=passed, where=where)
+        request = TaskGateRequest(samples, measure)
+    else:
+        request = EvaluationRequest(
+            dataset=str(dataset),
+            policy=str(ref),
+            where=where,
+            reward=reward,
+            discount=gamma,
+            holdout=None if holdout is None else Holdout(holdout),
+            exploration=exploration,
+            estimators=tuple(estimator) if estimator else None,
+            ignore_masks=ignore_masks,
+            unseen=unseen,
+            seed=seed,
+            fqe=FQEConfig() if updates is None else FQEConfig(updates=updates),
+        )
     with report.progress("reading the steps", "") as progress:
         done = promote_through_gate(
             store,
@@ -263,9 +332,11 @@ def promote(
         )
     if done.unsaved is not None:
         report.print_message(f"the report is not saved in the lake: {done.unsaved}")
-    report.print_result(done.to_json(), _promotion_lines(done))
+    lines = list(_promotion_lines(done))
     if done.move is None:
+        report.print_result({**done.to_json(), "mlflow": None}, lines)
         raise typer.Exit(_EXIT_NO)
+    _report_move(report, done.to_json(), lines, registry, ref, to, elsewhere)
 
 
 def rollback(
@@ -296,6 +367,8 @@ def rollback(
             "twice.",
         ),
     ] = None,
+    mlflow: MlflowOption = None,
+    mlflow_source: MlflowSourceOption = None,
     note: NoteOption = None,
     by: ByOption = None,
     lake: LakeOption = DEFAULT_LAKE,
@@ -310,6 +383,7 @@ def rollback(
       replaylake rollback clone --note 'returns fell since noon'
       replaylake rollback clone --from-version 3 --to-version 1
     """
+    elsewhere = _open_mlflow(mlflow, mlflow_source)
     from replaylake.datastore.lake.lake import open_lake
 
     report = CommandOutput(as_json)
@@ -322,7 +396,70 @@ def rollback(
         by=by or user_name(),
         note=note,
     )
-    report.print_result({"move": move.to_json()}, [_format_move(move)])
+    body, lines = {"move": move.to_json()}, [_format_move(move)]
+    if elsewhere is None:
+        report.print_result({**body, "mlflow": None}, lines)
+        return
+    ref = registry.resolve(f"{move.policy}:{move.to_version}")
+    _report_move(report, body, lines, registry, ref, alias, elsewhere)
+
+
+def _open_mlflow(model: str | None, source: str | None) -> MlflowRegistry | None:
+    """Return MLflow's registry where it is configured, before anything is moved.
+
+    Raises: typer.BadParameter (exit 2), ConfigInvalidError.
+    """
+    if source is not None and model is None:
+        raise typer.BadParameter("requires --mlflow.", param_hint="--mlflow-source")
+    if model is None:
+        return None
+    if not model.strip():
+        raise typer.BadParameter(
+            "found an empty one, expected the name of a registered model.", param_hint="--mlflow"
+        )
+    from replaylake.serve.package.mlflow_registry import MlflowRegistry
+
+    return MlflowRegistry(model, source)
+
+
+def _report_move(
+    report: CommandOutput,
+    body: dict[str, Any],
+    lines: list[str],
+    registry: Registry,
+    ref: PolicyRef,
+    alias: str,
+    elsewhere: MlflowRegistry | None,
+) -> None:
+    """Print a promotion, and repeat it in MLflow where that is configured.
+
+    The alias of the lake stays as it is whatever MLflow does. Raises: typer.Exit (1) if MLflow
+    failed.
+    """
+    result: dict[str, Any] | None = None
+    failure: str | None = None
+    if elsewhere is not None:
+        try:
+            with report.waiting(f"setting {alias} in MLflow"):
+                found = elsewhere.set_alias(registry, ref, alias)
+        except (ReplayLakeError, OSError) as error:
+            words = ["promote", str(ref), "--to", alias, "--mlflow", elsewhere.model]
+            failure = name_options(
+                f"MLflow: {elsewhere.model}@{alias} is not set: {error}. The lake's "
+                f"{ref.name}@{alias} is {ref}. Repeat it for MLflow: replaylake {shlex.join(words)}"
+            )
+            result = {"error": failure}
+        else:
+            result = found.to_json()
+            new = ", a new version" if found.is_created else ""
+            lines = [
+                *lines,
+                f"MLflow: {found.model}@{alias} is version {found.version}{new}: {found.url}",
+            ]
+    report.print_result({**body, "mlflow": result}, lines)
+    if failure is not None:
+        report.print_message(f"error: {failure}")
+        raise typer.Exit(1)
 
 
 def _candidate(registry: Registry, text: str) -> PolicyRef:
@@ -331,7 +468,7 @@ def _candidate(registry: Registry, text: str) -> PolicyRef:
 
 
 def _check_gate_options(
-    context: typer.Context, *, gate: bool, force: bool, dataset: str | None
+    context: typer.Context, *, gate: bool, force: bool, dataset: str | None, measure: str | None
 ) -> None:
     """Refuse options that mean nothing together. Raises: typer.BadParameter (exit 2)."""
     if gate and dataset is None:
@@ -339,20 +476,45 @@ def _check_gate_options(
             "required with --gate: the episodes to compare the policies on.", param_hint="--dataset"
         )
     if gate:
+        _check_measure_options(context, measure)
         return
     if force:
         raise typer.BadParameter(
             "requires --gate, whose refusal it overrides.", param_hint="--force"
         )
     for parameter in context.command.params:
-        source = context.get_parameter_source(str(parameter.name))
-        is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and getattr(parameter, "rich_help_panel", None) == _GATE:
+        is_of_gate = getattr(parameter, "rich_help_panel", None) in (_GATE, _TASKS)
+        if is_of_gate and not _is_default(context, str(parameter.name)):
             raise typer.BadParameter("requires --gate.", param_hint=parameter.opts[0])
 
 
+def _check_measure_options(context: typer.Context, measure: str | None) -> None:
+    """Refuse options of the other kind of gate. Raises: typer.BadParameter (exit 2)."""
+    for parameter in context.command.params:
+        panel, name = getattr(parameter, "rich_help_panel", None), str(parameter.name)
+        if _is_default(context, name):
+            continue
+        if measure is None and panel == _TASKS:
+            raise typer.BadParameter("requires --measure.", param_hint=parameter.opts[0])
+        if measure is not None and panel == _GATE and name not in _COMMON:
+            raise typer.BadParameter(
+                "cannot be used with --measure, which compares samples of the policies themselves.",
+                param_hint=parameter.opts[0],
+            )
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is None or source.name != "COMMANDLINE"
+
+
 def _promotion_lines(done: GatedPromotion) -> Iterator[str]:
-    yield from gate_lines(done.gate)
+    from replaylake.offline.evaluation.task_sets.gate import TaskGateResult
+
+    if isinstance(done.gate, TaskGateResult):
+        yield from _task_gate_lines(done.gate)
+    else:
+        yield from gate_lines(done.gate)
     if done.move is None:
         yield (
             f"{done.candidate} is not promoted to {done.alias}: use --force to promote it anyway"
@@ -395,7 +557,9 @@ def gate_lines(gate: GateResult | GateNotApplicable) -> Iterator[str]:
     if report.left_out:
         drops = ", ".join(f"{num:,} {reason}" for reason, num in report.left_out.items())
         yield f"  left out: {drops}"
-    for note in (*report.notes, *(gate.champion.notes if gate.champion is not None else ())):
+    # What is said of the log is in both.
+    champion_notes = gate.champion.notes if gate.champion is not None else ()
+    for note in dict.fromkeys((*report.notes, *champion_notes)):
         yield f"  note: {note}"
     is_lacking = any(one.no_interval for one in gate.comparisons)
     rows = [
@@ -418,6 +582,33 @@ def gate_lines(gate: GateResult | GateNotApplicable) -> Iterator[str]:
     for who, one in (("candidate", report), ("champion", gate.champion)):
         if one is not None:
             yield f"{who}: {one.verdict}"
+    for reason in gate.reasons:
+        yield f"{'passed' if gate.passed else 'refused'}: {reason}"
+
+
+def _task_gate_lines(gate: TaskGateResult) -> Iterator[str]:
+    report, comparison = gate.report, gate.comparison
+    if report is not None and comparison is not None:
+        candidate = report.policies[-1].samples.policy
+        against = f" against {report.policies[0].samples.policy}" if gate.has_champion else ""
+        yield (
+            f"{candidate}{against} on {report.dataset}@{report.version}, "
+            f"{count(comparison.num_tasks, 'task')}"
+        )
+        if not gate.has_champion:
+            yield f"{candidate.name} has no champion to compare with: compared with the margin"
+        row = {
+            "estimator": comparison.estimator,
+            "candidate": _round_digits(comparison.candidate),
+            "champion": _round_digits(comparison.against),
+            "difference": _round_digits(comparison.difference),
+            "from": _round_digits(comparison.low),
+            "to": _round_digits(comparison.high),
+        }
+        if not gate.has_champion:
+            del row["champion"], row["difference"]
+        yield ""
+        yield from table_lines([row], list(row))
     for reason in gate.reasons:
         yield f"{'passed' if gate.passed else 'refused'}: {reason}"
 

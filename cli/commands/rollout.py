@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from replaylake.cli.config import parse_literal
 from replaylake.cli.options import (
     DEFAULT_LAKE,
     DebugOption,
@@ -21,9 +23,14 @@ from replaylake.cli.run_options import EnvRunner
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake
+    from replaylake.online.generating.chat import LanguageModel
     from replaylake.online.rollout import RolloutReceipt
+    from replaylake.online.rollout_language import LanguageRolloutReceipt
 
 _RANDOM = "random"
+_EPISODES = 100
+# The heading of the options for rollouts of a language model, in --help.
+_LANGUAGE = "Language models"
 
 
 def rollout(
@@ -65,7 +72,7 @@ def rollout(
     episodes: Annotated[
         int,
         typer.Option("--episodes", metavar="N", min=1, help="Number of whole episodes to collect."),
-    ] = 100,
+    ] = _EPISODES,
     workers: Annotated[
         int,
         typer.Option(
@@ -117,6 +124,123 @@ def rollout(
         ),
     ] = None,
     env_args: EnvArgsOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            rich_help_panel=_LANGUAGE,
+            metavar="DIR|NAME",
+            help="Language model that acts: a directory that transformers wrote; with --upstream, "
+            "the engine's name of it.",
+            show_default=False,
+        ),
+    ] = None,
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            "--upstream",
+            rich_help_panel=_LANGUAGE,
+            metavar="URL",
+            help="Engine of the language model, with OpenAI's chat completions: its base URL.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            rich_help_panel=_LANGUAGE,
+            metavar="NAME",
+            help="Engine whose fields request token ids and log-probs: vllm, sglang, llama.cpp, or "
+            "openai, which requests none.",
+            show_default="auto",
+        ),
+    ] = None,
+    upstream_key_env: Annotated[
+        str | None,
+        typer.Option(
+            "--upstream-key-env",
+            rich_help_panel=_LANGUAGE,
+            metavar="VARIABLE",
+            help="Environment variable with the engine's key.",
+            show_default=False,
+        ),
+    ] = None,
+    policy_version: Annotated[
+        int | None,
+        typer.Option(
+            "--policy-version",
+            rich_help_panel=_LANGUAGE,
+            metavar="N",
+            min=0,
+            help="Version of the language model, recorded with each step; 0 for --model DIR.",
+            show_default=False,
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            rich_help_panel=_LANGUAGE,
+            metavar="FILE|MODULE:NAME",
+            help="Tasks: a file of JSON lines, or a list or function in a module. By default "
+            "`tasks` in the module of --env.",
+            show_default=False,
+        ),
+    ] = None,
+    num_tasks: Annotated[
+        int | None,
+        typer.Option(
+            "--num-tasks",
+            rich_help_panel=_LANGUAGE,
+            metavar="N",
+            min=1,
+            help="Number of tasks, the first ones; for a Gymnasium environment, of seeds.",
+            show_default=False,
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples",
+            rich_help_panel=_LANGUAGE,
+            metavar="N",
+            min=1,
+            help="Number of rollouts of each task, which are a group.",
+            show_default="1",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            "--concurrency",
+            rich_help_panel=_LANGUAGE,
+            metavar="N",
+            min=1,
+            help="Number of rollouts at a time.",
+            show_default="16",
+        ),
+    ] = None,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sampling",
+            rich_help_panel=_LANGUAGE,
+            metavar="KEY=VALUE",
+            help="Sampling parameter: temperature, max_tokens, or one of the engine's. Repeatable.",
+        ),
+    ] = None,
+    producer: Annotated[
+        str | None,
+        typer.Option(
+            "--producer",
+            rich_help_panel=_LANGUAGE,
+            metavar="NAME",
+            help="Name to record the rollouts under. A command with the same name makes those that "
+            "are not recorded yet.",
+            show_default=False,
+        ),
+    ] = None,
     env_runner: Annotated[
         EnvRunner,
         typer.Option(
@@ -131,12 +255,58 @@ def rollout(
     """Collect episodes with a policy.
 
     Each step is stored with the policy that acted and its log-probability. The same seed gives the
-    same episodes, with any number of workers. Creates the lake if there is none.
+    same episodes, with any number of workers. Creates the lake if there is none. With --model or
+    --upstream, a language model acts (docs/LANGUAGE_ROLLOUTS.md).
 
     Example:
       replaylake rollout --env CartPole-v1 --policy random --episodes 1000 --dataset cartpole
       replaylake rollout --env CartPole-v1 --policy clone --workers 2 --seed 0 --dataset cartpole
+      replaylake rollout --env sums:play --tasks sums.jsonl --model base --samples 8 --dataset sums
     """
+    language = {
+        "--engine": engine,
+        "--upstream-key-env": upstream_key_env,
+        "--policy-version": policy_version,
+        "--tasks": tasks,
+        "--num-tasks": num_tasks,
+        "--samples": samples,
+        "--concurrency": concurrency,
+        "--sampling": sampling or None,
+        "--producer": producer,
+    }
+    if model is not None or upstream is not None:
+        others = {
+            "--policy": None if policy == _RANDOM else policy,
+            "--agent-policy": agent_policy or None,
+            "--episodes": None if episodes == _EPISODES else episodes,
+            "--workers": workers or None,
+            "--address": address,
+            "--explore": explore,
+        }
+        _refuse_options(others, "found it beside a language model, expected neither")
+        _rollout_language(
+            CommandOutput(as_json),
+            lake,
+            dataset,
+            (model, upstream, engine, upstream_key_env, policy_version),
+            {
+                "env": env,
+                "env_args": parse_env_args(env_args),
+                "tasks": tasks,
+                "num_tasks": num_tasks,
+                "samples": samples,
+                "concurrency": concurrency,
+                "seed": seed,
+                "sampling": {
+                    key: parse_literal(text, "--sampling", key)
+                    for key, text in parse_pairs(sampling or [], "--sampling").items()
+                },
+                "producer": producer,
+            },
+        )
+        return
+    _refuse_options(language, "found it without a language model, expected --model or --upstream")
+
     from replaylake.datastore.lake.policies.exploration import parse_exploration
     from replaylake.offline.callbacks import Callbacks
     from replaylake.online.collecting.worker import RolloutConfig
@@ -171,6 +341,124 @@ def rollout(
             ),
         )
     report.print_result(receipt.to_json(), _summary(receipt))
+
+
+def _refuse_options(options: Mapping[str, object], reason: str) -> None:
+    """Refuse options of the other kind of rollout. Raises: typer.BadParameter."""
+    for name, value in options.items():
+        if value is not None:
+            raise typer.BadParameter(f"{reason}.", param_hint=name)
+
+
+def _rollout_language(
+    report: CommandOutput,
+    lake: str,
+    dataset: str,
+    model: tuple[str | None, str | None, str | None, str | None, int | None],
+    given: Mapping[str, Any],
+) -> None:
+    """Let a language model act. model: name, upstream, engine, key's variable, version."""
+    from replaylake.cli.output.watch import watchers
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.offline.callbacks import Callbacks, RunStart
+    from replaylake.offline.running.training.interruption import RunInterrupted
+    from replaylake.online.rollout_language import (
+        LanguageRolloutConfig,
+        LanguageRolloutProgress,
+        rollout_language,
+    )
+
+    values = {key: value for key, value in given.items() if value is not None}
+    config = LanguageRolloutConfig(**values)
+    loaded = _load_model(*model)
+    store = open_lake(lake, create=True)
+    with (
+        watchers(report, store, wandb_project=None) as watch,
+        report.progress("rollouts", "") as progress,
+    ):
+
+        def tell_start(start: RunStart) -> None:
+            before = f", which has {count(start.update, 'rollout')}" if start.resumed else ""
+            report.print_message(f"run {start.run_id}{before}")
+            watch.begin(start.run_id, resumed_after=start.update if start.resumed else None)
+
+        def tell(now: LanguageRolloutProgress) -> None:
+            reward = "" if now.mean_reward is None else f"reward {number_text(now.mean_reward)}  "
+            failed = f"{now.num_failed} failed  " if now.num_failed else ""
+            note = f"{reward}{failed}{now.tokens_per_s:,.0f} tokens/s"
+            progress(now.num_rollouts, now.rollouts, note)
+
+        try:
+            receipt = rollout_language(
+                store,
+                dataset,
+                loaded,
+                config,
+                callbacks=Callbacks(on_start=tell_start, on_progress=tell, on_metrics=watch),
+            )
+        except RunInterrupted as interrupted:
+            name = config.producer or f"rollout/{interrupted.run_id}"
+            report.print_message(f"the same command with --producer {name} makes the others")
+            raise
+    report.print_result(receipt.to_json(), _summarize_language(receipt))
+
+
+def _load_model(
+    name: str | None,
+    upstream: str | None,
+    engine: str | None,
+    key_env: str | None,
+    policy_version: int | None,
+) -> LanguageModel:
+    if upstream is None:
+        _refuse_options(
+            {"--engine": engine, "--upstream-key-env": key_env},
+            "found it without an engine, expected --upstream",
+        )
+        from replaylake.offline.language.local_model import LocalModel
+
+        return LocalModel(name or "", policy_version=policy_version or 0)
+    from replaylake.serve.gateway.engine_model import EngineModel
+
+    key = None
+    if key_env is not None and not (key := os.environ.get(key_env, "").strip()):
+        raise typer.BadParameter(
+            f"found no key in the variable {key_env}, expected the engine's key.",
+            param_hint="--upstream-key-env",
+        )
+    return EngineModel(
+        upstream,
+        name=name,
+        engine=engine or "auto",
+        api_key=key,
+        policy_version=policy_version,
+    )
+
+
+def _summarize_language(receipt: LanguageRolloutReceipt) -> Iterator[str]:
+    before = receipt.num_recorded_before
+    yield (
+        f"{receipt.dataset}@{receipt.version}: {count(receipt.num_rollouts, 'rollout')} of "
+        f"{count(receipt.num_tasks, 'task')}, {count(receipt.num_turns, 'generation')}, "
+        f"{count(receipt.num_completion_tokens, 'token')} generated"
+        + (f"; {before:,} rollouts recorded before" if before else "")
+    )
+    rates = {
+        "mean reward": receipt.mean_reward,
+        "pass rate": receipt.pass_rate,
+        "of groups": receipt.group_pass_rate,
+    }
+    known = [f"{name} {number_text(rate)}" for name, rate in rates.items() if rate is not None]
+    counts = {
+        "failed": receipt.num_failed,
+        "filtered": receipt.num_filtered,
+        "truncated": receipt.num_truncated,
+    }
+    known += [f"{num:,} {name}" for name, num in counts.items() if num]
+    yield (
+        f"  {', '.join([*known, f'{receipt.tokens_per_s:,.0f} tokens/s'])}; "
+        f"producer {receipt.producer}, seed {receipt.seed}"
+    )
 
 
 def _lake(url: str, policies: Sequence[str]) -> Lake:

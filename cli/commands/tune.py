@@ -42,6 +42,14 @@ def tune(
             help="Resume a killed or interrupted sweep, by its id; takes no file.",
         ),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="File to plot the means and differences to: a .png, .svg or .pdf.",
+        ),
+    ] = None,
     lake: LakeOption = DEFAULT_LAKE,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -64,6 +72,10 @@ def tune(
             param_hint="CONFIG.toml",
         )
     options = read_options(config, [])
+    if plot is not None:
+        from replaylake.cli.output.curves import check_picture
+
+        check_picture(plot)
 
     # After the options are parsed: torch takes a second to import.
     from replaylake.datastore.lake.lake import open_lake
@@ -91,6 +103,11 @@ def tune(
     except RunInterrupted as interrupted:
         report.print_message(f"`replaylake tune --resume {interrupted.run_id}` goes on")
         raise
+    if plot is not None:
+        from replaylake.cli.output.forest import draw_combinations
+
+        draw_combinations(plot, result)
+        report.print_message(f"drew {plot}")
     report.print_result(result.to_json(), _lines(result))
 
 
@@ -119,7 +136,7 @@ def _trial_line(progress: TrialProgress) -> str:
 
 def _lines(result: SweepResult) -> Iterator[str]:
     names = list(result.combinations[0].options)
-    columns = (*names, "mean", "ci_low", "ci_high", "seeds", "policy")
+    columns = (*names, "mean", "ci_low", "ci_high", "difference", "seeds", "policy")
     rows = [_row(combination) for combination in result.combinations]
     yield f"{result.value}, {'more' if result.mode == 'max' else 'less'} is better:"
     yield from table_lines(rows, columns)
@@ -144,6 +161,7 @@ def _row(combination: Combination) -> dict[str, Any]:
         "mean": combination.mean,
         "ci_low": combination.ci_low,
         "ci_high": combination.ci_high,
+        "difference": combination.difference,
         "seeds": f"{combination.num_done}/{combination.num_seeds}",
         "policy": combination.policy,
     }

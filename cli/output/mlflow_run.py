@@ -1,30 +1,21 @@
 """MLflow: send a run's parameters and metrics to a tracking server through its REST API.
 
-A thread sends them, so that training never waits for the network. MLflow's library would add a web
-server and a database for six requests. They go to the server that MLFLOW_TRACKING_URI names, with
-the credentials of MLflow's own variables.
+A thread sends them, so that training never waits for the network. They go to the server that
+MLFLOW_TRACKING_URI names, with the credentials of MLflow's own variables.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import os
 import queue
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
-from urllib.parse import urlencode, urlsplit
 
-from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
-from replaylake.datastore.version import VERSION
+from replaylake.serve.package.mlflow_api import RUN_TAG, MlflowError, MlflowServer
 
-_API: Final = "/api/2.0/mlflow"
-_TIMEOUT_S: Final = 10.0
 # How long the end of a run waits for metrics that are not sent yet.
 _CLOSE_TIMEOUT_S: Final = 15.0
 _ROUND_S: Final = 1.0
@@ -32,22 +23,12 @@ _ROUND_S: Final = 1.0
 _MAX_METRICS: Final = 1000
 _MAX_PARAMS: Final = 100
 _MAX_PARAM_CHARS: Final = 6000
-_NOT_FOUND: Final = 404
 # Statuses that are retried; others are permanent.
 _TRANSIENT: Final = frozenset((408, 429, 500, 502, 503, 504))
-_RUN_TAG: Final = "replaylake.run_id"
 # Fields of a run's record that change while it runs, or are no parameters.
 _NO_PARAMETERS: Final = frozenset(
     ("run_id", "status", "started_ms", "ended_ms", "policy_version", "metrics", "evaluation")
 )
-
-
-class MlflowError(ReplayLakeError):
-    """The tracking server refused a request or did not answer. status: None without an answer."""
-
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class MlflowRun:
@@ -58,17 +39,8 @@ class MlflowRun:
 
         Raises: ConfigInvalidError if MLFLOW_TRACKING_URI is not an http or https URL.
         """
-        uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip().rstrip("/")
-        parts = urlsplit(uri)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigInvalidError(
-                f"MLflow: MLFLOW_TRACKING_URI: found {uri!r}, expected the URL of a tracking "
-                "server, for example http://127.0.0.1:5000. Set it."
-            )
-        self._uri, self._experiment, self._on_failure = uri, experiment, on_failure
-        self._headers = {"Content-Type": "application/json", "User-Agent": f"replaylake/{VERSION}"}
-        if authorization := _read_credentials():
-            self._headers["Authorization"] = authorization
+        self._server = MlflowServer.from_environment()
+        self._experiment, self._on_failure = experiment, on_failure
         self._points: queue.Queue[tuple[int, int, Mapping[str, float]] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._is_closing, self._num_unsent = threading.Event(), 0
@@ -80,11 +52,11 @@ class MlflowRun:
 
         record: the run's record in the registry; its fields become parameters. Raises: MlflowError.
         """
-        experiment_id = self._find_experiment()
+        experiment_id = self._server.find_experiment(self._experiment)
         known = self._find_run(experiment_id, run_id)
         if known is None:
             tags = {
-                _RUN_TAG: run_id,
+                RUN_TAG: run_id,
                 "mlflow.source.name": "replaylake",
                 "mlflow.source.type": "LOCAL",
             }
@@ -94,12 +66,12 @@ class MlflowRun:
                 "start_time": _now_ms(),
                 "tags": [{"key": key, "value": value} for key, value in tags.items()],
             }
-            self.run_id = self._request("runs/create", body)["run"]["info"]["run_id"]
+            self.run_id = self._server.request("runs/create", body)["run"]["info"]["run_id"]
             self._log_parameters(record)
         else:
             self.run_id = known
-            self._request("runs/update", {"run_id": known, "status": "RUNNING"})
-        self.url = f"{self._uri}/#/experiments/{experiment_id}/runs/{self.run_id}"
+            self._server.request("runs/update", {"run_id": known, "status": "RUNNING"})
+        self.url = f"{self._server.url}/#/experiments/{experiment_id}/runs/{self.run_id}"
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -119,9 +91,9 @@ class MlflowRun:
         self._thread.join(_CLOSE_TIMEOUT_S)
         num = self._num_unsent + self._points.qsize()
         if self._thread.is_alive() or num:
-            raise MlflowError(f"{self._uri}: {num:,} points of metrics were not sent")
+            raise MlflowError(f"{self._server.url}: {num:,} points of metrics were not sent")
         body = {"run_id": self.run_id, "status": status, "end_time": _now_ms()}
-        self._request("runs/update", body)
+        self._server.request("runs/update", body)
 
     def _run(self) -> None:
         pending: list[dict[str, Any]] = []
@@ -134,7 +106,7 @@ class MlflowRun:
             try:
                 while pending:
                     body = {"run_id": self.run_id, "metrics": pending[:_MAX_METRICS]}
-                    self._request("runs/log-batch", body)
+                    self._server.request("runs/log-batch", body)
                     del pending[:_MAX_METRICS]
             except MlflowError as error:
                 self._num_unsent = len(pending)
@@ -166,25 +138,13 @@ class MlflowRun:
             return False
         return True
 
-    def _find_experiment(self) -> str:
-        query = urlencode({"experiment_name": self._experiment})
-        try:
-            found = self._request(f"experiments/get-by-name?{query}")["experiment"]
-        except MlflowError as error:
-            if error.status != _NOT_FOUND:
-                raise
-            return str(
-                self._request("experiments/create", {"name": self._experiment})["experiment_id"]
-            )
-        return str(found["experiment_id"])
-
     def _find_run(self, experiment_id: str, run_id: str) -> str | None:
         body = {
             "experiment_ids": [experiment_id],
-            "filter": f"tags.`{_RUN_TAG}` = '{run_id}'",
+            "filter": f"tags.`{RUN_TAG}` = '{run_id}'",
             "max_results": 1,
         }
-        runs = self._request("runs/search", body).get("runs") or []
+        runs = self._server.request("runs/search", body).get("runs") or []
         return runs[0]["info"]["run_id"] if runs else None
 
     def _log_parameters(self, record: Mapping[str, Any]) -> None:
@@ -195,33 +155,7 @@ class MlflowRun:
         ]
         for begin in range(0, len(found), _MAX_PARAMS):
             body = {"run_id": self.run_id, "params": found[begin : begin + _MAX_PARAMS]}
-            self._request("runs/log-batch", body)
-
-    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._uri}{_API}/{path}", data, self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
-                answer: dict[str, Any] = json.loads(response.read() or b"{}")
-        except urllib.error.HTTPError as error:
-            with error:
-                reason = _read_reason(error.read(4096)) or error.reason
-            text = f"{self._uri}: {path.partition('?')[0]}: status {error.code}, {reason}"
-            raise MlflowError(text, error.code) from error
-        except (OSError, ValueError) as error:
-            raise MlflowError(f"{self._uri}: {path.partition('?')[0]}: {error}") from error
-        return answer
-
-
-def _read_credentials() -> str | None:
-    """Return the Authorization header for MLflow's variables; None without credentials."""
-    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-        return f"Bearer {token}"
-    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
-    if not user:
-        return None
-    pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
-    return f"Basic {base64.b64encode(pair.encode()).decode()}"
+            self._server.request("runs/log-batch", body)
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -250,13 +184,6 @@ def _to_number(value: float) -> float | str:
     if math.isinf(value):
         return "Infinity" if value > 0 else "-Infinity"
     return float(value)
-
-
-def _read_reason(data: bytes) -> str:
-    try:
-        return str(json.loads(data)["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 def _now_ms() -> int:

@@ -17,10 +17,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from replaylake.cli.output.command_output import CommandOutput
-from replaylake.cli.output.mlflow_run import MlflowError, MlflowRun
+from replaylake.cli.output.mlflow_run import MlflowRun
 from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError
 from replaylake.datastore.interchange.formats.rlds.tfrecord import mask_crc
 from replaylake.datastore.lake.runs.metrics import RUNS
+from replaylake.serve.package.mlflow_api import MlflowError
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.lake import Lake

@@ -118,6 +118,11 @@ def is_media_column(name: str, kind: pa.DataType) -> bool:
     return name == MESSAGE_MEDIA and bool(kind.equals(MEDIA_TYPE))
 
 
+def read_reference(payload: str) -> str | None:
+    """Return the sha256 that a message has in the place of a file's base64; None for base64."""
+    return payload.removeprefix(_PREFIX) if _REFERENCE.fullmatch(payload) else None
+
+
 class CommittedMedia:
     """Remembers which files a writer has committed, and for which episodes.
 

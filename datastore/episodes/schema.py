@@ -97,6 +97,11 @@ _TOKENIZER_KEY: Final = "replaylake.tokenizer"
 TRACE_ID: Final = "trace_id"
 SPAN_IDS: Final = "span_ids"
 
+# Further columns of steps whose candidate actions have features of their own: a JSON object for
+# each, and the probability with which the event was dropped from the log.
+ACTION_FEATURES: Final = "action_features"
+PDROP: Final = "pdrop"
+
 # Names that the SQL views add.
 _VIEW_COLUMNS: Final = ("next_observation",)
 # Delta has no unsigned integers and no float16: they are widened at the door.

@@ -100,6 +100,27 @@ Text = str | Message | Sequence[Message]
 """A text, a message, or messages."""
 
 
+@dataclass(frozen=True)
+class Generation:
+    """What a model generated for some messages.
+
+    message: that of the assistant, as OpenAI's API has it. prompt_ids and completion_ids: token ids
+    int [P] and [N], None where the engine returns none. log_probs: [N], ln of the probability that
+    each id was sampled with. num_prompt_tokens and num_completion_tokens: None if unknown.
+    """
+
+    message: Message
+    finish_reason: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    completion_ids: Sequence[int] | None = None
+    log_probs: Sequence[float] | None = None
+    completion_id: str | None = None
+    policy: str | None = None
+    policy_version: int | None = None
+    num_prompt_tokens: int | None = None
+    num_completion_tokens: int | None = None
+
+
 class RolloutFacts(TypedDict, total=False):
     """What all steps of a rollout have in common; see docs/RECORDING.md."""
 

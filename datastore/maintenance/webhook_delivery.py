@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -60,6 +60,11 @@ _STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r
 _MAX_SKIPPED: Final = 1_000
 _MAX_THREADS: Final = 8
 _logger = logging.getLogger(__name__)
+_Addresses = list[tuple[Any, ...]]
+# Lookups that have not ended, by host and port. A resolver that does not answer holds one thread
+# for each host, however often it is retried.
+_lookups: dict[tuple[str, int], Future[_Addresses]] = {}
+_lookups_lock: Final = threading.Lock()
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 # IPv4 addresses as a NAT64 gateway translates them (RFC 6052).
 _NAT64: Final = ipaddress.ip_network("64:ff9b::/96")
@@ -298,6 +303,7 @@ def _post(url: str, headers: Mapping[str, str], body: bytes, allow_private: bool
     connection = _connect(host, port, allow_private, deadline)
     try:
         if parts.scheme == "https":
+            # The timeout is that of the whole handshake, not of each read.
             connection.settimeout(_remaining(deadline))
             context = ssl.create_default_context()
             connection = context.wrap_socket(connection, server_hostname=host)
@@ -310,7 +316,7 @@ def _post(url: str, headers: Mapping[str, str], body: bytes, allow_private: bool
 
 def _connect(host: str, port: int, allow_private: bool, deadline: float) -> socket.socket:
     """Connect to a checked address; a second DNS lookup might return another one."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = _look_up(host, port, deadline)
     for *_, address in found:
         check_address(host, str(address[0]), allow_private)
     error: OSError | None = None
@@ -325,6 +331,44 @@ def _connect(host: str, port: int, allow_private: bool, deadline: float) -> sock
         else:
             return connection
     raise error or OSError(f"{host}: no address")
+
+
+def _look_up(host: str, port: int, deadline: float) -> _Addresses:
+    """Return the addresses of a host, as `socket.getaddrinfo` does, which knows no deadline.
+
+    A lookup that does not end in time continues in its thread, and a later attempt waits for it.
+    Raises: OSError, which TimeoutError is; UnicodeError.
+    """
+    with _lookups_lock:
+        lookup = _lookups.get((host, port))
+        if lookup is None:
+            lookup = _lookups[host, port] = Future()
+            # As a daemon: the end of the process does not wait for it.
+            threading.Thread(
+                target=_run_lookup, args=(host, port, lookup), name="webhook-lookup", daemon=True
+            ).start()
+    try:
+        return lookup.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError as error:
+        if lookup.done():  # an error of the lookup itself
+            raise
+        raise TimeoutError(f"{host}: the name was not looked up within {_TIMEOUT_S:g} s") from error
+
+
+def _run_lookup(host: str, port: int, lookup: Future[_Addresses]) -> None:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        outcome: _Addresses | Exception = error
+    else:
+        outcome = list(found)
+    # First, so that who reads this result begins a lookup of their own the next time.
+    with _lookups_lock:
+        del _lookups[host, port]
+    if isinstance(outcome, Exception):
+        lookup.set_exception(outcome)
+    else:
+        lookup.set_result(outcome)
 
 
 def check_address(host: str, address: str, allow_private: bool) -> None:

@@ -10,7 +10,8 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -24,10 +25,12 @@ from replaylake.datastore.errors import (
     NotFoundError,
     SourceInvalidError,
 )
+from replaylake.datastore.lake.policies.manifest import MANIFEST
 
 Task = Literal["sequence classifier", "causal language model"]
 TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "config.json"
+_IMAGE_PROCESSOR: Final = "preprocessor_config.json"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 _AUTO_CLASSES: Final = {
     "sequence classifier": "AutoModelForSequenceClassification",
@@ -83,7 +86,7 @@ def hash_model_folder(folder: Path) -> ModelFolder:
     """Hash the files of a folder with a model or an adapter."""
     files = {}
     found = {path for pattern in _PATTERNS for path in folder.rglob(pattern)}
-    for file_path in sorted(found - {folder / ORIGIN}):
+    for file_path in sorted(found - {folder / ORIGIN, folder / MANIFEST}):
         with file_path.open("rb") as file:
             files[file_path.relative_to(folder).as_posix()] = hashlib.file_digest(
                 file, "sha256"
@@ -108,47 +111,37 @@ def load_pretrained(
     Raises: SourceInvalidError for another architecture or missing weights; ExtraMissingError
     without transformers.
     """
-    try:
-        import transformers
-        from transformers.utils import logging
-    except ImportError:
-        raise ExtraMissingError(
-            f"a {task} needs transformers, which is not installed. Install it with: "
-            "pip install 'replaylake[language]'"
-        ) from None
+    transformers = _import_transformers(f"a {task}")
     path = folder.path
     options = {"local_files_only": True, "trust_remote_code": False}
-    # Errors are raised below instead of logged.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        if num_outputs is not None and not new_head:
-            found = transformers.AutoConfig.from_pretrained(path, **options).num_labels
-            if found != num_outputs:
+        with _without_messages():
+            config = transformers.AutoConfig.from_pretrained(path, **options)
+            is_given = num_outputs is not None and not new_head
+            if is_given and config.num_labels != num_outputs:
                 raise SourceInvalidError(
-                    f"model: {path} has {found} outputs, expected {num_outputs}. Give a reward "
-                    "model.",
+                    f"model: {path} has {config.num_labels} outputs, expected {num_outputs}. Give "
+                    "a reward model.",
                     parameter="model",
                 )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
-        head = {"num_labels": num_outputs} if new_head else {}
-        model, loading = getattr(transformers, _AUTO_CLASSES[task]).from_pretrained(
-            path,
-            use_safetensors=True,
-            dtype=torch.float32,
-            output_loading_info=True,
-            **options,
-            **head,
-        )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **options)
+            auto_class = _AUTO_CLASSES[task]
+            if task == "causal language model" and has_images(config):
+                auto_class = "AutoModelForImageTextToText"
+            head = {"num_labels": num_outputs} if new_head else {}
+            model, loading = getattr(transformers, auto_class).from_pretrained(
+                path,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+                **options,
+                **head,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         text = " ".join(str(error).split())[:300]
         raise SourceInvalidError(
             f"model: {path}: {text}, expected a {task} of transformers.", parameter="model"
         ) from error
-    finally:
-        logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
     missing = set(loading["missing_keys"])
     if new_head:
         missing -= _reset_head(model, missing, tokenizer)
@@ -234,12 +227,10 @@ def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
 
     Of a model of peft, the adapter alone is written, as peft writes it. Raises: OSError.
     """
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        with _without_messages():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
         if (path := folder / _ADAPTER_CONFIG).is_file():
             # peft writes sets in an order that differs between processes.
             body = json.loads(path.read_bytes())
@@ -249,7 +240,62 @@ def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
             path.write_text(json.dumps(body, indent=2, sort_keys=True))
     except SafetensorError as error:  # such as a full disk
         raise OSError(" ".join(str(error).split())) from error
+
+
+def has_images(config: Any) -> bool:
+    """Whether a model with this configuration of transformers takes images."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def load_image_processor(folder: ModelFolder) -> Any:
+    """Return the image processor of a model that takes images.
+
+    Raises: NotFoundError, SourceInvalidError, ExtraMissingError.
+    """
+    transformers = _import_transformers("a model with images")
+    path = folder.path / _IMAGE_PROCESSOR
+    if not path.is_file():
+        raise NotFoundError(
+            f"model: {folder.path} has no {path.name}, expected the image processor of this model. "
+            "Save it there with its save_pretrained.",
+            parameter="model",
+        )
+    try:
+        with _without_messages():
+            return transformers.AutoImageProcessor.from_pretrained(
+                folder.path, local_files_only=True, trust_remote_code=False
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise SourceInvalidError(
+            f"model: {path}: {text}, expected an image processor of transformers.",
+            parameter="model",
+        ) from error
+
+
+def _import_transformers(what: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ExtraMissingError(
+            f"{what} needs transformers, which is not installed. Install it with: "
+            "pip install 'replaylake[language]'"
+        ) from None
+    return transformers
+
+
+@contextmanager
+def _without_messages() -> Iterator[None]:
+    """Keep transformers from logging and drawing progress: errors are raised instead."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
     finally:
+        logging.set_verbosity(verbosity)
         logging.enable_progress_bar()
 
 

@@ -19,10 +19,17 @@ from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError
 from replaylake.datastore.replay.to_torch import to_torch
 from replaylake.datastore.replay.tokens.token_batch import TokenBatch
+from replaylake.offline.language.images import (
+    ImageInputs,
+    ImageProcessor,
+    image_arguments,
+    naming_images,
+)
 from replaylake.offline.language.pretrained import (
     ModelFolder,
     Task,
     add_adapter,
+    has_images,
     load_pretrained,
     merge_adapter,
     save_pretrained,
@@ -378,6 +385,7 @@ class TokenLearner:
                 parameter="where_sequences",
             )
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
+        self.image_processor = ImageProcessor(folder) if has_images(self._model.config) else None
         self._reference: Any = None
         self._has_reference = bool(options.kl_coef) or self.method.is_relative
         if options.lora_rank is not None:
@@ -421,18 +429,24 @@ class TokenLearner:
         is_weighted = self.method.loss == "policy_gradient"
         return is_weighted and self.options.correction != "none"
 
-    def update(self, batch: TokenBatch[Array], episodes: Array | None = None) -> dict[str, float]:
+    def update(
+        self,
+        batch: TokenBatch[Array],
+        episodes: Array | None = None,
+        images: ImageInputs | None = None,
+    ) -> dict[str, float]:
         """Update the model on a padded batch; return the metrics.
 
         episodes: int64 [B], equal for sequences of one episode, which count once in the mean of a
-        group; None: each sequence is an episode.
+        group; None: each sequence is an episode. images: those of each sequence, from
+        `image_processor`, for a model that takes images.
 
-        Raises: SchemaMismatchError for ids outside the model's vocabulary, and if the correction
-        needs log-probs that the batch does not have.
+        Raises: SchemaMismatchError for ids outside the model's vocabulary, for images that do not
+        fit the image tokens, and if the correction needs log-probs that the batch does not have.
         """
         self._check_ids(batch)
         tensors = to_torch(batch, self._device)
-        data = self._prepare(tensors, episodes)
+        data = self._prepare(tensors, episodes, images)
         totals: dict[str, float] = {}
         num = 0
         for _ in range(self.options.epochs):
@@ -474,6 +488,8 @@ class TokenLearner:
         """Write the model, or its adapter in peft's format, and its tokenizer, with safetensors."""
         model = merge_adapter(self._model) if self.options.lora_merge else self._model
         save_pretrained(model, self._tokenizer, folder)
+        if self.image_processor is not None:
+            self.image_processor.save(folder)
 
     def _accumulate_gradients(self, data: _Data) -> dict[str, float]:
         """Add the gradient of a step, some sequences at a time; return its metrics."""
@@ -535,7 +551,12 @@ class TokenLearner:
             found["ratio_max"] = float(summed[-1].max())
         return found
 
-    def _prepare(self, batch: TokenBatch[torch.Tensor], episodes: Array | None) -> _Data:
+    def _prepare(
+        self,
+        batch: TokenBatch[torch.Tensor],
+        episodes: Array | None,
+        images: ImageInputs | None = None,
+    ) -> _Data:
         """Compute what all gradient steps of a batch share: masks, advantages, old log-probs."""
         options, mask = self.options, batch.loss_mask.clone()
         mask[:, 0] = False  # nothing precedes it, so nothing predicts it
@@ -556,6 +577,7 @@ class TokenLearner:
             inside=positions < batch.lengths[:, None],
             mask=mask,
             behavior=behavior if needs_behavior else None,
+            images=images,
         )
         if self.method.loss == "likelihood":
             return data
@@ -611,6 +633,7 @@ class TokenLearner:
             ids=padded,
             inside=torch.arange(padded.shape[1], device=padded.device) < lengths[:, None],
             mask=pad(masks, batch_first=True)[:, :limit],
+            images=data.images,
         )
         # A sequence without a token in the mask has no prompt that could precede the other.
         found.mask[:, 0] = False
@@ -808,12 +831,15 @@ class TokenLearner:
     def _forward(self, model: Any, data: _Data) -> _Forward:
         """Return log-probs and values [B, T] of the tokens, 0 outside of the mask."""
         needs_values = self._value_head is not None and model is self._model
-        output = model(
-            input_ids=data.ids,
-            attention_mask=data.inside.long(),
-            output_hidden_states=needs_values,
-            use_cache=False,
-        )
+        arguments = {} if data.images is None else image_arguments(model, data.ids, data.images)
+        with naming_images(data.images):
+            output = model(
+                input_ids=data.ids,
+                attention_mask=data.inside.long(),
+                output_hidden_states=needs_values,
+                use_cache=False,
+                **arguments,
+            )
         # Position t - 1 predicts token t. Only tokens in the mask get log-probs, to save memory.
         logits = output.logits[:, :-1][data.mask[:, 1:]].float()
         taken = logits.gather(1, data.ids[data.mask][:, None])[:, 0] - logits.logsumexp(dim=-1)
@@ -874,6 +900,7 @@ class _Data:
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     targets: torch.Tensor | None = None
+    images: ImageInputs | None = None
     is_desirable: torch.Tensor | None = None
     divergence: torch.Tensor | None = None
     mismatched: _Data | None = None
@@ -882,7 +909,8 @@ class _Data:
         parts: dict[str, Any] = {}
         for name, one in vars(self).items():
             if one is not None:
-                parts[name] = one.select(rows) if isinstance(one, _Data) else one[rows]
+                is_whole = isinstance(one, _Data | ImageInputs)
+                parts[name] = one.select(rows) if is_whole else one[rows]
         return _Data(**parts)
 
 

@@ -6,13 +6,14 @@ that transformers loads, with its lineage in `replaylake.json`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,14 +25,18 @@ from numpy.typing import NDArray
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     ConfigInvalidError,
+    NotFoundError,
     SchemaMismatchError,
     StorageError,
     TrainingError,
 )
 from replaylake.datastore.lake.lake import Lake, open_lake
+from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
-from replaylake.datastore.names import new_ulid
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.names import check_policy_name, new_ulid
+from replaylake.datastore.replay.tokens.sequence_images import SequenceImages
 from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
@@ -42,6 +47,7 @@ from replaylake.offline.language.pretrained import (
     check_model_folder,
     hash_model_folder,
 )
+from replaylake.offline.language.registration import register_trained_model
 from replaylake.offline.language.token_learner import (
     METHODS,
     TokenLearner,
@@ -94,7 +100,8 @@ class LanguageConfig:
     """Options of a language training run; the lake and its dataset are arguments.
 
     model: folder of the initial causal language model. output: folder to create for the trained
-    model. method: a key of METHODS. where: SQL condition over `episodes`; where_sequences: SQL
+    model. policy: name to register it under, as the next version of this policy; None: it is not
+    registered. method: a key of METHODS. where: SQL condition over `episodes`; where_sequences: SQL
     condition over `sequences`. batch_size: sequences in a batch, or groups of sequences if the
     method compares samples of one prompt. max_tokens: largest number of tokens in a batch, padding
     included. policy_version: the version that is trained; max_staleness: largest difference between
@@ -104,6 +111,7 @@ class LanguageConfig:
 
     model: str = ""
     output: str = ""
+    policy: str | None = None
     method: str = "grpo"
     where: str | None = None
     where_sequences: str | None = None
@@ -131,6 +139,8 @@ class LanguageConfig:
             value = getattr(self, name)
             is_given = isinstance(value, str) and bool(value)
             expect(is_given, f"language training: {name}", value, "a folder")
+        if self.policy is not None:
+            check_policy_name(self.policy)
         expect(0 <= self.seed < 2**63, "language training: seed", self.seed, "0 to 2^63 - 1")
         if self.method not in METHODS:
             raise ConfigInvalidError(
@@ -146,7 +156,16 @@ class LanguageConfig:
                 "or none: staleness is policy_version minus the version of a token.",
                 parameter="max_staleness",
             )
-        find_weight_level(self.method, self.method_options())
+        options = self.method_options()
+        find_weight_level(self.method, options)
+        is_generator = not (METHODS[self.method].is_reward_model or options.writes_adapter)
+        if self.policy is not None and not is_generator:
+            raise ConfigInvalidError(
+                f"language training: policy: found {self.policy!r} for a reward model or an "
+                "adapter, expected a whole model that generates. Leave policy out, or set "
+                "lora_merge.",
+                parameter="policy",
+            )
 
     def method_options(self) -> TokenOptions:
         """Return the options of the method. Raises: ConfigInvalidError."""
@@ -179,14 +198,16 @@ def language_config(options: Mapping[str, Any]) -> LanguageConfig:
 class LanguageResult:
     """The result of a run.
 
-    output: the folder of the model; sha256: over its files. dataset: name, version, and counts of
-    sequences and tokens. metrics: means over the updates since the last recorded point.
+    output: the folder of the model; sha256: over its files. policy: the version that it was
+    registered as, if it was. dataset: name, version, conditions, and counts of episodes, sequences
+    and tokens. metrics: means over the updates since the last recorded point.
     """
 
     run_id: str
     config: LanguageConfig
     output: Path
     sha256: str
+    policy: PolicyRef | None
     dataset: Mapping[str, Any]
     metrics: Mapping[str, float]
     updates_per_s: float
@@ -213,9 +234,9 @@ def train_language(
     of gradients.
 
     Raises: NotFoundError, SourceInvalidError, SchemaMismatchError, EmptyReplayError,
-    ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything is recorded;
-    TrainingError that names the update if a metric is not finite, or a learner that died;
-    StorageError; RunInterrupted. In each case, no model is written.
+    InvalidNameError, ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything
+    is recorded; TrainingError that names the update if a metric is not finite, or a learner that
+    died; StorageError; RunInterrupted. In each case, no model is written.
     """
     snapshot, run_id = lake.snapshot(dataset), new_ulid()
     # Whoever resumes the run may be in another folder.
@@ -269,7 +290,7 @@ def _execute(lake: Lake, spec: _RunSpec, callbacks: Callbacks) -> LanguageResult
     except BaseException as error:
         record_lost_leader(lake, spec.run_id, KIND, error)
         raise
-    return _make_result(find_run(lake.registry, spec.run_id, kind=KIND), config)
+    return _make_result(lake, find_run(lake.registry, spec.run_id, kind=KIND), config)
 
 
 def _run_process(group: ProcessGroup, callbacks: Callbacks, url: str, spec: _RunSpec) -> None:
@@ -286,7 +307,7 @@ def _lead(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGroup)
     run_id = spec.run_id
     if not spec.resumed:
         job = _prepare(lake, spec, callbacks, group)
-        with RunLease(lake.storage, run_id) as lease:
+        with job, RunLease(lake.storage, run_id) as lease:
             first = {**job.describe(), "named": spec.named, "request": asdict(spec.config)}
             running = RunRecord(lake.registry, run_id, first, kind=KIND)
             running.record_start()
@@ -307,7 +328,7 @@ def _lead(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGroup)
                 parameter="model",
             )
         running = RunRecord(lake.registry, run_id, record, kind=KIND)
-        with running.record_errors():
+        with job, running.record_errors():
             return _run(lake, job, running, lease, callbacks, resumed=True)
 
 
@@ -315,14 +336,14 @@ def _follow(lake: Lake, spec: _RunSpec, group: ProcessGroup) -> None:
     """Make the updates of a run that another process leads."""
     job = _prepare(lake, spec, Callbacks(), group)
     loop = _Loop(job, NullObserver(), Callbacks(), Interruption())
-    with torch_threads(spec.config.threads):
+    with job, torch_threads(spec.config.threads):
         follow_updates(loop, job.learner, lake, spec.run_id, group)
 
 
 def _load_finished_result(lake: Lake, record: Mapping[str, Any]) -> LanguageResult:
     """Return the result of a run that is done, and remove its checkpoints."""
     Checkpoints(lake.storage, record["run_id"]).remove()
-    return _make_result(record, LanguageConfig(**record["request"]), was_done=True)
+    return _make_result(lake, record, LanguageConfig(**record["request"]), was_done=True)
 
 
 @dataclass(frozen=True)
@@ -334,7 +355,25 @@ class _Job:
     learner: TokenLearner
     group: ProcessGroup
     episodes: NDArray[np.int64]
+    content_hash: str
     remarks: tuple[str, ...]
+    # Of a model that takes images.
+    images: SequenceImages | None = None
+
+    def __enter__(self) -> _Job:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self.images is not None:
+            self.images.close()
+
+    def update(self) -> dict[str, float]:
+        """Sample a batch and update the model on it; return the metrics."""
+        batch, inputs = self.sampler.sample(), None
+        if self.images is not None and self.learner.image_processor is not None:
+            images = self.images.read_sequences(batch.indices)
+            inputs = self.learner.image_processor.prepare(images)
+        return self.learner.update(batch, self.episodes[batch.indices], inputs)
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of the run's record and of the model's `replaylake.json`."""
@@ -350,6 +389,10 @@ class _Job:
                 {
                     "dataset": self.sequences.dataset,
                     "version": self.sequences.version,
+                    "where": self.config.where,
+                    "where_sequences": self.config.where_sequences,
+                    "content_hash": self.content_hash,
+                    "num_episodes": len(np.unique(self.episodes[self.sampler.sequences])),
                     "num_sequences": len(self.sampler.sequences),
                     "num_tokens": int(self.sampler.lengths.sum()),
                 }
@@ -365,9 +408,8 @@ def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGro
     _check_output(Path(config.output), spec.run_id)
     _check_device(config.device)
     folder = check_model_folder(config.model)
-    sequences = lake.snapshot(dataset).token_sequences(
-        config.where, on_progress=callbacks.on_reading
-    )
+    snapshot = lake.snapshot(dataset)
+    sequences = snapshot.token_sequences(config.where, on_progress=callbacks.on_reading)
     is_weighted = method.loss == "policy_gradient" and options.correction != "none"
     if is_weighted and not sequences.has_log_probs:
         raise SchemaMismatchError(
@@ -417,7 +459,33 @@ def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGro
         device=config.device,
         group=group,
     )
-    return _Job(config, folder, sequences, sampler, learner, group, episodes, tuple(remarks))
+    content_hash = _hash_content(snapshot, sequences, sampler)
+    images = None
+    if learner.image_processor is not None:
+        images = SequenceImages(snapshot.table, sequences.table, sampler.sequences)
+    return _Job(
+        config,
+        folder,
+        sequences,
+        sampler,
+        learner,
+        group,
+        episodes,
+        content_hash,
+        tuple(remarks),
+        images,
+    )
+
+
+def _hash_content(snapshot: Snapshot, sequences: TokenSequences, sampler: TokenSampler) -> str:
+    """Return sha256 over the sorted shard hashes and the keys of the selected sequences."""
+    digest = hashlib.sha256()
+    for entry in sorted(snapshot.files, key=lambda one: one.sha256):
+        digest.update(entry.sha256.encode())
+    rows = sequences.table.select(["episode_id", "agent_id", "first_step", "last_step"])
+    keys = sorted(tuple(row.values()) for row in rows.take(sampler.sequences).to_pylist())
+    digest.update(json.dumps(keys).encode())
+    return digest.hexdigest()
 
 
 def _has_groups(sequences: TokenSequences, sampler: TokenSampler) -> bool:
@@ -463,18 +531,31 @@ def _run(
         )
         observer.close()
         lease.confirm()
-        sha256 = _write_model(job, record)
+        folder = _write_model(job, record)
         finished = record.to_finished(
             {
                 "update": loop.update,
                 "metrics": dict(loop.means),
                 "updates_per_s": loop.updates_per_s,
-                "output": {"path": config.output, "sha256": sha256},
+                "output": {"path": config.output, "sha256": folder.sha256},
             }
         )
-        lake.registry.record_run(record.run_id, finished, replaces=record.body)
+        if config.policy is None:
+            lake.registry.record_run(record.run_id, finished, replaces=record.body)
+        else:
+            # The policy and the end of its run are one commit.
+            ref = register_trained_model(
+                lake,
+                config.policy,
+                folder,
+                record.run_id,
+                finished,
+                run=finished,
+                replaces=record.body,
+            )
+            finished |= {"policy": ref.name, "policy_version": ref.version}
         observer.checkpoints.remove()
-    return _make_result({**finished, "run_id": record.run_id}, config)
+    return _make_result(lake, {**finished, "run_id": record.run_id}, config)
 
 
 class _Loop:
@@ -510,8 +591,7 @@ class _Loop:
         reported = 0.0
         while self.update < config.updates:
             start = time.perf_counter()
-            batch = job.sampler.sample()
-            metrics = job.learner.update(batch, job.episodes[batch.indices])
+            metrics = job.update()
             self.update += 1
             self._check(metrics)
             self._sums.add(metrics)
@@ -617,11 +697,11 @@ def _check_output(folder: Path, run_id: str) -> None:
         )
 
 
-def _write_model(job: _Job, record: RunRecord) -> str:
-    """Write the folder atomically; return the sha256 over its files."""
+def _write_model(job: _Job, record: RunRecord) -> ModelFolder:
+    """Write the folder atomically, and return it."""
     output = Path(job.config.output)
     if _is_written(output, record.run_id):
-        return hash_model_folder(output).sha256
+        return hash_model_folder(output)
     # Of this run: one that was killed while it wrote has left it behind.
     temporary = output.parent / f".{output.name}.{record.run_id}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -637,7 +717,6 @@ def _write_model(job: _Job, record: RunRecord) -> str:
                 continue
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        sha256 = hash_model_folder(temporary).sha256
         temporary.rename(output)
         fsync_folder(output.parent)
     except OSError as error:
@@ -647,18 +726,23 @@ def _write_model(job: _Job, record: RunRecord) -> str:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return sha256
+    return hash_model_folder(output)
 
 
 def _make_result(
-    record: Mapping[str, Any], config: LanguageConfig, *, was_done: bool = False
+    lake: Lake, record: Mapping[str, Any], config: LanguageConfig, *, was_done: bool = False
 ) -> LanguageResult:
-    output = record["output"]
+    output, policy = record["output"], None
+    if (name := record.get("policy")) is not None:
+        # A version that was deleted since is none any more.
+        with suppress(NotFoundError):
+            policy = lake.registry.resolve(f"{name}:{record['policy_version']}")
     return LanguageResult(
         run_id=record["run_id"],
         config=config,
         output=Path(output["path"]),
         sha256=output["sha256"],
+        policy=policy,
         dataset=record["datasets"][0],
         metrics=record["metrics"],
         updates_per_s=record["updates_per_s"],

@@ -317,6 +317,7 @@ class _SweepRun:
         best = result.best
         ended = {
             "best": None if best is None else asdict(best),
+            "results": [asdict(one) for one in result.combinations],
             "num_failed": sum(trial.status == "failed" for trial in trials),
         }
         self._record.add_fields(**self._record.to_finished(ended))

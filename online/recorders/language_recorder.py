@@ -13,10 +13,10 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Unpack
@@ -197,6 +197,16 @@ class _MadeRollout:
     hashes: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _StepRow:
+    """A step of a rollout to be written: its agent, number, columns, and their hash."""
+
+    agent_id: str
+    step: int
+    row: dict[str, Any]
+    content: int
+
+
 class LanguageRecorder:
     """Records rollouts of one producer in a dataset; threads may share it. See `record_language`.
 
@@ -375,6 +385,40 @@ class LanguageRecorder:
                         row["group_id"] += f"#{attempt}"
             return [self._write_made(one, attempt) for one in made]
 
+    def record_steps(
+        self,
+        steps: Sequence[Mapping[str, Any]],
+        *,
+        sequence: int | str | None = None,
+        attempt: int = 0,
+        **facts: Unpack[RolloutFacts],
+    ) -> str:
+        """Record a whole rollout of several generations and return its episode id.
+
+        All of them are written at once: an error leaves none, and a reader sees none without the
+        others.
+
+        Args:
+            steps: the arguments of `OpenRollout.step` for each generation, at least one.
+            sequence: as `record` takes it.
+            attempt: as `begin` takes it.
+            facts: as `record` takes them.
+
+        Raises: EpisodeInvalidError or SchemaMismatchError with the rollout's id, where nothing was
+        written; StorageError if the disk refuses.
+        """
+        with self._use():
+            rows: list[_StepRow] = []
+            opened = self.begin(sequence, attempt=attempt, **facts)
+            opened.write = lambda name, agent_id, step, row: rows.append(
+                _StepRow(agent_id, step, row, hash_row(row))
+            )
+            for step in steps:
+                opened.step(**step)
+            with _naming(opened.episode_id):
+                self._write_rows(opened.episode_id, rows)
+            return opened.episode_id
+
     def begin(
         self,
         sequence: int | str | None = None,
@@ -536,10 +580,21 @@ class LanguageRecorder:
             name = self._name(sequence)
             return next(one for one in count() if not self._has(_name_attempt(name, one)))
 
+    def is_recorded(self, sequence: int | str) -> bool:
+        """Return whether a rollout under a sequence, or an attempt of it, is recorded to its end.
+
+        Raises: EpisodeInvalidError.
+        """
+        with self._use():
+            first = self._name(sequence)
+            names = takewhile(self._has, (_name_attempt(first, one) for one in count()))
+            known = [self._recorded[name] for name in names]
+            return any(one.ended >= {*one.hashes} for one in known)
+
     def write_step(self, name: str, agent_id: str, step: int, row: dict[str, Any]) -> None:
         """Record the row of one step of a rollout, or recognize it. Called by OpenRollout."""
         with self._use():
-            self._write(name, agent_id, step, [row], [hash_row(row)])
+            self._write_rows(name, [_StepRow(agent_id, step, row, hash_row(row))])
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -633,8 +688,12 @@ class LanguageRecorder:
 
     def _write_made(self, made: _MadeRollout, attempt: int) -> str:
         name = _name_attempt(made.name, attempt)
+        rows = [
+            _StepRow(made.agent_id, step, row, content)
+            for step, (row, content) in enumerate(zip(made.rows, made.hashes, strict=True))
+        ]
         with _naming(name):
-            self._write(name, made.agent_id, 0, made.rows, made.hashes)
+            self._write_rows(name, rows)
         self._count(name)
         return name
 
@@ -654,55 +713,51 @@ class LanguageRecorder:
             made.agent_id not in known.ended or len(stored) == len(made.hashes)
         )
 
-    def _write(
-        self,
-        name: str,
-        agent_id: str,
-        first_step: int,
-        rows: Sequence[dict[str, Any]],
-        hashes: Sequence[int],
-    ) -> None:
-        """Write those of some consecutive steps that are new, all or none.
+    def _write_rows(self, name: str, rows: Sequence[_StepRow]) -> None:
+        """Write those of some steps that are new, all or none.
 
         Raises: EpisodeInvalidError for steps other than the recorded ones; StorageError.
         """
         known = self._recorded.get(name, _RecordedRollout())
-        stored = known.hashes.get(agent_id, array("q"))
-        num_known = min(max(len(stored) - first_step, 0), len(rows))
-        for step in range(first_step, first_step + num_known):
-            if stored[step] != hashes[step - first_step]:
+        fresh, ended = [], {*known.ended}
+        for one in rows:
+            stored = known.hashes.get(one.agent_id, array("q"))
+            if one.step < len(stored):
+                if stored[one.step] != one.content:
+                    raise EpisodeInvalidError(
+                        f"step {one.step} was recorded under this sequence with other values, "
+                        "expected the same. Give another rollout another sequence."
+                    )
+                continue
+            if one.agent_id in ended:
                 raise EpisodeInvalidError(
-                    f"step {step} was recorded under this sequence with other values, expected "
-                    "the same. Give another rollout another sequence."
+                    f"found step {one.step} of agent {one.agent_id!r} after the one that ended it, "
+                    f"{one.step - 1}. Give another rollout another sequence."
                 )
-        fresh = rows[num_known:]
+            if one.row[TERMINATED] or one.row[TRUNCATED]:
+                ended.add(one.agent_id)
+            fresh.append(one)
         if not fresh:
             return
-        if agent_id in known.ended:
-            raise EpisodeInvalidError(
-                f"found step {first_step + num_known} of agent {agent_id!r} after the one that "
-                f"ended it, {len(stored) - 1}. Give another rollout another sequence."
-            )
-        attempt = _to_attempt(name)
-        env_step, records = known.num_steps, []
-        for place, row in enumerate(fresh, num_known):
+        attempt, records = _to_attempt(name), []
+        for env_step, one in enumerate(fresh, known.num_steps):
             record = {
-                **row,
+                **one.row,
                 EPISODE_ID: name,
-                AGENT_ID: agent_id,
-                STEP: first_step + place,
-                ENV_STEP: env_step + place - num_known,
+                AGENT_ID: one.agent_id,
+                STEP: one.step,
+                ENV_STEP: env_step,
                 TIMESTAMP: self._now(),
                 ATTEMPT: attempt,
-                RECORD_HASH: hashes[place],
+                RECORD_HASH: one.content,
             }
             self._check_fits(record)
             records.append(json.dumps(record, separators=(",", ":")).encode())
         self._journal.append(records)
         # Only now: what could not be written is not recorded.
-        known.hashes.setdefault(agent_id, array("q")).extend(hashes[num_known:])
-        if rows[-1][TERMINATED] or rows[-1][TRUNCATED]:
-            known.ended.add(agent_id)
+        for one in fresh:
+            known.hashes.setdefault(one.agent_id, array("q")).append(one.content)
+        known.ended = ended
         self._recorded[name] = known
 
     def _check_fits(self, record: Mapping[str, Any]) -> None:
@@ -745,7 +800,8 @@ class _Context:
 class OpenRollout:
     """A rollout whose generations are recorded one by one. Made by `LanguageRecorder.begin`.
 
-    Not safe for threads, unlike its recorder.
+    write: writes the row of a step, given (episode id, agent, step, row). Not safe for threads,
+    unlike its recorder.
     """
 
     def __init__(
@@ -757,6 +813,7 @@ class OpenRollout:
         counts: dict[str, int],
     ) -> None:
         self.episode_id = name
+        self.write: Callable[[str, str, int, dict[str, Any]], None] = recorder.write_step
         self._recorder, self._facts = recorder, facts
         self._contexts, self._counts = contexts, counts
 
@@ -841,7 +898,7 @@ class OpenRollout:
             }
             if parent is not None:
                 row |= {tokens.PARENT_AGENT_ID: parent[0], tokens.PARENT_STEP: int(parent[1])}
-            self._recorder.write_step(self.episode_id, agent_id, step, row)
+            self.write(self.episode_id, agent_id, step, row)
         self._counts[agent_id] = step + 1
         if whole is None:
             self._contexts[agent_id] = _Context()

@@ -13,9 +13,10 @@ import numpy as np
 from replaylake.datastore.episodes.encoding import Encoding
 from replaylake.datastore.episodes.spaces import Array, Values, take
 from replaylake.datastore.errors import EpisodeInvalidError, SpaceUnsupportedError
+from replaylake.datastore.lake.policies.exploration import ActingMode
 from replaylake.datastore.lake.policies.policy import Act
 from replaylake.serve.api.act_answer import Group, answer_of, one_answer
-from replaylake.serve.api.act_options import NO_OPTIONS, ActingMode, resolve_acting_mode
+from replaylake.serve.api.act_options import NO_OPTIONS, resolve_acting_mode
 from replaylake.serve.api.act_request import ActReader, ActRequest, join_requests
 from replaylake.serve.api.latency_estimate import LatencyEstimate
 from replaylake.serve.api.micro_batcher import MicroBatcher, PendingRequest

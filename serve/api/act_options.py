@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from replaylake.datastore.episodes.spaces import Box
 from replaylake.datastore.lake.policies.exploration import (
-    ALWAYS_DRAWN,
     WITHOUT_DENSITY,
+    ActingMode,
     Exploration,
 )
 from replaylake.datastore.lake.policies.policy import PolicySpec
@@ -47,16 +47,6 @@ class ActOptions:
     def exploring_field(self) -> str | None:
         """The first field by which the request says itself how to explore, if it does."""
         return next((name for name in _EXPLORING if getattr(self, name) is not None), None)
-
-
-@dataclass(frozen=True, slots=True)
-class ActingMode:
-    """How actions are chosen. is_mode: nothing is left to chance, and that is logged."""
-
-    deterministic: bool
-    temperature: float
-    epsilon: float
-    is_mode: bool
 
 
 NO_OPTIONS: Final = ActOptions()
@@ -100,10 +90,7 @@ def resolve_acting_mode(
 @lru_cache(maxsize=64)
 def _default_acting_mode(exploration: Exploration, head: str) -> ActingMode:
     """Return how a request that says nothing is acted for: the same for all of them."""
-    mode = not exploration.is_on or exploration.epsilon > 0
-    temperature = 1.0 if exploration.temperature is None else exploration.temperature
-    epsilon = exploration.epsilon if exploration.is_on else 0.0
-    return _make_acting_mode(mode, temperature, epsilon, head)
+    return exploration.resolve(head)
 
 
 def _resolve_acting_mode(
@@ -119,15 +106,7 @@ def _resolve_acting_mode(
     if options.q_values and spec.head != "q_values":
         message = f"head {spec.head} has no q-values; leave q_values out"
         raise RequestRefusedError(422, "q_values", message)
-    return _make_acting_mode(
-        *exploration.resolve(options.deterministic, temperature, epsilon), spec.head
-    )
-
-
-def _make_acting_mode(mode: bool, temperature: float, epsilon: float, head: str) -> ActingMode:
-    is_certain = mode or temperature == 0 or head == "deterministic"
-    is_mode = is_certain and not epsilon and head not in ALWAYS_DRAWN
-    return ActingMode(mode, temperature, epsilon, is_mode)
+    return exploration.resolve(spec.head, options.deterministic, temperature, epsilon)
 
 
 def _number(fields: Mapping[str, Any], name: str, low: float, high: float) -> float | None:

@@ -1,12 +1,15 @@
 """POST /episodes: whole episodes, or pieces of them, that were acted elsewhere.
 
-In a dataset of texts an episode may be a dialogue, in any shape of the format `transcripts`.
+In a dataset of texts an episode may be a dialogue, in any shape of the format `transcripts`; in one
+of events, whose candidates have features, an event of Vowpal Wabbit's dsjson.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -18,7 +21,7 @@ from replaylake.datastore.episodes.episode import (
     Episode,
     is_countable,
 )
-from replaylake.datastore.episodes.schema import DatasetSpec
+from replaylake.datastore.episodes.schema import ACTION_FEATURES, DatasetSpec
 from replaylake.datastore.episodes.spaces import Array
 from replaylake.datastore.episodes.tokens import (
     ACTION_LOG_PROBS,
@@ -36,6 +39,7 @@ from replaylake.datastore.errors import (
 )
 from replaylake.datastore.feedback.received_table import ReceivedPiece, make_received_piece
 from replaylake.datastore.feedback.reports import MAX_REWARD
+from replaylake.datastore.interchange.formats.dsjson import events
 from replaylake.datastore.interchange.formats.generations.rows import EXTRAS, Row
 from replaylake.datastore.interchange.formats.transcripts.dialogues import (
     is_transcript,
@@ -102,6 +106,12 @@ def takes_dialogues(spec: DatasetSpec) -> bool:
     return EXTRAS.keys() <= spec.extras.keys()
 
 
+def takes_events(spec: DatasetSpec) -> bool:
+    """Whether an episode may be an event of dsjson."""
+    spaces = (spec.observation_space, spec.action_space)
+    return ACTION_FEATURES in spec.extras and spaces == events.SPACES
+
+
 class EpisodeReceiver(Protocol):
     """What takes episodes in."""
 
@@ -165,7 +175,7 @@ class _Reader:
         self._spec, self._num_left, self._max_steps = spec, max_steps, max_steps
         self._spaces_hint = spaces_hint
         self._tokens, self._fields = list_token_fields(spec), list_episode_fields(spec)
-        self._takes_dialogues = takes_dialogues(spec)
+        self._takes_dialogues, self._takes_events = takes_dialogues(spec), takes_events(spec)
 
     def pieces(self, items: list[Any], received_at: int) -> list[ReceivedPiece]:
         """Return what each is as rows.
@@ -199,7 +209,44 @@ class _Reader:
         if is_dialogue:
             message = "a dialogue, but the dataset's steps are not those of dialogues"
             raise RequestRefusedError(422, place, message)
+        if "observations" not in fields and self._takes_events and events.is_event(fields):
+            return [self._event(fields, place)]
         return [self._episode(fields, place)]
+
+    def _event(self, fields: Mapping[str, Any], place: str) -> Episode:
+        """Return an event: a step, or one for each of its slots."""
+        if fields.get(events.EVENT_ID) is None:
+            message = "required field is missing; by it, an event that is sent again is known"
+            raise RequestRefusedError(422, events.EVENT_ID, message)
+        check_name(fields[events.EVENT_ID], events.EVENT_ID)
+        try:
+            name, rows = events.parse_event(json.dumps(fields).encode())
+        except (SourceInvalidError, RecursionError, TypeError, ValueError) as error:
+            raise RequestRefusedError(422, place, shorten(str(error))) from None
+        self._count(len(rows), events.OUTCOMES)
+        columns = _known_columns({one: [row.get(one) for row in rows] for one in events.EXTRAS})
+        if missing := [one for one in columns if one not in self._spec.extras]:
+            message = (
+                f"the dataset has no column for {', '.join(missing)}; ingest one event with "
+                "such members first"
+            )
+            raise RequestRefusedError(422, place, message)
+        spec, time = self._spec, rows[0]["timestamp"]
+        texts = [row["observation"] for row in rows]
+        probs = [row["behavior_prob"] for row in rows]
+        log_probs = [math.nan if one is None else min(math.log(one), 0.0) for one in probs]
+        return Episode(
+            episode_id=str(name),
+            observations=read_values(spec.observation_space, texts, place, True),
+            actions=read_values(spec.action_space, [row["action"] for row in rows], place, True),
+            rewards=_read_rewards(
+                [row["reward"] for row in rows], len(rows), spec.rewards_optional
+            ),
+            terminated=True,
+            behavior_log_probs=None if None in probs else np.array(log_probs),
+            timestamps=None if time is None else _to_microseconds(time, len(rows)),
+            extras=columns,
+        )
 
     def _dialogues(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
         """Return the agents of a dialogue, or of one for each completion of a prompt."""
@@ -365,6 +412,11 @@ def _known_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
         for name, values in columns.items()
         if any(value is not None for value in values)
     }
+
+
+def _to_microseconds(time: datetime, num: int) -> Array:
+    """Return a time as microseconds since 1970, int64 [num]."""
+    return np.full(num, (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1))
 
 
 def _first(values: Any) -> Any:

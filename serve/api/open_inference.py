@@ -170,7 +170,7 @@ class OpenInference:
     ) -> None:
         self._serving, self._is_ready, self._act = serving, is_ready, act
         # What is served seldom changes, and specs of tensors take longer to make than an action.
-        self._models: tuple[tuple[Arm, ...], dict[str, Model]] = ((), {})
+        self._models: tuple[tuple[Arm[ServedPolicy], ...], dict[str, Model]] = ((), {})
         self._latencies = {is_json: LatencyEstimate() for is_json in (True, False)}
 
     def endpoints(self) -> dict[str, tuple[str, Endpoint]]:
@@ -228,6 +228,7 @@ class OpenInference:
     def _answer(self, serving: ServingState, request: Request) -> Response:
         model = self._find_model(serving.router, request.path)
         asked = read_infer_request(request, model.inputs, model.outputs)
+        _check_model_name(model, asked.model_name)
         fields = _to_act_fields(model.spec.observation_space, asked)
         if "q_values" in asked.is_binary:
             fields["q_values"] = True
@@ -236,7 +237,7 @@ class OpenInference:
         body, groups = self._act.act_on_batch(serving, fields, model.served)
         return _encode_answer(serving, model, asked, body, groups)
 
-    def _find_model(self, router: Router, path: str) -> Model:
+    def _find_model(self, router: Router[ServedPolicy], path: str) -> Model:
         """Return the model that a path names. Raises: RequestRefusedError (404)."""
         arms, models = self._models
         if arms is not router.arms:
@@ -262,7 +263,7 @@ class OpenInference:
         return model.by_version[version]
 
 
-def find_models(arms: tuple[Arm, ...]) -> dict[str, Model]:
+def find_models(arms: tuple[Arm[ServedPolicy], ...]) -> dict[str, Model]:
     """Return the models of a server by name, the one that is shared with canaries first."""
     every = tuple(arm.served for arm in arms)
     main = every[0]
@@ -276,6 +277,17 @@ def find_models(arms: tuple[Arm, ...]) -> dict[str, Model]:
 
 def _dtype_of(leaf: Leaf) -> np.dtype[Any] | None:
     return None if isinstance(leaf, Text) else value_dtype(leaf)
+
+
+def _check_model_name(model: Model, name: str | None) -> None:
+    """Refuse a body for another model than the path's. KServe's client repeats the name there.
+
+    Raises: RequestRefusedError.
+    """
+    names = {model.name: None, model.policies[0].name: None}
+    if name is not None and name not in names:
+        expected = f"{' or '.join(names)}, the model of the path"
+        raise RequestRefusedError(400, "model_name", found=shorten(name), expected=expected)
 
 
 def _to_act_fields(space: Space, asked: InferRequest) -> dict[str, Any]:

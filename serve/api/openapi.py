@@ -437,6 +437,7 @@ def _inference_schemas() -> dict[str, Schema]:
         "InferenceRequest": object_of(
             {
                 "id": text,
+                "model_name": text,
                 "parameters": object_of(parameters, ()),
                 "inputs": many_of(tensor),
                 "outputs": {"type": "array", "items": output},

@@ -81,11 +81,13 @@ class TensorSpec:
 class InferRequest:
     """A request for inference. tensors: arrays [B, *shape], and lists of B strings, by name.
 
-    parameters: those that this module does not read itself. is_binary: of each requested output, by
-    name, in the order of the request.
+    model_name: the model that the body names, None where only the path does. parameters: those that
+    this module does not read itself. is_binary: of each requested output, by name, in the order of
+    the request.
     """
 
     request_id: str | None
+    model_name: str | None
     parameters: Mapping[str, Any]
     tensors: Mapping[str, Array | list[str]]
     is_binary: Mapping[str, bool]
@@ -97,12 +99,13 @@ def read_infer_request(
     """Read a request to a model with these inputs and outputs. Raises: RequestRefusedError."""
     header, data = _split_body(request)
     fields = parse_json(header)
-    _check_keys(fields, ("id", "inputs", "outputs", "parameters"), "")
+    _check_keys(fields, ("id", "model_name", "inputs", "outputs", "parameters"), "")
     parameters = dict(optional(fields, "parameters", dict, "an object") or {})
     by_default = optional(parameters, _BINARY_OUTPUT, bool, "true or false") or False
     parameters.pop(_BINARY_OUTPUT, None)
     return InferRequest(
         optional(fields, "id", str, "a string"),
+        optional(fields, "model_name", str, "a string"),
         parameters,
         _read_tensors(fields.get("inputs"), inputs, data),
         _read_outputs(fields.get("outputs"), outputs, by_default),

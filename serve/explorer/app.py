@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from replaylake.datastore.errors import (
     StorageError,
 )
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.roles import LABELER, OPERATOR
 from replaylake.serve.explorer.datasets.console_page import send_result, show_console
 from replaylake.serve.explorer.datasets.dataset_page import show_dataset, show_diff
 from replaylake.serve.explorer.datasets.lake_page import show_lake
@@ -59,6 +59,7 @@ from replaylake.serve.explorer.visits.page import (
 from replaylake.serve.explorer.visits.profiles import ProfileMemory
 from replaylake.serve.explorer.visits.promotions import Promote, Promotions
 from replaylake.serve.explorer.visits.request_queue import RequestQueue
+from replaylake.serve.explorer.visits.sessions import Session, Sessions
 from replaylake.serve.explorer.visits.token_texts import TokenTexts
 from replaylake.serve.explorer.visits.visit import Links, QueryMemory, Visit
 from replaylake.serve.messages import RequestRefusedError
@@ -77,7 +78,6 @@ _FORMS: Final = {
     ".parquet": "application/vnd.apache.parquet",
 }
 _COOKIE: Final = "replaylake_explorer"
-_ROLE: Final = "admin"
 # The reader's name, for the next form; a year.
 _READER_COOKIE: Final = "replaylake_reader"
 _READER_S: Final = 365 * 86400
@@ -119,12 +119,15 @@ PAGES: Final[tuple[tuple[str, PageFunction], ...]] = (
     ("/serving/{name}", show_serving),
     ("/sql", show_console),
 )
-# Addresses that forms are sent to, and all that changes the lake.
-WRITES: Final[tuple[tuple[str, WriteFunction], ...]] = (
-    ("/datasets/{name}/label", write_label),
-    ("/policies/{name}/cancel", cancel_promotion),
-    ("/policies/{name}/promote", start_promotion),
+# Addresses that forms are sent to, and all that changes the lake; the role in the role table that
+# this needs: for the dataset in the address, or for all datasets, as policies belong to none.
+WRITES: Final[tuple[tuple[str, WriteFunction, str], ...]] = (
+    ("/datasets/{name}/label", write_label, LABELER),
+    ("/policies/{name}/cancel", cancel_promotion, OPERATOR),
+    ("/policies/{name}/promote", start_promotion, OPERATOR),
 )
+# The role that the forms of a page need, by the beginning of its address.
+_ROLES_OF_FORMS: Final = (("/datasets/{name}", LABELER), ("/policies/{name}", OPERATOR))
 # Pages that run SQL of the reader's, or act with a policy, where their address has it, and in which
 # parameter: so few at a time. The forms of `/sql` as a file always run it.
 READERS_SQL: Final = {
@@ -187,7 +190,6 @@ class Explorer:
         promotions: Promotions | None,
     ) -> None:
         self._lake = lake
-        self._tokens = tokens
         self._hosts = hosts
         self._prefix = prefix
         self._links = Links(prefix)
@@ -201,13 +203,14 @@ class Explorer:
         # Labels of one shard that are written at once would be planned again after each other.
         self.writes = RequestQueue(1, _MAX_WAITING, "forms")
         self.live = LivePages()
-        # Of this process: after a restart everybody signs in again.
-        self._cookie_key = secrets.token_bytes(32)
-        self._form_tokens = FormTokens(self._cookie_key)
+        key = secrets.token_bytes(32)
+        self._sessions = Sessions(tokens, key)
+        self._form_tokens = FormTokens(key)
         self._read_only = read_only
         self._promotions = promotions
         self._pages = dict(PAGES)
-        self._writes = dict(WRITES)
+        self._writes = {path: function for path, function, _ in WRITES}
+        self._roles = {path: role for path, _, role in WRITES}
         self._routes = [
             Route(path, _refuse_call, name=path) for path in (*self._pages, *self._writes)
         ]
@@ -266,7 +269,7 @@ class Explorer:
             return self._error(request, path, 500, text)
 
     async def _show(
-        self, request: Request, path: str, session: bytes, *, is_cross_site: bool
+        self, request: Request, path: str, session: Session, *, is_cross_site: bool
     ) -> Response:
         suffix = next((form for form in _FORMS if path.endswith(form)), "")
         stem = path.removesuffix(suffix)
@@ -295,7 +298,7 @@ class Explorer:
     async def _open(
         self,
         request: Request,
-        session: bytes,
+        session: Session,
         route: str,
         parameters: Mapping[str, str],
         stem: str,
@@ -319,10 +322,10 @@ class Explorer:
                 values,
                 lists,
                 is_cross_site=is_cross_site,
-                form_token=None if self._read_only else self._form_tokens.issue(session),
+                form_token=self._issue_form_token(session, route, parameters),
                 reader=reader,
                 token_texts=self._token_texts,
-                promotions=self._promotions,
+                promotions=self._promotions if session.has_role(OPERATOR, None) else None,
             )
 
         runs_sql = (suffix and route == "/sql") or values.get(READERS_SQL.get(route, ""))
@@ -339,7 +342,7 @@ class Explorer:
             lists.pop(SEEN, None)
             return self.live.follow(
                 f"{stem}?{urlencode(lists, doseq=True)}",
-                (session, reader),
+                (session.key, reader),
                 lambda: run_in_threadpool(self._make_parts, visit(), function),
                 seen,
             )
@@ -354,6 +357,16 @@ class Explorer:
         if isinstance(page, Redirect):
             return Response(status_code=303, headers={"location": page.address})
         return await run_in_threadpool(self._render, request, page, suffix, stem)
+
+    def _issue_form_token(
+        self, session: Session, route: str, names: Mapping[str, str]
+    ) -> str | None:
+        """Return the token of a page's forms; None where the reader may send none."""
+        role = next((one for start, one in _ROLES_OF_FORMS if route.startswith(start)), None)
+        if self._read_only or role is None:
+            return None
+        can_write = session.has_role(role, _find_dataset(route, names))
+        return self._form_tokens.issue(session.key) if can_write else None
 
     def _find_queue(
         self, route: str, values: Mapping[str, str], *, runs_sql: bool
@@ -393,7 +406,7 @@ class Explorer:
         )
 
     async def _write(
-        self, request: Request, path: str, session: bytes, route: str, names: Mapping[str, str]
+        self, request: Request, path: str, session: Session, route: str, names: Mapping[str, str]
     ) -> Response:
         if request.method != "POST":
             text = f"{request.method} is not possible here: forms of pages are sent to this address"
@@ -403,7 +416,8 @@ class Explorer:
             raise RequestRefusedError(403, "read_only", message)
         check_sender(request)
         form = await read_form(request, _MAX_FORM_BYTES)
-        self._form_tokens.check(session, form.pop(TOKEN_FIELD, ""))
+        self._form_tokens.check(session.key, form.pop(TOKEN_FIELD, ""))
+        session.require_role(self._roles[route], _find_dataset(route, names))
         visit = Visit(
             self._lake,
             self._links,
@@ -459,13 +473,14 @@ class Explorer:
         return self._page(request, page, address, page.status)
 
     def _page(self, request: Request, page: Page, address: str, status: int = 200) -> Response:
+        cookie = request.cookies.get(self._name_cookie(request), "")
         text = to_html(
             page,
             self._links,
             lake=self._lake.url,
             address=address,
             assets=self._assets,
-            has_signed_in=self._find_token(request) is not None,
+            has_signed_in=self._sessions.find_by_cookie(cookie) is not None,
         )
         return Response(text.encode("utf-8", "replace"), status, media_type=HTML)
 
@@ -484,25 +499,9 @@ class Explorer:
             headers.get(b"host"), headers.get(b"origin"), None if server is None else server[0]
         )
 
-    def _find_session(self, request: Request) -> bytes | None:
-        """Return what the reader signed in with, empty where no token is needed; else None."""
-        if self._tokens.is_empty:
-            return b""
-        if (token := self._find_token(request)) is not None:
-            return token
-        authorization = request.headers.get("authorization")
-        if authorization is None:
-            return None
-        self._tokens.check(_ROLE, authorization.encode("latin-1"))
-        return authorization.encode("latin-1")
-
-    def _find_token(self, request: Request) -> bytes | None:
-        """Return the token of the reader's cookie, None without one."""
-        cookie = request.cookies.get(self._name_cookie(request), "").encode()
-        for token, _ in self._tokens.pairs:
-            if hmac.compare_digest(self._cookie_of(token), cookie):
-                return token
-        return None
+    def _find_session(self, request: Request) -> Session | None:
+        cookie = request.cookies.get(self._name_cookie(request), "")
+        return self._sessions.find(cookie, request.headers.get("authorization"))
 
     def _name_cookie(self, request: Request) -> str:
         """Return a name that no other explorer of this host has: cookies know no ports."""
@@ -510,22 +509,18 @@ class Explorer:
         place = f"{self._lake.url} {self._prefix} {port}".encode()
         return f"{_COOKIE}_{hashlib.sha256(place).hexdigest()[:12]}"
 
-    def _cookie_of(self, token: bytes) -> bytes:
-        return hmac.new(self._cookie_key, token, hashlib.sha256).hexdigest().encode()
-
     async def _sign_in(self, request: Request) -> Response:
         if request.method != "POST":
             return self._ask_for_token(request, "/", status=200)
         form = await read_form(request, _MAX_SIGN_IN_BYTES)
-        presented = form.get("token", "").strip().encode()
         to = form.get("to", "/")
-        known = [token for token, _ in self._tokens.pairs if hmac.compare_digest(token, presented)]
-        if not known:
+        session = self._sessions.find_by_token(form.get("token", "").strip())
+        if session is None:
             return self._ask_for_token(request, to, wrong=True)
         response = Response(status_code=303, headers={"location": self._find_target(to)})
         response.set_cookie(
             self._name_cookie(request),
-            self._cookie_of(known[0]).decode(),
+            self._sessions.make_cookie(session),
             path=f"{self._prefix}/",
             httponly=True,
             secure=_is_secure(request),
@@ -617,6 +612,11 @@ def _check_site(request: Request) -> bool:
         message = "a page of another site sent this request; open its address in the browser"
         raise RequestRefusedError(403, "sec-fetch-site", message)
     return True
+
+
+def _find_dataset(route: str, names: Mapping[str, str]) -> str | None:
+    """Return the dataset that an address is of; None for other pages."""
+    return names["name"] if route.startswith("/datasets/{name}") else None
 
 
 def _is_secure(request: Request) -> bool:

@@ -25,9 +25,10 @@ class ExplorerConfig:
 
     lake: a folder or URL. path_prefix: the path below which a proxy passes requests on, such as
     `/lake`; empty without one. admin_token_file: tokens, one per line; those in the variable
-    REPLAYLAKE_ADMIN_TOKEN count, too. insecure: allow other machines without tokens. allowed_hosts:
-    names to answer to besides loopback and the address itself. read_only: show no forms, and refuse
-    what is sent to their addresses. tokenizers: files tokenizer.json, for the texts of token ids.
+    REPLAYLAKE_ADMIN_TOKEN count, too. roles_file: the role table, with tokens that may do less.
+    insecure: allow other machines without tokens. allowed_hosts: names to answer to besides
+    loopback and the address itself. read_only: show no forms, and refuse what is sent to their
+    addresses. tokenizers: files tokenizer.json, for the texts of token ids.
     """
 
     lake: str
@@ -35,6 +36,7 @@ class ExplorerConfig:
     port: int = 8080
     path_prefix: str = ""
     admin_token_file: Path | None = None
+    roles_file: Path | None = None
     insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
     read_only: bool = False
@@ -66,7 +68,7 @@ class ExplorerConfig:
     def read_tokens(self, environment: Mapping[str, str]) -> Tokens:
         """Return the tokens with which the pages may be read. Raises: ConfigInvalidError."""
         named = {key: value for key, value in environment.items() if key == variable_of(_ROLE)}
-        return read_tokens({_ROLE: self.admin_token_file}, named)
+        return read_tokens({_ROLE: self.admin_token_file}, named, roles_file=self.roles_file)
 
     def check_exposure(self, address: str, tokens: Tokens) -> None:
         """Refuse to show a lake to other machines without a token, and to let them write to it.
@@ -78,14 +80,14 @@ class ExplorerConfig:
         if not self.insecure:
             raise ConfigInvalidError(
                 f"explore: host: found {address}, which other machines can reach, but no tokens. "
-                f"Set {variable_of(_ROLE)} or `admin_token_file`, listen on 127.0.0.1, or allow "
-                "requests without tokens with `insecure`.",
+                f"Set {variable_of(_ROLE)}, `admin_token_file` or `roles_file`, listen on "
+                "127.0.0.1, or allow requests without tokens with `insecure`.",
                 parameter="host",
             )
         if not self.read_only:
             raise ConfigInvalidError(
                 f"explore: insecure: found {address}, from which anybody could write to the lake, "
-                f"expected `read_only` beside it. Or set {variable_of(_ROLE)} or "
-                "`admin_token_file`.",
+                f"expected `read_only` beside it. Or set {variable_of(_ROLE)}, "
+                "`admin_token_file` or `roles_file`.",
                 parameter="insecure",
             )

@@ -30,9 +30,9 @@ def run_explorer(
 ) -> int:
     """Show a lake's pages until SIGINT or SIGTERM, then return 0.
 
-    The process has a low priority (nice 10), and its queries use one thread. One line on stderr
-    says where it is; `on_ready` is then called with the config and the port that it listens on.
-    promote: moves an alias through the gate; without it, no page can.
+    The process has a low priority (nice 10) but for gates, and its queries use one thread. One line
+    on stderr says where it is; `on_ready` is then called with the config and the port that it
+    listens on. promote: moves an alias through the gate; without it, no page can.
 
     Raises: NotFoundError if there is no lake; ServeError if the port is in use;
     ConfigInvalidError if other machines could read or write it without a token, and for a
@@ -55,7 +55,8 @@ def run_explorer(
             token_texts=token_texts,
             promote=promote,
         )
-        # Readers may wait; trainers and policy servers of this machine must not.
+        # Readers may wait; trainers and policy servers of this machine must not. The thread that
+        # evaluates gates was started with the app, and keeps its priority.
         os.nice(_NICE)
         limit_threads(1)
         server.announce(f"{lake.url} is at {server.config.url}")

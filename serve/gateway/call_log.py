@@ -37,7 +37,6 @@ from replaylake.datastore.episodes.tokens import (
     OBSERVATION_TOKENS,
     PARENT_AGENT_ID,
     PARENT_STEP,
-    TOKEN_LOG_PROB_TOLERANCE,
 )
 from replaylake.datastore.errors import StorageError
 from replaylake.datastore.feedback.journal import Journal, JournalConfig
@@ -64,9 +63,18 @@ from replaylake.datastore.interchange.formats.generations.rows import (
     EXTRAS,
     PROMPT_MESSAGES,
 )
-from replaylake.datastore.lake.dataset import Dataset
-from replaylake.serve.gateway.calls import COMPLETED, CallAnswer, CallRequest, Message, Sample
+from replaylake.datastore.lake.dataset import Dataset, new_episode_id
+from replaylake.serve.gateway.calls import (
+    COMPLETED,
+    CallAnswer,
+    CallRequest,
+    Message,
+    Sample,
+    clean_log_probs,
+    to_ids,
+)
 from replaylake.serve.gateway.conversations import (
+    PRODUCER,
     REDACTED,
     CallIdentity,
     Conversations,
@@ -82,6 +90,7 @@ from replaylake.serve.gateway.retained_answers import (
     RetainedAnswer,
     RetainedAnswers,
 )
+from replaylake.serve.gateway.routes import CallVersion
 from replaylake.serve.recording.decision_log import Clock
 
 REFUSE: Final = "refuse"
@@ -103,6 +112,8 @@ class PassedCall:
 
     begun_s, first_byte_s and ended_s: time.monotonic(). status: completed, aborted or failed.
     retained: the complete answer as the client gets it, of a request with an idempotency key.
+    version: the policy version that is known to have answered, whatever the answer says.
+    make_episode_id: names an episode that begins with the call.
     """
 
     api: str
@@ -115,6 +126,8 @@ class PassedCall:
     ended_s: float
     idempotency_key: str | None = None
     retained: RetainedAnswer | None = None
+    version: CallVersion | None = None
+    make_episode_id: Callable[[], str] = lambda: new_episode_id(PRODUCER)
 
 
 class CallLog:
@@ -220,6 +233,17 @@ class CallLog:
         for generation in reversed(added):
             self.conversations.undo(generation)
 
+    def find_episode(self, identity: CallIdentity, request: CallRequest) -> str | None:
+        """Return a name of the episode that a call belongs to; None if it begins one."""
+        if identity.episode is not None:
+            return identity.source_episode_id
+        try:
+            hashes, _ = hash_contexts(request.messages, self._key)
+        except (AttributeError, RecursionError, TypeError, ValueError):
+            return None  # such messages are recorded, if at all, as an episode of their own
+        found = self.conversations.find(identity, hashes, request.previous)
+        return None if found is None else found.episode.episode_id
+
     def close_reported(self, report: Mapping[str, Any]) -> str | None:
         """Return the id of the episode that a report is of, None if it is not known here.
 
@@ -310,6 +334,7 @@ class CallLog:
             time.time(),
             previous=request.previous,
             is_sample=prompt.is_answered,
+            make_episode_id=call.make_episode_id,
         )
         tree = place.episode
         empty = {"role": "assistant", "content": None}
@@ -320,10 +345,14 @@ class CallLog:
         if answer.model == request.model:
             del metadata["requested_model"]
         metadata |= request.metadata
+        if (known := call.version) is not None:
+            metadata["served"] = known.to_json()
         metadata = {name: value for name, value in metadata.items() if value is not None}
         if tokens.get(ACTION_TOKENS) is None and not _has_all_log_probs(answer):
             tokens[BEHAVIOR_LOG_PROB] = None
         version = answer.policy_version
+        if version is None:
+            version = identity.policy_version
         has_tools = not place.is_next or self._redact is not None
         first_byte = None if call.first_byte_s is None else call.first_byte_s - call.begun_s
         row = {
@@ -334,8 +363,8 @@ class CallLog:
             REWARD: None,
             TERMINATED: False,
             TRUNCATED: False,
-            POLICY: answer.model or request.model,
-            POLICY_VERSION: identity.policy_version if version is None else version,
+            POLICY: (answer.model or request.model) if known is None else known.policy,
+            POLICY_VERSION: version if known is None else known.version,
             TIMESTAMP: self.clock.now(),
             SOURCE_EPISODE_ID: tree.source_episode_id,
             **texts,
@@ -413,7 +442,7 @@ class _Prompt:
     def to_ids(self, values: list[int] | None) -> array[int] | None:
         """Return the ids of the prompt as an array, converted once for all samples."""
         if values is not self._values:
-            self._values, self._ids = values, _to_ids(values)
+            self._values, self._ids = values, to_ids(values)
         return self._ids
 
 
@@ -476,11 +505,11 @@ def _make_token_columns(
 
     Ids and log-probs that do not match are left out: a wrong one is worse than none.
     """
-    log_probs = _clean_log_probs(sample.log_probs)
+    log_probs = clean_log_probs(sample.log_probs)
     total = None if log_probs is None else math.fsum(log_probs)
     columns: dict[str, Any] = {BEHAVIOR_LOG_PROB: total}
     is_continuation = False if place.is_rewritten else None
-    prompt, ids = shared.to_ids(sample.prompt_token_ids), _to_ids(sample.token_ids)
+    prompt, ids = shared.to_ids(sample.prompt_token_ids), to_ids(sample.token_ids)
     if prompt is None or ids is None:
         return {**columns, IS_CONTINUATION: is_continuation}, -1, "-"
     if log_probs is not None and len(log_probs) != len(ids):
@@ -500,31 +529,6 @@ def _make_token_columns(
     }
     whole = prompt + ids
     return columns, len(whole), hash_tokens(whole, len(whole), key)
-
-
-def _to_ids(values: list[Any] | None) -> array[int] | None:
-    """Return ids as an array, None if a value is no id."""
-    if values is None:
-        return None
-    try:
-        ids = array("i", values)
-    except (TypeError, OverflowError):
-        return None
-    return ids if not ids or min(ids) >= 0 else None
-
-
-def _clean_log_probs(values: list[Any] | None) -> list[float] | None:
-    """Return log-probs, those just above 0 as 0; None if a value is no log-prob."""
-    if not values:
-        return None
-    try:
-        numbers = array("d", values)
-    except (TypeError, OverflowError):
-        return None
-    highest = max(numbers)
-    if not all(map(math.isfinite, numbers)) or highest > TOKEN_LOG_PROB_TOLERANCE:
-        return None
-    return [min(value, 0.0) for value in numbers] if highest > 0 else numbers.tolist()
 
 
 _JSON_COLUMNS: Final = (PROMPT_MESSAGES, COMPLETION_MESSAGES, "tools", "sampling", "metadata")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from replaylake.datastore.episodes.tokens import TOKEN_LOG_PROB_TOLERANCE
 
 Message = dict[str, Any]
 COMPLETED = "completed"
@@ -109,3 +113,28 @@ def split_fields(body: Mapping[str, Any], *used: str) -> tuple[dict[str, Any], d
         name: value for name, value in body.items() if name not in _LEFT_OUT and name not in used
     }
     return sampling, {name: body[name] for name in _ABOUT if body.get(name) is not None}
+
+
+def to_ids(values: list[Any] | None) -> array[int] | None:
+    """Return ids as an array, None if a value is no id."""
+    if values is None:
+        return None
+    try:
+        ids = array("i", values)
+    except (TypeError, OverflowError):
+        return None
+    return ids if not ids or min(ids) >= 0 else None
+
+
+def clean_log_probs(values: list[Any] | None) -> list[float] | None:
+    """Return log-probs, those just above 0 as 0; None if a value is no log-prob."""
+    if not values:
+        return None
+    try:
+        numbers = array("d", values)
+    except (TypeError, OverflowError):
+        return None
+    highest = max(numbers)
+    if not all(map(math.isfinite, numbers)) or highest > TOKEN_LOG_PROB_TOLERANCE:
+        return None
+    return [min(value, 0.0) for value in numbers] if highest > 0 else numbers.tolist()

@@ -19,6 +19,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import orjson
+
 from replaylake.serve.gateway.calls import (
     AnswerReader,
     CallAnswer,
@@ -39,8 +41,25 @@ _IDS: Final = "return_token_ids"
 _LOG_PROBS: Final = "logprobs"
 # Fields of a chunk that are the same in the whole stream, and the choices.
 _HEAD: Final = frozenset(("choices", "created", "id", "model", "object"))
+# Owners in the engines' lists of models.
+_OWNERS: Final = {"vllm": VLLM, "replaylake": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}
 # Reasons of engines for an answer that is not what the model would have generated.
 _UNFINISHED: Final = ("abort", "error")
+
+
+def read_models(data: bytes) -> tuple[str, list[str]]:
+    """Return the engine that an answer of /v1/models is from, and the names of its models.
+
+    Raises: ValueError if it is no list of models.
+    """
+    try:
+        models = orjson.loads(data)["data"]
+        owner = models[0].get("owned_by")
+        names = [model["id"] for model in models]
+    except (orjson.JSONDecodeError, AttributeError, LookupError, TypeError):
+        raise ValueError("not a list of models") from None
+    engine = _OWNERS.get(owner, OPENAI) if isinstance(owner, str) else OPENAI
+    return engine, names
 
 
 class ChatApi:

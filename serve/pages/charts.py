@@ -23,6 +23,7 @@ _HEIGHT: Final = 100
 # So few whole numbers are bars of their own, each with its value below.
 _MAX_LABELED: Final = 12
 _NUM_COLORS: Final = 8
+_GRAY: Final = 7
 # Height of a box of a flow chart with its margin, and width between two stages, in CSS pixels.
 _NODE: Final = 56
 _GAP: Final = 48
@@ -44,7 +45,9 @@ def column_chart(
     texts below it, spread over its width. links: where each column leads.
     """
     top = max(values, default=0) or 1
-    gap = 3.5 if len(values) <= 3 else 1.5 if len(values) <= _MAX_LABELED else 0.5
+    gap = 1.5 if len(values) <= _MAX_LABELED else 0.5
+    # A few columns are no wider than a tenth of the picture.
+    gap = max(gap, (_BAR - len(values)) / 2)
     bars: list[Markup] = []
     for place, (value, title) in enumerate(zip(values, titles, strict=True)):
         # One that is there is seen, however low.
@@ -78,6 +81,27 @@ def column_chart(
         picture,
         tag("div", [tag("span", text) for text in axis], class_=places),
         class_="chart",
+    )
+
+
+def sparkline(counts: Sequence[int], *, label: str) -> Markup:
+    """Draw a histogram of a line's height, for a cell of a table. label: what it is of."""
+    top = max(counts, default=0) or 1
+    bars = []
+    for place, num in enumerate(counts):
+        if num:
+            height = max(8.0, num / top * _HEIGHT)
+            y = _round(_HEIGHT - height)
+            shape = {"x": place * _BAR + 0.5, "y": y, "width": _BAR - 1, "height": _round(height)}
+            bars.append(tag("rect", **shape, class_="bar"))
+    return tag(
+        "svg",
+        tag("title", label),
+        bars,
+        viewBox=f"0 0 {max(1, len(counts)) * _BAR} {_HEIGHT}",
+        preserveAspectRatio="none",
+        role="img",
+        class_="spark",
     )
 
 
@@ -203,16 +227,24 @@ def interval_chart(
 
 
 def stacked_chart(
-    parts: Sequence[tuple[str, Sequence[int], str]], *, label: str, axis: Sequence[str]
+    parts: Sequence[tuple[str, Sequence[int], str]],
+    *,
+    label: str,
+    axis: Sequence[str],
+    unknown: str | None = None,
 ) -> Markup:
-    """Draw columns of several parts, each (name, its value in every column, text), and a legend."""
+    """Draw columns of several parts, each (name, its value in every column, text), and a legend.
+
+    unknown: the name of a part that is drawn in gray, as what is not known.
+    """
+    colors = {name: number for number, name in enumerate(n for n, _, _ in parts if n != unknown)}
     num = len(parts[0][1]) if parts else 0
     totals = [sum(values[i] for _, values, _ in parts) for i in range(num)]
     top = max(totals, default=0) or 1
     rects = []
     for i in range(num):
         below = 0.0
-        for number, (name, values, _) in enumerate(parts):
+        for name, values, _ in parts:
             if not values[i]:
                 continue
             height = values[i] / top * _HEIGHT
@@ -224,7 +256,7 @@ def stacked_chart(
                     y=_round(_HEIGHT - below - height),
                     width=_BAR,
                     height=_round(height),
-                    class_=_color(number),
+                    class_=_color(colors.get(name, _GRAY)),
                 )
             )
             below += height
@@ -238,8 +270,13 @@ def stacked_chart(
         aria_label=label,
     )
     legend = [
-        tag("li", swatch(number), tag("span", name, class_="name"), tag("span", text))
-        for number, (name, _, text) in enumerate(parts)
+        tag(
+            "li",
+            swatch(colors.get(name, _GRAY)),
+            tag("span", name, class_="name"),
+            tag("span", text),
+        )
+        for name, _, text in parts
     ]
     return tag(
         "figure",
@@ -286,7 +323,7 @@ def parallel_chart(
             for place, height in enumerate(line.heights)
             if height is not None
         )
-        opacity = _round(0.25 + 0.6 * line.strength)
+        opacity = _round(0.4 + 0.5 * line.strength)
         shapes = [
             tag("polyline", points=points, class_="hit-line"),
             tag(
@@ -325,11 +362,15 @@ def parallel_chart(
 
 @dataclass(frozen=True)
 class FlowNode:
-    """A box of a flow chart: its name, a line below it, and where it leads."""
+    """A box of a flow chart: its name, a line below it, and where it leads.
+
+    is_id: whether the name is an id, which is written in letters of one width.
+    """
 
     name: str
     detail: str = ""
     link: str | None = None
+    is_id: bool = False
 
 
 def flow_chart(
@@ -353,14 +394,15 @@ def flow_chart(
             sources = [
                 stages[at][1][start] for at, start, end in links if (at + 1, end) == (place, key)
             ]
-            named = ", ".join(f"{one.name} {one.detail}".strip() for one in sources)
-            origin = tag("span", f"from {named}", class_="from") if sources else None
+            from_names = ", ".join(f"{one.name} {one.detail}".strip() for one in sources)
+            origin = tag("span", f"from {from_names}", class_="from") if sources else None
             name: Child = node.name or "(empty)"
             if node.link is not None:
                 name = tag("a", name, href=node.link)
             detail = tag("div", node.detail, class_="quiet") if node.detail else None
             whole = f"{node.name} {node.detail}".strip()
-            boxes.append(tag("li", tag("div", name), detail, origin, title=whole))
+            named = tag("div", name, class_="mono" if node.is_id else None)
+            boxes.append(tag("li", named, detail, origin, title=whole))
         parts.append(
             tag("div", tag("h3", title), tag("ul", boxes, aria_label=title), class_="stage")
         )

@@ -145,12 +145,17 @@ def write_panel(
     *content: Child,
     note: Child = None,
     is_wide: bool = True,
+    shows_title: bool = True,
     identity: str | None = None,
 ) -> Markup:
-    """Return a part of a page with a heading. is_wide: whether it takes the whole width."""
+    """Return a part of a page with a heading.
+
+    is_wide: whether it takes the whole width. shows_title: whether the heading is seen, or only
+    heard.
+    """
     return tag(
         "section",
-        tag("h2", title),
+        tag("h2", title, class_=None if shows_title else "unseen"),
         None if note is None else tag("p", note, class_="note"),
         content,
         class_="panel wide" if is_wide else "panel",

@@ -15,7 +15,7 @@ from replaylake.serve.pages.charts import (
 )
 from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.tables import Column, table
-from replaylake.serve.pages.texts import count, number_text
+from replaylake.serve.pages.texts import count, short_number
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.profile.column_statistics import Dimension
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Values of a discrete space that are bars with names; more of them are columns.
 _MAX_BARS: Final = 24
+_NOT_RECORDED: Final = "not recorded"
 # The address of the episodes whose column is from one value up to another; the last argument says
 # whether the upper one belongs to them.
 EpisodeLink = Callable[[str, float, float, bool], str]
@@ -67,12 +68,12 @@ def _episodes(profile: Profile, link: EpisodeLink | None) -> Iterator[Child]:
     summary = profile.summary
     if summary["mean_return"] is not None:
         yield _note(
-            f"return: mean {number_text(summary['mean_return'])}, from "
-            f"{number_text(summary['min_return'])} to {number_text(summary['max_return'])}; "
-            f"length: mean {number_text(summary['mean_num_steps'])}"
+            f"Mean return {short_number(summary['mean_return'])}"
+            f"{_range(summary['min_return'], summary['max_return'])}; mean length "
+            f"{short_number(summary['mean_num_steps'])} steps."
         )
     else:
-        yield _note("returns are unknown: some reward of each episode is")
+        yield _note("Returns are unknown: some reward of each episode is.")
     ends = [
         (name, summary[key], f"{summary[key]:,}")
         for name, key in (
@@ -89,8 +90,8 @@ def _episodes(profile: Profile, link: EpisodeLink | None) -> Iterator[Child]:
 
     yield tag(
         "div",
-        histogram_chart(profile.returns, "return", link=of_column("return")),
-        histogram_chart(profile.lengths, "steps an episode", link=of_column("num_steps")),
+        histogram_chart(profile.returns, "Return", link=of_column("return")),
+        histogram_chart(profile.lengths, "Steps an episode", link=of_column("num_steps")),
         _titled("How episodes end", bar_list(ends, label="How episodes end")),
         class_="row",
     )
@@ -99,19 +100,19 @@ def _episodes(profile: Profile, link: EpisodeLink | None) -> Iterator[Child]:
 def _rewards(profile: Profile) -> Iterator[Child]:
     reward = profile.reward
     if not reward.num:
-        yield _note("no step has a reward")
+        yield _note("No step has a reward.")
         return
+    zeros = f", {reward.share_zero:.1%} of them zero" if reward.share_zero else ""
     yield _note(
-        f"{count(reward.num, 'reward')}, {reward.share_zero:.1%} of them zero; from "
-        f"{number_text(reward.minimum)} to {number_text(reward.maximum)}, mean "
-        f"{number_text(reward.mean)}"
+        f"{count(reward.num, 'reward')}{zeros}; mean {short_number(reward.mean)}"
+        f"{_range(reward.minimum, reward.maximum)}."
     )
-    yield tag("div", histogram_chart(reward.histogram, "reward", "steps"), class_="row")
+    yield tag("div", histogram_chart(reward.histogram, "Reward", "steps"), class_="row")
 
 
 def _space(each: Sequence[Dimension], counted: Sequence[ValueCounts]) -> Iterator[Child]:
     if not each and not counted:
-        yield _note("no numbers to draw")
+        yield _note("There are no numbers to draw.")
     if counted:
         yield tag("div", map(_counts_chart, counted), class_="row")
     names = {one.name for one in counted}
@@ -123,9 +124,9 @@ def _space(each: Sequence[Dimension], counted: Sequence[ValueCounts]) -> Iterato
     if each:
         columns: list[Column | str] = [
             "",
-            *(Column(t, is_number=True) for t in ("values", "min", "max", "mean", "std", "zeros")),
-            Column("space", is_number=True),
-            Column("outside", is_number=True),
+            *(Column(t, is_number=True) for t in ("Values", "Min", "Max", "Mean", "Std", "Zeros")),
+            Column("Space", is_number=True),
+            Column("Outside", is_number=True),
         ]
         statistics = table(columns, map(_statistics, each), label="Statistics")
         if len(each) > _MAX_BARS:
@@ -151,14 +152,14 @@ def _counts_chart(values: ValueCounts) -> Markup:
 
 
 def _statistics(one: Dimension) -> list[Child]:
-    low = "-inf" if one.low is None else number_text(one.low)
-    high = "inf" if one.high is None else number_text(one.high)
+    low = "-inf" if one.low is None else short_number(one.low)
+    high = "inf" if one.high is None else short_number(one.high)
     numbers = (one.minimum, one.maximum, one.mean, one.std)
     outside = tag("span", f"{one.num_outside:,}", class_="outside") if one.num_outside else "0"
     return [
         one.name,
         f"{one.num:,}",
-        *(number_text(number) for number in numbers),
+        *(short_number(number) for number in numbers),
         f"{one.share_zero:.1%}",
         f"[{low}, {high}]",
         outside,
@@ -168,18 +169,20 @@ def _statistics(one: Dimension) -> list[Child]:
 def _coverage(profile: Profile) -> Iterator[Child]:
     share = profile.coverage
     if (share.action_share, share.state_share, share.map_share) == (None, None, None):
-        yield _note("cannot be told of what has no numbers")
+        yield _note("Coverage is of numbers: neither actions nor observations have any.")
     if share.action_share is not None:
         kind = "actions were taken" if share.action_entropy is not None else "action range is used"
-        yield _note(f"{share.action_share:.1%} of the {kind}")
+        yield _note(f"{share.action_share:.1%} of the {kind}.")
     if share.action_entropy is not None:
-        yield _note(f"entropy of the actions: {share.action_entropy:.2f} of the greatest possible")
+        yield _note(
+            f"The entropy of the actions is {share.action_entropy:.2f} of the greatest possible."
+        )
     if share.state_share is not None:
-        yield _note(f"{share.state_share:.1%} of the discrete observations were seen")
+        yield _note(f"{share.state_share:.1%} of the discrete observations were seen.")
     if share.observation_map is not None and share.map_share is not None:
         yield _note(
-            "where observations lie, on the two axes along which they vary most "
-            f"({share.map_share:.0%} of their variance); darker is more, empty is never"
+            "Where observations lie, on the two axes along which they vary most "
+            f"({share.map_share:.0%} of their variance): stronger is more, empty is none."
         )
         yield density_map(share.observation_map, label="Observations on two principal components")
 
@@ -187,20 +190,19 @@ def _coverage(profile: Profile) -> Iterator[Child]:
 def _propensities(profile: Profile) -> Iterator[Child]:
     values = profile.propensities
     if values is None:
-        yield _note("not recorded: off-policy evaluation by importance weights is not possible")
+        yield _note("Not recorded: off-policy evaluation by importance weights is not possible.")
         return
-    what = "probability" if values.high == 1 else "density"
+    what = "Probability" if values.high == 1 else "Density"
     yield _note(
-        f"{what} of the logged action, known for {count(values.num, 'step')}: from "
-        f"{number_text(values.minimum)} to {number_text(values.maximum)}. Small ones make large "
-        "importance weights."
+        f"{what} of the logged action, known for {count(values.num, 'step')}"
+        f"{_range(values.minimum, values.maximum)}. Small ones make large importance weights."
     )
     yield tag("div", histogram_chart(values.histogram, what, "steps"), class_="row")
 
 
 def _policies(profile: Profile) -> Iterator[Child]:
     if [one.policy for one in profile.policies] == [None]:
-        yield _note("not recorded: which policy acted is unknown")
+        yield _note("Not recorded: which policy acted is unknown.")
         return
     total = profile.summary["num_steps"]
     parts = [
@@ -211,15 +213,18 @@ def _policies(profile: Profile) -> Iterator[Child]:
     label = "Steps by policy version, over time"
     if not profile.by_timestamp:
         label = "Steps by policy version, in the order they were committed"
-    yield stacked_chart(parts, label=label, axis=axis)
+        # Of fewer steps than there are columns, some would be empty.
+        shown = [i for i in range(len(parts[0][1])) if any(values[i] for _, values, _ in parts)]
+        parts = [(name, tuple(values[i] for i in shown), text) for name, values, text in parts]
+    yield stacked_chart(parts, label=label, axis=axis, unknown=_NOT_RECORDED)
 
 
 def _missing(profile: Profile) -> Iterator[Child]:
     lacking = {name: share for name, share in profile.missing.items() if share > 0}
     if not lacking:
-        yield _note("every column has a value in every row")
+        yield _note("Every column has a value in every row.")
         return
-    yield _note("share of rows without a value; other columns have one in every row")
+    yield _note("Share of rows without a value; other columns have one in every row.")
     ordered = sorted(lacking.items(), key=lambda item: -item[1])
     rows = [(name, share, f"{share:.1%}") for name, share in ordered]
     yield tag("div", bar_list(rows, label="Missing values"), class_="row")
@@ -227,14 +232,14 @@ def _missing(profile: Profile) -> Iterator[Child]:
 
 def _checks(profile: Profile) -> Iterator[Child]:
     if not profile.checks:
-        yield _note("no ingest of this dataset reported any")
+        yield _note("No ingest of this dataset reported any.")
     else:
         columns: list[Column | str] = [
-            "check",
-            "outcome",
-            Column("episodes", is_number=True),
-            Column("rows", is_number=True),
-            "example",
+            "Check",
+            "Outcome",
+            Column("Episodes", is_number=True),
+            Column("Rows", is_number=True),
+            "Example",
         ]
         rows = [
             [one.check, one.outcome, f"{one.num_episodes:,}", f"{one.num_rows:,}", one.example]
@@ -242,13 +247,18 @@ def _checks(profile: Profile) -> Iterator[Child]:
         ]
         yield table(columns, rows, label="Checks at ingest")
     if profile.left_out:
-        yield _note(f"not drawn: {', '.join(profile.left_out)}")
+        yield _note(f"Not drawn: {', '.join(profile.left_out)}.")
 
 
 def _policy_name(one: PolicyShare) -> str:
     if one.policy is None:
-        return "not recorded"
+        return _NOT_RECORDED
     return one.policy if one.version is None else f"{one.policy}:{one.version}"
+
+
+def _range(low: float | None, high: float | None) -> str:
+    """Return between which values others are, as the end of a sentence; nothing for one value."""
+    return "" if low == high else f", from {short_number(low)} to {short_number(high)}"
 
 
 def _titled(title: str, body: Markup) -> Markup:

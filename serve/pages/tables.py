@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from replaylake.serve.pages.markup import Child, Markup, tag
-from replaylake.serve.pages.texts import cell_text, is_number, number_text
+from replaylake.serve.pages.texts import cell_text, is_number, number_text, short_number, shorten_id
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,24 @@ def value_cell(value: object) -> Child:
     return cell_text(value)
 
 
-def quiet_number(value: float | None) -> Child:
+def quiet_number(value: float | None, *, is_short: bool = False) -> Child:
     """Return a number as the content of a cell; one that is unknown says so quietly."""
-    return tag("span", "unknown", class_="quiet") if value is None else number_text(value)
+    if value is None:
+        return tag("span", "unknown", class_="quiet")
+    return short_number(value) if is_short else number_text(value)
 
 
-def time_tag(at: datetime | None) -> Markup | None:
+def id_link(identity: str, address: str) -> Markup:
+    """Return a link named by an id, whole in its tooltip, with its middle left out if long."""
+    return tag("a", shorten_id(identity) or "(empty)", href=address, class_="id", title=identity)
+
+
+def time_tag(at: datetime | None, *, has_seconds: bool = False) -> Markup | None:
     """Return a time in UTC, which the page's script shows in the reader's zone."""
     if at is None:
         return None
     known = at if at.tzinfo is not None else at.replace(tzinfo=UTC)
     known = known.astimezone(UTC)
-    return tag("time", f"{known:%Y-%m-%d %H:%M} UTC", datetime=f"{known:%Y-%m-%dT%H:%M:%S}Z")
+    shown = f"{known:%Y-%m-%d %H:%M:%S}" if has_seconds else f"{known:%Y-%m-%d %H:%M}"
+    machine = f"{known:%Y-%m-%dT%H:%M:%S}Z"
+    return tag("time", f"{shown} UTC", datetime=machine, data_seconds=has_seconds)

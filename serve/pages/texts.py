@@ -7,6 +7,7 @@ from typing import Any, Final
 
 _MAX_TEXT: Final = 100
 _MAX_VECTOR: Final = 44
+_MAX_ID: Final = 34
 
 
 def number_text(value: float | None) -> str:
@@ -15,6 +16,20 @@ def number_text(value: float | None) -> str:
         return "unknown"
     # Adding 0 makes -0.0 the 0 that it is.
     return f"{value:,}" if isinstance(value, int) else f"{value + 0.0:,.6g}"
+
+
+def short_number(value: float | None) -> str:
+    """Return a count with separators, or four significant digits: `9.349`, `12,346`."""
+    if value is None or isinstance(value, int) or not 1000 <= abs(value) < 1e15:
+        return number_text(value if value is None or isinstance(value, int) else _round(value))
+    return f"{value:,.0f}"
+
+
+def shorten_id(text: str) -> str:
+    """Return an id with its middle left out if it is long: ids differ at their ends."""
+    if len(text) <= _MAX_ID:
+        return text
+    return f"{text[: _MAX_ID - 11]}\u2026{text[-10:]}"
 
 
 def count(number: int, noun: str) -> str:
@@ -67,6 +82,10 @@ def cell_text(value: Any) -> str:
 def is_number(value: Any) -> bool:
     """Whether a value is a number; DuckDB's sum of integers comes as a Decimal."""
     return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def _cut(text: str, length: int) -> str:

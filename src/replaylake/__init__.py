@@ -17,6 +17,7 @@ __all__ = [
     "Dataset",
     "Dict",
     "Discrete",
+    "EngineModel",
     "Episode",
     "EpisodeWriter",
     "Episodes",
@@ -30,6 +31,8 @@ __all__ = [
     "Lake",
     "LanguageConfig",
     "LanguageRecorder",
+    "LanguageRolloutConfig",
+    "LocalModel",
     "MultiBinary",
     "MultiDiscrete",
     "OnlineConfig",
@@ -80,6 +83,7 @@ __all__ = [
     "resume_online",
     "resume_sweep",
     "rollout",
+    "rollout_language",
     "score",
     "set_retention",
     "to_ray",
@@ -147,6 +151,7 @@ if TYPE_CHECKING:
     from replaylake.offline.evaluation.evaluate import EvaluationConfig, evaluate
     from replaylake.offline.evaluation.reward_model import RewardModel
     from replaylake.offline.importing.import_policy import ImportOptions, import_policy
+    from replaylake.offline.language.local_model import LocalModel
     from replaylake.offline.running.train import resume, train
     from replaylake.offline.running.train_language import (
         LanguageConfig,
@@ -160,10 +165,12 @@ if TYPE_CHECKING:
     from replaylake.online.ray_data import to_ray
     from replaylake.online.recorders.language_recorder import LanguageRecorder, record_language
     from replaylake.online.rollout import rollout
+    from replaylake.online.rollout_language import LanguageRolloutConfig, rollout_language
     from replaylake.online.train import resume_online, train_online
     from replaylake.online.training.config import OnlineConfig
     from replaylake.serve.client import AsyncPolicyClient, PolicyClient
     from replaylake.serve.fallback import FallbackPolicy
+    from replaylake.serve.gateway.engine_model import EngineModel
 
 # Where each public name lives: (module, name there).
 _LOCATIONS = {
@@ -177,6 +184,7 @@ _LOCATIONS = {
     "Episode": ("datastore.episodes.episode", "Episode"),
     "EpisodeWriter": ("datastore.lake.episode_writer", "EpisodeWriter"),
     "Episodes": ("datastore.replay.items.episodes", "Episodes"),
+    "EngineModel": ("serve.gateway.engine_model", "EngineModel"),
     "EvaluationConfig": ("offline.evaluation.evaluate", "EvaluationConfig"),
     "FallbackPolicy": ("serve.fallback", "FallbackPolicy"),
     "FunctionScorer": ("datastore.maintenance.scoring.function_scorer", "FunctionScorer"),
@@ -187,6 +195,8 @@ _LOCATIONS = {
     "Lake": ("datastore.lake.lake", "Lake"),
     "LanguageConfig": ("offline.running.train_language", "LanguageConfig"),
     "LanguageRecorder": ("online.recorders.language_recorder", "LanguageRecorder"),
+    "LanguageRolloutConfig": ("online.rollout_language", "LanguageRolloutConfig"),
+    "LocalModel": ("offline.language.local_model", "LocalModel"),
     "MultiBinary": ("datastore.episodes.spaces", "MultiBinary"),
     "MultiDiscrete": ("datastore.episodes.spaces", "MultiDiscrete"),
     "OnlineConfig": ("online.training.config", "OnlineConfig"),
@@ -236,6 +246,7 @@ _LOCATIONS = {
     "resume_online": ("online.train", "resume_online"),
     "resume_sweep": ("offline.running.tune", "resume_sweep"),
     "rollout": ("online.rollout", "rollout"),
+    "rollout_language": ("online.rollout_language", "rollout_language"),
     "score": ("datastore.maintenance.scoring.score", "score"),
     "set_retention": ("datastore.maintenance.retention", "set_retention"),
     "to_ray": ("online.ray_data", "to_ray"),

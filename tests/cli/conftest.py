@@ -1,15 +1,19 @@
 """Runs commands in this process, as `replaylake ...` would, and keeps what they print apart."""
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from replaylake.cli.main import main
+from replaylake.cli.output import progress
 from replaylake.datastore.interchange.formats.rlds.tfrecord import records
 from replaylake.datastore.interchange.sources.source import find_source
 
@@ -56,6 +60,8 @@ def run(
     lake: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> Run:
     monkeypatch.setenv("REPLAYLAKE_LAKE", str(lake))
+    # Every two seconds a command says how far it is: a slow machine would read more of it.
+    monkeypatch.setattr(progress, "_LINE_INTERVAL_S", 3600.0)
 
     def call(*arguments: object) -> Ran:
         capfdbinary.readouterr()
@@ -152,3 +158,151 @@ class EventsOf:
 @pytest.fixture(scope="session")
 def events_of() -> EventsOf:
     return EventsOf()
+
+
+MLFLOW_API = "/api/2.0/mlflow/"
+MLFLOW_ARTIFACTS = "/api/2.0/mlflow-artifacts/artifacts/"
+
+
+class Refusal(Exception):
+    """A status and a message, as MLflow answers them."""
+
+
+class MlflowServer:
+    """The part of MLflow's REST API that runs and the registry need, in memory, with its limits."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, dict[str, Any]] = {}
+        self.artifacts: dict[str, bytes] = {}
+        self.artifact_root = "mlflow-artifacts:"
+        self.experiments: dict[str, str] = {}
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.headers: list[dict[str, str]] = []
+        self.fail: Callable[[str], int | None] = lambda path: None
+        tracking = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer({})
+
+            def do_POST(self) -> None:
+                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def do_PUT(self) -> None:
+                path = unquote(self.path).removeprefix(MLFLOW_ARTIFACTS)
+                data = self.rfile.read(int(self.headers["Content-Length"]))
+                if tracking.fail(path) is None:
+                    tracking.artifacts[path] = data
+                self.answer({})
+
+            def answer(self, body: dict[str, Any]) -> None:
+                parts = urlsplit(self.path)
+                path = parts.path.removeprefix(MLFLOW_API)
+                tracking.headers.append(dict(self.headers))
+                try:
+                    if (status := tracking.fail(path)) is not None:
+                        raise Refusal(status, "out of order")
+                    query, found, status = parse_qs(parts.query), {}, 200
+                    if self.command != "PUT":
+                        found = tracking.handle(path, body, query)
+                except Refusal as refusal:
+                    status, found = refusal.args[0], {"message": refusal.args[1]}
+                data = json.dumps(found).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def handle(self, path: str, body: dict[str, Any], query: dict[str, list[str]]) -> Any:
+        if path == "experiments/get-by-name":
+            name = query["experiment_name"][0]
+            if name not in self.experiments:
+                raise Refusal(404, "no experiment")
+            return {"experiment": {"experiment_id": self.experiments[name]}}
+        if path == "experiments/create":
+            self.experiments[body["name"]] = str(len(self.experiments) + 1)
+            return {"experiment_id": self.experiments[body["name"]]}
+        if path == "runs/create":
+            run_id = f"m{len(self.runs)}"
+            tags = {tag["key"]: tag["value"] for tag in body["tags"]}
+            self.runs[run_id] = {"params": {}, "metrics": [], "status": "RUNNING", "tags": tags}
+            self.runs[run_id] |= {"name": body["run_name"], "experiment": body["experiment_id"]}
+            return {"run": {"info": self.info(run_id)}}
+        if path == "experiments/search":
+            # A page for each.
+            ids = sorted(self.experiments.values())
+            begin = int(body.get("page_token", 0))
+            found = {"experiments": [{"experiment_id": one} for one in ids[begin : begin + 1]]}
+            return found | ({"next_page_token": str(begin + 1)} if begin + 1 < len(ids) else {})
+        if path.startswith(("registered-models", "model-versions")):
+            return self.handle_registry(path, body, {key: one[0] for key, one in query.items()})
+        if path == "runs/search":
+            tag, wanted = body["filter"].split("`")[1], body["filter"].split("'")[1]
+            runs = [
+                {"info": self.info(run_id)}
+                for run_id, run in self.runs.items()
+                if run["tags"].get(tag) == wanted and run["experiment"] in body["experiment_ids"]
+            ]
+            return {"runs": runs[: body["max_results"]]}
+        run = self.runs[body["run_id"]]
+        if path == "runs/update":
+            run["status"] = body["status"]
+            return {}
+        assert path == "runs/log-batch"
+        params, metrics = body.get("params", []), body.get("metrics", [])
+        assert len(params) <= 100
+        assert len(metrics) <= 1000
+        for param in params:
+            assert len(param["value"]) <= 6000
+            assert run["params"].setdefault(param["key"], param["value"]) == param["value"]
+        run["metrics"] += [(one["step"], one["key"], one["value"]) for one in metrics]
+        return {}
+
+    def info(self, run_id: str) -> dict[str, Any]:
+        uri = f"{self.artifact_root}/{self.runs[run_id]['experiment']}/{run_id}/artifacts"
+        return {"run_id": run_id, "artifact_uri": uri}
+
+    def handle_registry(self, path: str, body: dict[str, Any], query: dict[str, str]) -> Any:
+        if path == "registered-models/create":
+            self.models[body["name"]] = {"versions": [], "aliases": {}}
+            return {}
+        if path == "model-versions/search":
+            name, tag, value = query["filter"].split("'")[1], *query["filter"].split("`")[1:]
+            versions = self.models[name]["versions"]
+            wanted = {"key": tag, "value": value.split("'")[1]}
+            return {"model_versions": [one for one in versions if wanted in one["tags"]]}
+        name = query.get("name") or body["name"]
+        if name not in self.models:
+            raise Refusal(404, "no model")
+        model = self.models[name]
+        if path == "model-versions/create":
+            model["versions"].append({**body, "version": str(len(model["versions"]) + 1)})
+            return {"model_version": model["versions"][-1]}
+        if path == "registered-models/alias":
+            model["aliases"][body["alias"]] = body["version"]
+        else:
+            assert path == "registered-models/get"
+        return {}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def tracking(monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
+    server = MlflowServer()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{server.url}/")
+    for name in ("TRACKING_TOKEN", "TRACKING_USERNAME", "TRACKING_PASSWORD", "REGISTRY_URI"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
+    yield server
+    server.close()

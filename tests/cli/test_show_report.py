@@ -78,7 +78,7 @@ def test_the_page_of_a_log(run: Any, log: Path, tmp_path: Path) -> None:
     assert page.headings == _SECTIONS
     assert "svg" in page.tags
     assert "d@1" in page.texts
-    assert any("mean 6.5, from 3 to 10" in text for text in page.texts)
+    assert any("Mean return 6.5, from 3 to 10" in text for text in page.texts)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A run of `replaylake train` at a real MLflow server, and its policy, both read by MLflow.
+"""A run of `replaylake train` at a real MLflow server, and its policy, loaded and registered there.
 
 python tests/compat/log_to_mlflow.py PYTHON: an interpreter that has mlflow.
 """
@@ -12,6 +12,8 @@ import tempfile
 import textwrap
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
@@ -26,6 +28,7 @@ _READ = """
     probe = client.get_metric_history(run.info.run_id, "probe")
     print(json.dumps({
         "status": run.info.status,
+        "id": run.info.run_id,
         "name": run.info.run_name,
         "params": run.data.params,
         "metrics": run.data.metrics,
@@ -50,6 +53,21 @@ _LOAD = """
         "drawn": drawn["action"].tolist(),
         "log_prob": drawn["log_prob"].tolist(),
         "policy": model.metadata.metadata["replaylake"]["policy"],
+    }))
+"""
+_REGISTRY = """
+    import json, sys
+    from mlflow import MlflowClient
+    client = MlflowClient()
+    model = client.get_registered_model("cart poles")
+    versions = {one.version: one for one in client.search_model_versions("name = 'cart poles'")}
+    print(json.dumps({
+        "aliases": {alias: str(version) for alias, version in model.aliases.items()},
+        "runs": {str(version): one.run_id for version, one in versions.items()},
+        "policies": {
+            str(version): one.tags["replaylake.version"] for version, one in versions.items()
+        },
+        "status": sorted({one.status for one in versions.values()}),
     }))
 """
 _ACT = """
@@ -77,6 +95,7 @@ _PROBE = """
     run.log(3, {"probe": 0.5})
     run.close()
 """
+_PROMOTE = ("promote", "clone:1", "--to", "champion", "--mlflow", "cart poles")
 
 
 def main(python: str) -> None:
@@ -87,19 +106,30 @@ def main(python: str) -> None:
         home = Path(folder)
         command = [python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--backend-store-uri", f"sqlite:///{home / 'mlflow.db'}"]
-        command += ["--default-artifact-root", str(home / "artifacts"), "--workers", "1"]
-        with (home / "server.log").open("w") as log:
-            # A group of its own: the server starts workers.
-            server = subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=home, start_new_session=True
-            )
-        try:
-            uri = f"http://127.0.0.1:{port}"
-            _await(uri, server, home / "server.log")
-            _check(python, uri, home)
-        finally:
-            os.killpg(server.pid, 15)
-            server.wait(30)
+        command += ["--artifacts-destination", str(home / "artifacts"), "--workers", "1"]
+        uri = f"http://127.0.0.1:{port}"
+        with _serve(command, uri, home):
+            trained = _check(python, uri, home)
+        # While it is down, a promotion is made here alone.
+        ran = _run(uri, home, *_PROMOTE)
+        assert ran.returncode == 1, ran
+        assert "cart poles@champion is not set" in ran.stderr, ran
+        assert "clone@champion is clone:1" in ran.stdout, ran
+        with _serve(command, uri, home):
+            _check_registry(python, uri, home, trained)
+
+
+@contextmanager
+def _serve(command: list[str], uri: str, home: Path) -> Iterator[None]:
+    with (home / "server.log").open("w") as log:
+        # A group of its own: the server starts workers.
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=home, start_new_session=True)
+    try:
+        _await(uri, server, home / "server.log")
+        yield
+    finally:
+        os.killpg(server.pid, 15)
+        server.wait(30)
 
 
 def _await(uri: str, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -113,13 +143,18 @@ def _await(uri: str, server: subprocess.Popen[bytes], log: Path) -> None:
     sys.exit(f"no MLflow server:\n{log.read_text()[-4000:]}")
 
 
-def _check(python: str, uri: str, home: Path) -> None:
+def _run(uri: str, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "MLFLOW_TRACKING_URI": uri, "REPLAYLAKE_LAKE": str(home / "lake")}
+    command = [str(Path(sys.executable).with_name("replaylake")), *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def _check(python: str, uri: str, home: Path) -> str:
+    """Check a run and its policy; return MLflow's id of the run."""
     ours = Path(sys.executable)
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [str(ours.with_name("replaylake")), *words]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+        ran = _run(uri, home, *words)
         if ran.returncode:
             sys.exit(ran.stderr)
         return ran
@@ -131,7 +166,7 @@ def _check(python: str, uri: str, home: Path) -> None:
     run_id = json.loads(trained.stdout)["run_id"]
     assert f"at MLflow: {uri}/#/experiments/" in trained.stderr, trained.stderr
     probe = [str(ours), "-c", textwrap.dedent(_PROBE), run_id]
-    subprocess.run(probe, env=environment, check=True)
+    subprocess.run(probe, env={**os.environ, "MLFLOW_TRACKING_URI": uri}, check=True)
     read = [python, "-c", textwrap.dedent(_READ), uri]
     found = json.loads(subprocess.run(read, check=True, capture_output=True, text=True).stdout)
     assert (found["status"], found["name"]) == ("FINISHED", run_id), found
@@ -141,15 +176,7 @@ def _check(python: str, uri: str, home: Path) -> None:
     # Its database has no infinity.
     assert found["probe"] == ["nan", "1.7976931348623157e+308", "0.5"], found
     run("policies", "package", "clone", "--format", "mlflow", "--output", str(home / "model"))
-    rows = json.dumps([[0.0, 0.1, 0.02, -0.1], [0.0, -0.4, -0.1, 0.5]] * 10)
-    answers = []
-    for interpreter, program, where in ((python, _LOAD, "model"), (str(ours), _ACT, "lake")):
-        command = [interpreter, "-c", textwrap.dedent(program), str(home / where), rows]
-        ran = subprocess.run(command, capture_output=True, text=True, cwd=home)
-        if ran.returncode:
-            sys.exit(ran.stderr)
-        answers.append(json.loads(ran.stdout.splitlines()[-1]))
-    assert answers[0] == answers[1], answers
+    _compare_actions(python, str(home / "model"), uri, home)
     version = subprocess.run(
         [python, "-c", "import mlflow; print(mlflow.__version__)"],
         check=True,
@@ -159,6 +186,64 @@ def _check(python: str, uri: str, home: Path) -> None:
     names = ", ".join(sorted(found["metrics"])[:6])
     print(f"MLflow {version}: {len(found['params'])} parameters; {names}; probe {found['probe']}")
     print(f"MLflow {version}: the policy as a pyfunc acts as it does here")
+    return str(found["id"])
+
+
+def _compare_actions(python: str, model: str, uri: str, home: Path) -> None:
+    """Compare the actions of a model that MLflow loads with those of the lake's policy."""
+    rows = json.dumps([[0.0, 0.1, 0.02, -0.1], [0.0, -0.4, -0.1, 0.5]] * 10)
+    answers = []
+    for program in (
+        [python, "-c", textwrap.dedent(_LOAD), model],
+        [sys.executable, "-c", textwrap.dedent(_ACT), str(home / "lake")],
+    ):
+        environment = {**os.environ, "MLFLOW_TRACKING_URI": uri}
+        ran = subprocess.run(
+            [*program, rows], capture_output=True, text=True, cwd=home, env=environment
+        )
+        if ran.returncode:
+            sys.exit(ran.stderr)
+        answers.append(json.loads(ran.stdout.splitlines()[-1]))
+    assert answers[0] == answers[1], answers
+
+
+def _check_registry(python: str, uri: str, home: Path, trained: str) -> None:
+    def read() -> dict[str, dict[str, str]]:
+        ran = subprocess.run(
+            [python, "-c", textwrap.dedent(_REGISTRY)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "MLFLOW_TRACKING_URI": uri},
+        )
+        if ran.returncode:
+            sys.exit(ran.stderr)
+        found: dict[str, dict[str, str]] = json.loads(ran.stdout)
+        return found
+
+    for _ in range(2):  # the same command again changes nothing
+        ran = _run(uri, home, *_PROMOTE)
+        assert ran.returncode == 0, ran
+        assert "clone@champion is clone:1 already" in ran.stdout, ran
+        assert read() == {
+            "aliases": {"champion": "1"},
+            "runs": {"1": trained},
+            "policies": {"1": "1"},
+            "status": ["READY"],
+        }
+    _compare_actions(python, "models:/cart poles@champion", uri, home)
+    options = ("--algorithm", "bc", "--policy", "clone", "--updates", "10", "--seed", "2")
+    for words in (
+        ("train", "offline", "cartpole", *options),
+        ("promote", "clone:2", *_PROMOTE[2:]),
+        ("promote", "clone:2", "--to", "stable", *_PROMOTE[4:]),
+        ("rollback", "clone", *_PROMOTE[4:]),
+    ):
+        ran = _run(uri, home, *words)
+        assert ran.returncode == 0, ran
+    found = read()
+    assert found["aliases"] == {"champion": "1", "stable": "2"}, found
+    assert found["policies"] == {"1": "1", "2": "2"}, found
+    print("MLflow: its registry has the aliases of the lake, and loads the policy by one")
 
 
 if __name__ == "__main__":

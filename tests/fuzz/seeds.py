@@ -51,6 +51,7 @@ def make_format_seeds(folder: Path) -> dict[str, Seed]:
         _make_rllib(),
         _make_reagent(),
         _make_dialogues(),
+        _make_events(),
         _make_generations(),
     ):
         seeds |= several
@@ -722,6 +723,15 @@ _DIALOGUES: Final[Mapping[str, Any]] = {
         {"messages": [{"role": "user", "content": "nobody answers"}]},
     ],
 }
+
+
+def _make_events() -> dict[str, Seed]:
+    """Return events of Vowpal Wabbit: of one decision, of slots, and of slates."""
+    folder = Path(__file__).parents[2] / "examples" / "data" / "dsjson"
+    return {
+        f"dsjson_{path.stem}": Seed({path.name: b"".join(path.read_bytes().splitlines(True)[:8])})
+        for path in sorted(folder.glob("*.dsjson"))
+    }
 
 
 def _make_dialogues() -> dict[str, Seed]:

@@ -133,7 +133,7 @@ class Exchange:
     """Adds what the threads of a team bring, like an all-reduce."""
 
     def __init__(self):
-        self._barrier = threading.Barrier(NUM_MEMBERS, timeout=20)
+        self._barrier = threading.Barrier(NUM_MEMBERS, timeout=60)
         self._brought = [None] * NUM_MEMBERS
 
     def add(self, rank, values):

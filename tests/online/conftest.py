@@ -1,4 +1,5 @@
 import errno
+import importlib
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,3 +76,10 @@ def loaded_die(tmp_path):
         learner_weights=None,
     )
     return package
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """The class of a language model whose reply is a function of the messages."""
+    monkeypatch.syspath_prepend(_ENVIRONMENTS)
+    return importlib.import_module("replaylake_scripted").Scripted

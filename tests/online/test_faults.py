@@ -447,12 +447,17 @@ _WAITS = "note: the run waits, and goes on by itself. .*: No space left on devic
 _GOES_ON = "note: the store takes what is written again: the run goes on"
 
 
-def fill(disk: Disk, life: Life) -> None:
-    """Fill the disk until the run waits: what half of a file took is free again at first."""
+def fill(disk: Disk, life: Life, hold: Path | None = None) -> None:
+    """Fill the disk until the run waits: what half of a file took is free again at first.
+
+    hold: of its environments, which go on once the disk is full.
+    """
     until, num_notes = time.monotonic() + _PATIENCE_S, len(life.notes)
     for _ in range(4):
         disk.fill()
         time.sleep(0.4)
+    if hold is not None:
+        hold.unlink()
     while len(life.notes) == num_notes or not re.match(_WAITS, life.notes[-1]):
         assert time.monotonic() < until, life.said
         assert life.process.poll() is None, life.said
@@ -475,10 +480,11 @@ def test_a_run_waits_while_the_disk_is_full(
     # Metrics and checkpoints are written all the time, to be refused too.
     often = {"log_steps": 50, "checkpoint_steps": 50}
     step_s = 0.002 if runner == "ray" else 0.0005
-    # The closing evaluation takes some seconds, in which the disk is filled for the last time.
+    # The closing evaluation takes some seconds, and is held while the disk is filled once more.
     often["evaluation_episodes"] = 250
+    hold = folder / "hold"
     num_steps = 4000 * num_fills
-    arguments = begin(num_steps, "--env-runner", runner, step_s=step_s, **often)
+    arguments = begin(num_steps, "--env-runner", runner, step_s=step_s, hold=hold, **often)
     life = Life(disk.path / "lake", folder, *arguments, inside=disk.inside)
     run_id = life.run_id()
     for _ in range(num_fills):
@@ -498,7 +504,13 @@ def test_a_run_waits_while_the_disk_is_full(
     while checkpoints.updates()[-1] < num_steps - 200:
         assert life.process.poll() is None, life.said
         time.sleep(0.01)
-    fill(disk, life)
+    hold.touch()
+    until = time.monotonic() + _PATIENCE_S
+    while not hold.with_suffix(".waits").exists():
+        assert life.process.poll() is None, life.said
+        assert time.monotonic() < until, life.said
+        time.sleep(0.01)
+    fill(disk, life, hold)
     disk.make_room()
     answer = life.end()
     found = account(lake, run_id)

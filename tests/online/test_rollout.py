@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -238,10 +239,22 @@ print([name for name in ("ray", "torch", "d3rlpy") if name in sys.modules])
 
 @pytest.fixture
 def new_processes():
-    """Returns the command lines of this process's descendants that began during the test."""
+    """Returns the command lines of this process's descendants that began during the test.
+
+    Those of killed processes may take a moment to go.
+    """
     # Servers that other tests' fixtures keep for the session are running before it.
     before = {*_descendants()}
-    return lambda: [line for process, line in _descendants().items() if process not in before]
+
+    def find():
+        until = time.monotonic() + 60
+        while True:
+            found = [line for process, line in _descendants().items() if process not in before]
+            if not found or time.monotonic() > until:
+                return found
+            time.sleep(0.05)
+
+    return find
 
 
 def _descendants():

@@ -1,6 +1,7 @@
 """Runs on Ray: real actors, a real object store, and the lake between them."""
 
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,7 @@ def test_workers_collect_what_the_learner_learns_from(lake, mode, toys, tmp_path
     # One worker could be done with all of it before the other has started.
     env_args = {"folder": str(folder), "num": 2, "apart": os.getpid()}
     asked = replace(request(mode=mode), env="replaylake_faults:Meeting", env_args=env_args)
+    began = time.monotonic()
     result = train_online(
         lake,
         "live",
@@ -64,7 +66,7 @@ def test_workers_collect_what_the_learner_learns_from(lake, mode, toys, tmp_path
     assert row["v"] > 3
     links = {name.split("/")[2] for name in points if name.count("/") == 3}
     assert {"env_step", "inference", "shard_write", "commit", "decode", "update"} <= links
-    assert 0 < points["latency_ms"] < 10_000
+    assert 0 < points["latency_ms"] < 1000 * (time.monotonic() - began)
 
 
 def test_a_learner_in_an_actor_registers_the_same_kind_of_policy(lake):

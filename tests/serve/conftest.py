@@ -103,7 +103,7 @@ class Server:
 
     def stop(self, sig=signal.SIGTERM):
         self.process.send_signal(sig)
-        self.process.wait(30)
+        self.process.wait(120)
 
     def kill(self):
         """kill -9 of everything at once.
@@ -114,7 +114,7 @@ class Server:
         killed = self.processes()
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(60)
         wait_until(lambda: not any(map(has_threads, killed)))
 
 
@@ -263,7 +263,7 @@ class OtlpReceiver:
             return None
 
         with self._condition:
-            assert self._condition.wait_for(find, 20), [span.name for _, span in self.spans]
+            assert self._condition.wait_for(find, 60), [span.name for _, span in self.spans]
             return find()
 
     def wait_for_metric(self, name, is_wanted=lambda about, metric: True):
@@ -276,7 +276,7 @@ class OtlpReceiver:
             return None
 
         with self._condition:
-            assert self._condition.wait_for(find, 20), {one.name for _, one in self.metrics}
+            assert self._condition.wait_for(find, 60), {one.name for _, one in self.metrics}
             return find()
 
     def close(self):
@@ -380,6 +380,53 @@ def wait_until(condition, timeout_s=60.0):
         time.sleep(0.02)
 
 
+END_TOKEN = "<end>"
+# As long a context as a test could wish for.
+CONTEXT_TOKENS = 65_536
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
+    "{% if tools %}{{ tools | length }}{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def save_byte_model(path: Path, seed: int = 0, **generation: object) -> Path:
+    """Write a model of random weights whose tokens are bytes, roles and the end."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [END_TOKEN, "<system>", "<user>", "<assistant>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_TOKEN,
+        additional_special_tokens=special[1:],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=CONTEXT_TOKENS,
+        eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    fast.save_pretrained(path)
+    defaults = {"eos_token_id": 0, **generation}
+    (path / "generation_config.json").write_text(json.dumps(defaults))
+    return path
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that never ends by itself, so that answers have as many tokens as may be."""
+    return save_byte_model(tmp_path_factory.mktemp("models") / "bytes", eos_token_id=[])
+
+
 @pytest.fixture(scope="session", autouse=True)
 def few_authorities(tmp_path_factory):
     """Trust one authority: to load all of certifi's takes 18 ms in each client, also for http."""
@@ -388,6 +435,15 @@ def few_authorities(tmp_path_factory):
     path.write_text(first + end)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients():
+    """Let httpx wait for a minute, where it waits 5 s: a machine may stand still for longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "read", "write", "pool"):
+            patch.setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, name, 60.0)
         yield
 
 

@@ -293,11 +293,11 @@ def test_other_refusals_are_not_sent_again(flaky):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_comes_back_loses_nothing(kit, package, tmp_path):
+def test_a_server_that_is_killed_and_comes_back_loses_nothing(kit, package, tmp_path, held_port):
     lake = open_lake(tmp_path / "lake", create=True)
     config = {"package": package, "policy": "p", "version": 1, "lake": lake.path, "log_to": "d"}
+    config["port"] = held_port
     running = kit.start_server(**config)
-    port = int(running.url.rpartition(":")[2])
     acted = []
 
     def play():
@@ -312,7 +312,7 @@ def test_a_server_that_is_killed_and_comes_back_loses_nothing(kit, package, tmp_
         player.start()
         kit.wait_until(lambda: len(acted) > 10)
         running.kill()
-        running = kit.start_server(**config, port=port)
+        running = kit.start_server(**config)
         player.join(60)
         assert len(acted) == 60
         running.stop()

@@ -31,6 +31,7 @@ from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.app import create_app
 from replaylake.serve.client import (
     AsyncPolicyClient,
+    ClientClosedError,
     PolicyClient,
     RequestFailedError,
     ServerUnreachableError,
@@ -52,10 +53,21 @@ def make_fallback(package, tmp_path):
     return make
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+@pytest.fixture
+def patient_client():
+    """Makes clients that do not take a slow server for one that is away: it refuses connections."""
+
+    def make(url, fallback):
+        client = PolicyClient(url, fallback=fallback)
+        client._urgent._timeout_s = 60.0
+        return client
+
+    return make
+
+
+def is_back(client):
+    """Whether all that was spooled is sent, and the server acts again."""
+    return client.num_spooled == 0 and not client._sender.is_down
 
 
 def read_steps(kit, lake, num):
@@ -114,11 +126,11 @@ def test_a_fallback_draws_and_masks_as_the_server_does(app_client, kit, policy, 
 
 @pytest.mark.slow
 def test_decisions_of_an_outage_are_logged_once_when_the_server_is_back(
-    kit, package, tmp_path, make_fallback
+    kit, package, tmp_path, held_port, make_fallback, patient_client
 ):
-    lake, port = open_lake(tmp_path / "lake", create=True), free_port()
+    lake = open_lake(tmp_path / "lake", create=True)
     options = {"package": package, "policy": "p", "version": 3, "lake": lake.path, "log_to": "d"}
-    options |= {"port": port, "server": "uvicorn"}
+    options |= {"port": held_port, "server": "uvicorn"}
     server = kit.start_server(**options)
     fallback = make_fallback(explore="temperature=1")
     taken = []
@@ -130,7 +142,7 @@ def test_decisions_of_an_outage_are_logged_once_when_the_server_is_back(
         client.feedback(float(number), decision_id=one.decision_id, terminated=is_end)
         taken.append(one)
 
-    with PolicyClient(server.url, fallback=fallback) as client:
+    with patient_client(server.url, fallback) as client:
         for number in range(3):
             act(client, number)
         server.kill()
@@ -139,7 +151,7 @@ def test_decisions_of_an_outage_are_logged_once_when_the_server_is_back(
         pending = client.act(OBSERVATION, episode_id="late", step=0)
         server = kit.start_server(**options)
         try:
-            kit.wait_until(lambda: client.num_spooled == 0)
+            kit.wait_until(lambda: is_back(client))
             for number in range(9, 12):
                 act(client, number)
             # A report that comes after its decision was sent.
@@ -224,24 +236,27 @@ class Answers:
         self._thread.join()
 
 
-def test_a_server_that_hangs_or_fails_is_not_waited_for(make_fallback):
-    for answer in (None, lambda data: (500, {"error": {"field": "server", "message": "x"}})):
+def test_a_server_that_hangs_or_fails_is_not_waited_for(kit, make_fallback):
+    fault = {"error": {"field": "server", "message": "x"}}
+    for spool, answer in (("hangs", None), ("fails", lambda data: (500, fault))):
         server = Answers(answer)
-        fallback = make_fallback(probe_s=60)
+        fallback = make_fallback(spool, probe_s=60)
         with PolicyClient(server.url, timeout_s=0.2, fallback=fallback) as client:
             assert client.act(OBSERVATION).policy == "local"
-            count = len(server.requests)
+            requests = server.requests
+            kit.wait_until(lambda r=requests: any(b"POST /act" in one for one in r))
+            count = len(requests)
             assert client.act(OBSERVATION).policy == "local"
             # While it is down, only the thread that probes asks it.
-            asked = [one for one in server.requests[count:] if b"/readyz" not in one]
+            asked = [one for one in requests[count:] if b"/readyz" not in one]
             assert asked == []
         server.close()
 
 
-def test_a_request_that_is_wrong_is_refused_as_without_a_fallback(make_fallback):
+def test_a_request_that_is_wrong_is_refused_as_without_a_fallback(make_fallback, patient_client):
     error = {"error": {"field": "observation", "message": "wrong"}}
     server = Answers(lambda data: (422, error))
-    with PolicyClient(server.url, fallback=make_fallback()) as client:
+    with patient_client(server.url, make_fallback()) as client:
         with pytest.raises(RequestFailedError, match="observation: wrong"):
             client.act([1.0])
         assert client.num_spooled == 0
@@ -439,7 +454,7 @@ def take_decisions(data):
     return 200, {"decision_ids": ["d1"] * data.count(b'"request_id"')}
 
 
-def test_a_decision_of_the_last_moment_of_an_outage_is_sent(kit, make_fallback):
+def test_a_decision_of_the_last_moment_of_an_outage_is_sent(kit, make_fallback, patient_client):
     """It is spooled after the sender found that nothing is left, and nothing follows it."""
     fallback = make_fallback()
     fallback.act(OBSERVATION, request_id="first")
@@ -453,8 +468,8 @@ def test_a_decision_of_the_last_moment_of_an_outage_is_sent(kit, make_fallback):
 
     fallback.spool.peek = peek_before_the_last
     server = Answers(make_answer(take_decisions))
-    with PolicyClient(server.url, fallback=fallback) as client:
-        kit.wait_until(lambda: late and client.num_spooled == 0)
+    with patient_client(server.url, fallback) as client:
+        kit.wait_until(lambda: late and is_back(client))
         # By its request: the window of its id began with the decision, however long the outage.
         client.feedback(1.0, decision_id="local:first")
     server.close()
@@ -464,12 +479,14 @@ def test_a_decision_of_the_last_moment_of_an_outage_is_sent(kit, make_fallback):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_server_that_refuses_decisions_of_clients_acts_again(kit, make_fallback, caplog, status):
+def test_a_server_that_refuses_decisions_of_clients_acts_again(
+    kit, make_fallback, patient_client, caplog, status
+):
     error = {"error": {"field": "path", "message": "not here"}}
     server = Answers(make_answer(lambda data: (status, error)))
     fallback = make_fallback(probe_s=0.01)
     local = fallback.act(OBSERVATION, request_id="outage")
-    with PolicyClient(server.url, fallback=fallback) as client:
+    with patient_client(server.url, fallback) as client:
         kit.wait_until(lambda: client.act(OBSERVATION).policy == "server")
         num = client.num_spooled
         served = client.act(OBSERVATION)
@@ -510,6 +527,18 @@ def test_an_async_client_acts_beside_the_event_loop(make_fallback):
     assert [one.request_id for one in found] == [f"r{i}" for i in range(20)]
     assert len(batch) == 2
     assert num == 24
+
+
+def test_a_closed_async_client_says_so(make_fallback):
+    async def run():
+        client = AsyncPolicyClient(NOBODY, fallback=make_fallback())
+        await client.act(OBSERVATION)
+        await client.close()
+        await client.close()
+        with pytest.raises(ClientClosedError, match=f"client of {NOBODY}: found a request after"):
+            await client.act(OBSERVATION)
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow

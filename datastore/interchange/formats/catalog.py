@@ -10,6 +10,7 @@ from replaylake.datastore.interchange.formats.atif import AtifFormat
 from replaylake.datastore.interchange.formats.bandit import BanditFormat
 from replaylake.datastore.interchange.formats.d3rlpy import D3rlpyFormat
 from replaylake.datastore.interchange.formats.d4rl import D4rlFormat
+from replaylake.datastore.interchange.formats.dsjson.dsjson import DsjsonFormat
 from replaylake.datastore.interchange.formats.easyr1 import EasyR1Format
 from replaylake.datastore.interchange.formats.format import Format
 from replaylake.datastore.interchange.formats.generic.arrow import ArrowFormat
@@ -41,6 +42,7 @@ FORMATS: Final[tuple[Format, ...]] = (
     ReagentFormat(),
     RllibFormat(),
     BanditFormat(),
+    DsjsonFormat(),
     D4rlFormat(),
     D3rlpyFormat(),
     SlimeFormat(),

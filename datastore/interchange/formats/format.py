@@ -315,6 +315,15 @@ class TokenizedReader(SourceReader, Protocol):
         """The tokenizer that the files state; None if they state none."""
 
 
+@runtime_checkable
+class EventReader(SourceReader, Protocol):
+    """A reading that knows whether each episode is one event, whose slots are its steps."""
+
+    @property
+    def has_events(self) -> bool:
+        """Whether it is so: equal lengths are then no time limit, equal steps no duplicates."""
+
+
 class Format(Protocol):
     """A foreign format; the instances are listed in `catalog.FORMATS`."""
 

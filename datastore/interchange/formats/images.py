@@ -1,4 +1,4 @@
-"""Images: PNG and JPEG bytes to arrays of pixels."""
+"""Images: files such as PNG and JPEG to arrays of pixels."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from replaylake.datastore.interchange.sources.compression import refuse_bomb
 
 # Whatever else Pillow can open, its other decoders stay out of reach of a log's bytes.
 _FORMATS: Final = ("PNG", "JPEG")
+_MESSAGE_FORMATS: Final = (*_FORMATS, "GIF", "WEBP")
 # Bytes a pixel in Pillow's modes of several bytes; of the others each band takes one.
 _WIDE: Final = {"I": 4, "F": 4, "I;16": 2, "I;16B": 2, "I;16L": 2}
 # What Pillow raises for bytes that are torn or lie.
@@ -61,6 +62,20 @@ def decode_images(encoded: Sequence[bytes], where: str) -> Array:
     return np.stack(decoded) if decoded else np.empty((0, 0, 0, 0), np.uint8)
 
 
+def decode_rgb(encoded: bytes, where: str) -> Array:
+    """Decode an image of a message, PNG, JPEG, GIF or WebP, to uint8 [height, width, 3].
+
+    Of an animation, the first picture. `where` begins messages. Raises: as `decode_images`.
+    """
+    image_of = _opener(_MESSAGE_FORMATS)
+    _refuse_bombs([encoded], where, image_of)
+    try:
+        with image_of(encoded) as image:
+            return np.asarray(image.convert("RGB"))
+    except _DECODE_ERRORS as error:
+        raise _undecodable_error(where, error, "PNG, JPEG, GIF or WebP") from error
+
+
 def _refuse_bombs(encoded: Sequence[bytes], where: str, image_of: Any) -> None:
     """Weigh what all headers declare, before a pixel is decoded."""
     num_declared = 0
@@ -74,7 +89,7 @@ def _refuse_bombs(encoded: Sequence[bytes], where: str, image_of: Any) -> None:
     refuse_bomb(f"{where} images", num_declared, sum(map(len, encoded)))
 
 
-def _opener() -> Any:
+def _opener(formats: tuple[str, ...] = _FORMATS) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
@@ -88,7 +103,7 @@ def _opener() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             try:
-                return Image.open(io.BytesIO(data), formats=_FORMATS)
+                return Image.open(io.BytesIO(data), formats=formats)
             except Image.DecompressionBombError as error:
                 raise ValueError(str(error)) from error
 
@@ -105,9 +120,11 @@ def _pixels(image: Any) -> Array:
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
-def _undecodable_error(where: str, error: Exception) -> SourceInvalidError:
+def _undecodable_error(
+    where: str, error: Exception, expected: str = "PNG or JPEG"
+) -> SourceInvalidError:
     reason = " ".join(str(error).split())
     return SourceInvalidError(
-        f"{where}: could not be decoded ({reason}), expected a complete PNG or JPEG. Write it "
+        f"{where}: could not be decoded ({reason}), expected a complete {expected}. Write it "
         "again, or leave its episode out."
     )

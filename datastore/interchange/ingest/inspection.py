@@ -26,6 +26,7 @@ from replaylake.datastore.interchange.formats.checks import (
 from replaylake.datastore.interchange.formats.format import (
     DescribedReader,
     EncodingReader,
+    EventReader,
     LoggedColumns,
     LoggedEpisode,
     RejectedEpisode,
@@ -107,6 +108,8 @@ class Inspection:
         self._kept_bytes = 0
         self._row_bytes = 1
         self._duplicates = Duplicates()
+        # Slots of two events may be filled alike, by chance.
+        self._has_events = isinstance(reading, EventReader) and reading.has_events
         self.tally = RejectionTally()
         self.windows: SampledWindows | None = None
         self.num_episodes = 0
@@ -281,7 +284,8 @@ class Inspection:
         self.num_episodes += columns.num_whole
         self.num_steps += columns.num_steps
         self._buffer([columns])
-        self._duplicates.add(columns)
+        if not self._has_events:
+            self._duplicates.add(columns)
         if self.windows is not None:
             self.windows.add(columns)
 

@@ -1,4 +1,4 @@
-"""Saved evaluations: whole reports of off-policy evaluation and of promotion gates.
+"""Saved evaluations: whole reports of off-policy evaluation, of task sets and of promotion gates.
 
 Each is a file of its own, `_lake/evaluations/<ulid>.json`, with its checksum inside. It is never
 written again, and it stays when its policy is deleted.
@@ -7,7 +7,7 @@ written again, and it stays when its policy is deleted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
@@ -19,21 +19,25 @@ from replaylake.datastore.storage.seals import read_json, seal_json
 from replaylake.datastore.storage.storage import Storage
 from replaylake.datastore.version import VERSION
 
-Kind = Literal["ope", "gate"]
+Kind = Literal["ope", "gate", "tasks"]
 OnUnreadable = Callable[[StorageError | FormatTooNewError], None]
 _FOLDER: Final = f"{LAKE_ROOT}/evaluations"
 _FORMAT: Final = 1
+# Files that are read at the same time.
+_BATCH: Final = 100
 
 
 @dataclass(frozen=True)
 class SavedEvaluation:
     """A report as it was saved.
 
-    kind: `ope`, or `gate` for the comparison of a candidate with the champion. policy and
-    policy_version: None where the report is of an SQL expression or of random actions.
+    kind: `ope`, `tasks` for stored samples of tasks, or `gate` for the comparison of a candidate
+    with the champion. policy and policy_version: None where the report is of an SQL expression or
+    of random actions.
     dataset_version: None of a gate that found nothing to compare. verdict: `supported`, `weak` or
-    `not supported`; of a gate `passed` or `refused`. report: as `ope --json` and `promote --json`
-    print it; numbers that are not finite are None. replaylake_version: that which saved it.
+    `not supported`; of a gate `passed` or `refused`. report: as `ope --json`, `promote --json` and
+    `evaluate --json` print it, of the latter one policy's; numbers that are not finite are None.
+    replaylake_version: that which saved it.
     """
 
     evaluation_id: str
@@ -98,7 +102,9 @@ class Evaluations:
 
         Raises: NotFoundError, FormatTooNewError; StorageError where its file is damaged.
         """
-        data = self._storage.get(f"{_FOLDER}/{evaluation_id}.json")
+        # An id may come from an address: only a file of this folder is read.
+        is_name = evaluation_id.isalnum()
+        data = self._storage.get(f"{_FOLDER}/{evaluation_id}.json") if is_name else None
         if data is None:
             raise NotFoundError(
                 f"evaluation {evaluation_id!r}: not in this lake. `select evaluation_id from "
@@ -121,16 +127,49 @@ class Evaluations:
         """
         found = []
         for evaluation_id, data in _iter_files(self._storage):
-            try:
-                one = _decode(evaluation_id, data)
-            except (StorageError, FormatTooNewError) as error:
-                if on_unreadable is None:
-                    raise
-                on_unreadable(error)
-                continue
-            if policy in (None, one.policy) and policy_version in (None, one.policy_version):
+            one = _decode_readable(evaluation_id, data, on_unreadable)
+            if (
+                one is not None
+                and policy in (None, one.policy)
+                and policy_version in (None, one.policy_version)
+            ):
                 found.append(one)
         return found
+
+    def list_newest(
+        self,
+        policy: str,
+        num: int,
+        *,
+        before: str | None = None,
+        max_files: int = 1000,
+        on_unreadable: OnUnreadable | None = None,
+    ) -> tuple[Sequence[SavedEvaluation], str | None]:
+        """Return `num` evaluations of a policy, the newest first, and where older ones begin.
+
+        before: only evaluations that are older than that id. max_files: of how many evaluations of
+        the lake to look at; so there may be fewer than `num` although older ones exist. The second
+        value is the `before` of the next call, None where all of the lake has been looked at.
+        on_unreadable: as in `list`. Raises: as read.
+        """
+        names = [name for name in self._storage.names(_FOLDER) if name.endswith(".json")]
+        if before is not None:
+            names = [name for name in names if name < f"{before}.json"]
+        names.reverse()
+        looked_at = names[:max_files]
+        found: list[SavedEvaluation] = []
+        for start in range(0, len(looked_at), _BATCH):
+            batch = looked_at[start : start + _BATCH]
+            for evaluation_id, data in _read_files(self._storage, batch):
+                one = _decode_readable(evaluation_id, data, on_unreadable)
+                if one is None or one.policy != policy:
+                    continue
+                found.append(one)
+                if len(found) == num:
+                    is_last = f"{evaluation_id}.json" == names[-1]
+                    return found, None if is_last else evaluation_id
+        is_all = len(looked_at) == len(names)
+        return found, None if is_all else looked_at[-1].removesuffix(".json")
 
 
 def find_damaged_evaluations(storage: Storage) -> Iterator[tuple[str, str]]:
@@ -150,10 +189,27 @@ def find_damaged_evaluations(storage: Storage) -> Iterator[tuple[str, str]]:
 def _iter_files(storage: Storage) -> Iterator[tuple[str, bytes]]:
     """Yield the id and content of each file, the oldest first."""
     names = [name for name in storage.names(_FOLDER) if name.endswith(".json")]
+    yield from _read_files(storage, names)
+
+
+def _read_files(storage: Storage, names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     contents = storage.get_many([f"{_FOLDER}/{name}" for name in names])
     for name, data in zip(names, contents, strict=True):
         if data is not None:
             yield name.removesuffix(".json"), data
+
+
+def _decode_readable(
+    evaluation_id: str, data: bytes, on_unreadable: OnUnreadable | None
+) -> SavedEvaluation | None:
+    """Return an evaluation; None for one that cannot be read, if its error has a receiver."""
+    try:
+        return _decode(evaluation_id, data)
+    except (StorageError, FormatTooNewError) as error:
+        if on_unreadable is None:
+            raise
+        on_unreadable(error)
+        return None
 
 
 def _decode(evaluation_id: str, data: bytes) -> SavedEvaluation:

@@ -13,6 +13,16 @@ ALWAYS_DRAWN: Final = ("uniform", "sampled")
 WITHOUT_DENSITY: Final = ("deterministic", "sampled")
 
 
+@dataclass(frozen=True, slots=True)
+class ActingMode:
+    """How actions are chosen. is_mode: nothing is left to chance, and that is logged."""
+
+    deterministic: bool
+    temperature: float
+    epsilon: float
+    is_mode: bool
+
+
 @dataclass(frozen=True)
 class Exploration:
     """How to act: at 0 or None the mode.
@@ -30,9 +40,13 @@ class Exploration:
         return self.epsilon > 0 or bool(self.temperature)
 
     def resolve(
-        self, deterministic: bool | None, temperature: float | None, epsilon: float | None
-    ) -> tuple[bool, float, float]:
-        """Return (take the mode, temperature, epsilon) for a request; None: it does not say.
+        self,
+        head: str,
+        deterministic: bool | None = None,
+        temperature: float | None = None,
+        epsilon: float | None = None,
+    ) -> ActingMode:
+        """Return how a policy with this head acts for a request; None: it does not say.
 
         A request that names a temperature or an epsilon gets those alone; one that says only
         `deterministic: false` gets this exploration, or a draw at temperature 1.
@@ -48,7 +62,9 @@ class Exploration:
             mode = not temperature
         if temperature is None:
             temperature = 1.0 if self.temperature is None else self.temperature
-        return mode, temperature, epsilon or 0.0
+        is_certain = mode or temperature == 0 or head == "deterministic"
+        is_mode = is_certain and not epsilon and head not in ALWAYS_DRAWN
+        return ActingMode(mode, temperature, epsilon or 0.0, is_mode)
 
 
 def parse_exploration(text: str | None) -> Exploration:

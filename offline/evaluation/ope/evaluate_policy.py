@@ -12,6 +12,7 @@ from replaylake.datastore.errors import (
     SpaceUnsupportedError,
     TrainingError,
 )
+from replaylake.datastore.feedback.decisions import DECIDED_BY_CLIENT
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.datastore.lake.snapshot import Snapshot
@@ -249,6 +250,7 @@ def prepare_evaluation(
     behavior = behavior_probabilities(steps, target, request, callbacks)
     if policy.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
+    notes = (*notes, *_client_notes(steps))
     trained_on = steps.num_episodes if is_seen else 0
     return PreparedEvaluation(
         policy=policy,
@@ -262,6 +264,24 @@ def prepare_evaluation(
         caveats=tuple(doubts),
         trained_on=trained_on,
     )
+
+
+def _client_notes(steps: LoggedSteps) -> list[str]:
+    """Say how many steps clients decided themselves, with a fallback while no server answered.
+
+    They count: each has the propensity of the policy that took it, and importance weights need no
+    more. Without them, the estimate would be one of the times at which a server answered.
+    """
+    flags = steps.columns.get(DECIDED_BY_CLIENT)
+    if flags is None or not flags.any():
+        return []
+    by_client = flags > 0
+    num_episodes = int(steps.any_step(by_client).sum())
+    return [
+        f"clients decided {int(by_client.sum()):,} of {steps.num_steps:,} steps themselves, in "
+        f"{num_episodes:,} of {steps.num_episodes:,} episodes ({DECIDED_BY_CLIENT}): they count, "
+        "with the propensities that the clients logged"
+    ]
 
 
 def _without_masks(steps: LoggedSteps, request: EvaluationRequest) -> LoggedSteps:

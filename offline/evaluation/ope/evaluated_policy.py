@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from replaylake.datastore.episodes.compatibility import find_encoding_mismatch, is_compatible
-from replaylake.datastore.episodes.schema import REWARD, DatasetSpec
+from replaylake.datastore.episodes.schema import ACTION_FEATURES, REWARD, DatasetSpec
 from replaylake.datastore.episodes.spaces import (
     Dict,
     Space,
@@ -19,7 +19,12 @@ from replaylake.datastore.episodes.spaces import (
     describe,
     value_dtype,
 )
-from replaylake.datastore.errors import ConfigInvalidError, QueryError, SchemaMismatchError
+from replaylake.datastore.errors import (
+    ConfigInvalidError,
+    QueryError,
+    SchemaMismatchError,
+    SpaceUnsupportedError,
+)
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.logged_steps import LoggedSteps
 from replaylake.datastore.lake.policies.package import load_policy
@@ -91,6 +96,7 @@ def load_evaluated_policy(
         identity: dict[str, Any] = {"policy": None, "target_prob": request.target_prob}
         unknown = "whether the policy of `target_prob` was made from these episodes is not known"
         return EvaluatedPolicy(None, identity, TrainingSet(unknown=unknown))
+    _refuse_candidates(request.policy, spec)
     if request.policy == RANDOM:
         uniform = UniformPolicy(spec.observation_space, spec.action_space)
         identity = {"policy": RANDOM, "policy_version": None, "acts": "uniform"}
@@ -116,6 +122,20 @@ def load_evaluated_policy(
         )
     discount = (policy.manifest.body.get("config") or {}).get("discount")
     return EvaluatedPolicy(target, identity, training, tuple(notes), discount)
+
+
+def _refuse_candidates(policy: str, spec: DatasetSpec) -> None:
+    """Refuse to ask a policy of fixed actions of steps whose candidates differ: its choice is none.
+
+    Raises: SpaceUnsupportedError.
+    """
+    if ACTION_FEATURES in spec.extras:
+        raise SpaceUnsupportedError(
+            f"policy {policy}: found steps whose candidates have features of their own "
+            f"({ACTION_FEATURES}), and a policy of fixed actions, expected the probability that the"
+            " policy gives the candidate that was taken. Compute it where the policy is, store it "
+            "with annotate, and name the column in `target_prob`."
+        )
 
 
 def evaluated_reward(

@@ -19,6 +19,11 @@ from replaylake.offline.evaluation.ope.promotion_gate import (
     GateResult,
     evaluate_gate,
 )
+from replaylake.offline.evaluation.task_sets.gate import (
+    TaskGateRequest,
+    TaskGateResult,
+    evaluate_task_gate,
+)
 
 _CHAMPION: Final = "champion"
 
@@ -33,7 +38,7 @@ class GatedPromotion:
 
     candidate: PolicyRef
     alias: str
-    gate: GateResult | GateNotApplicable
+    gate: GateResult | GateNotApplicable | TaskGateResult
     move: Move | None
     evaluation_id: str | None
     unsaved: str | None = None
@@ -55,7 +60,7 @@ def promote_through_gate(
     lake: Lake,
     candidate: PolicyRef,
     alias: str,
-    request: EvaluationRequest,
+    request: EvaluationRequest | TaskGateRequest,
     *,
     alpha: float = DEFAULT_ALPHA,
     margin: float = 0.0,
@@ -72,7 +77,8 @@ def promote_through_gate(
         lake: the lake.
         candidate: the version.
         alias: the alias to move.
-        request: as that of `evaluate_gate`.
+        request: as that of `evaluate_gate`, which evaluates off policy; or that of
+            `evaluate_task_gate`, which compares stored samples of tasks.
         alpha: as that of `evaluate_gate`.
         margin: as that of `evaluate_gate`.
         force: move the alias although the gate refuses, and record that.
@@ -80,17 +86,23 @@ def promote_through_gate(
         note: why, for the record of the move.
         callbacks: told how far the gate is. What they raise ends it, and the alias stays.
 
-    Raises: as evaluate_gate; CommitConflictError if somebody moved the alias or the champion while
-    the gate was evaluated; StorageError if the move cannot be recorded. Cost: that of the gate.
+    Raises: as evaluate_gate or evaluate_task_gate; CommitConflictError if somebody moved the alias
+    or the champion while the gate was evaluated; StorageError if the move cannot be recorded. Cost:
+    that of the gate.
     """
     callbacks = callbacks or ProgressCallbacks()
     registry = lake.registry
     before = registry.alias_version(candidate.name, alias)
     champion = registry.alias_version(candidate.name, _CHAMPION)
     against = None if champion is None else registry.resolve(f"{candidate.name}:{champion}")
-    gate = evaluate_gate(
-        lake, candidate, against, request, alpha=alpha, margin=margin, callbacks=callbacks
-    )
+    gate: GateResult | GateNotApplicable | TaskGateResult
+    if isinstance(request, TaskGateRequest):
+        callbacks.stage("reading the samples")
+        gate = evaluate_task_gate(lake, candidate, against, request, alpha=alpha, margin=margin)
+    else:
+        gate = evaluate_gate(
+            lake, candidate, against, request, alpha=alpha, margin=margin, callbacks=callbacks
+        )
     # The last moment at which a caller can prevent the move.
     callbacks.stage("saving the report")
     evaluation_id, unsaved = None, None

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylake.datastore.errors import EmptyReplayError
+from replaylake.datastore.episodes.schema import ACTION_FEATURES, PDROP
+from replaylake.datastore.errors import EmptyReplayError, QueryRefusedError
+from replaylake.datastore.feedback.decisions import DECIDED_BY_CLIENT
 from replaylake.datastore.lake.holdout import Holdout
 from replaylake.datastore.lake.logged_steps import LoggedSteps, read_logged_steps
 from replaylake.datastore.lake.snapshot import Snapshot
@@ -45,6 +47,7 @@ def select_episodes(
     """Read the episodes that a question is asked of, with `reward`. Raises: as evaluate_policy."""
     callbacks.stage("reading the steps")
     steps, left_out = _drop_unusable(_read(snapshot, request, reward, holdout), request)
+    _refuse_uneven_drops(steps)
     return SelectedEpisodes(snapshot, reward, holdout, steps, left_out)
 
 
@@ -86,6 +89,12 @@ def _read(
         where = holdout.within(where, True)
     expressions = {TARGET: request.target_prob, BEHAVIOR: request.behavior_prob}
     columns = {name: sql for name, sql in expressions.items() if sql is not None}
+    schema = snapshot.table.schema
+    # A log from elsewhere may have a column of this name with another meaning.
+    if DECIDED_BY_CLIENT in schema.names and str(schema.field(DECIDED_BY_CLIENT).type) == "bool":
+        columns[DECIDED_BY_CLIENT] = f"coalesce({DECIDED_BY_CLIENT}, false)::DOUBLE"
+    if {ACTION_FEATURES, PDROP} <= snapshot.spec.extras.keys():
+        columns[PDROP] = f"coalesce({PDROP}, 0)"
     expression = None if reward.is_stored else reward.expression
     steps = read_logged_steps(snapshot, where, reward=expression, columns=columns)
     if not steps.num_episodes:
@@ -94,6 +103,24 @@ def _read(
             f"where {where or 'true'}, expected at least two. Widen the condition."
         )
     return steps
+
+
+def _refuse_uneven_drops(steps: LoggedSteps) -> None:
+    """Refuse events of which not the same share was logged: a mean would weight them alike.
+
+    Raises: QueryRefusedError.
+    """
+    if PDROP not in steps.columns:
+        return
+    lowest, highest = float(steps.columns[PDROP].min()), float(steps.columns[PDROP].max())
+    if highest > lowest:
+        raise QueryRefusedError(
+            f"{PDROP}: found {lowest:g} to {highest:g} among the selected events, expected one "
+            f"value: an event stands for 1 / (1 - {PDROP}) events, and the estimators weight all "
+            f"events alike. Evaluate those of one value, with `where` such as '{PDROP} = "
+            f"{highest:g}'.",
+            parameter="where",
+        )
 
 
 def _drop_unusable(

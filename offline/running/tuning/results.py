@@ -48,7 +48,9 @@ class Combination:
     """What options are worth: the mean over the seeds that are done, and its 95% interval.
 
     ci_low, ci_high: by Student's t; None for fewer than two seeds. policy: the version that the
-    best of its seeds registered, None before one is done.
+    best of its seeds registered, None before one is done. difference: the mean over the seeds of
+    its value minus that of the best combination under the same seed, with its interval; None for
+    the best itself, and where no combination is the best.
     """
 
     number: int
@@ -60,6 +62,9 @@ class Combination:
     ci_high: float | None
     policy: str | None
     seed: int | None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -126,7 +131,7 @@ def find_trial_runs(lake: Lake, sweep_id: str) -> dict[int, Mapping[str, Any]]:
 
 
 def combine_trials(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combination, ...]:
-    """Return each combination's mean over its seeds, the best first."""
+    """Return the combinations with their means and differences, the best first."""
     numbers = dict.fromkeys(trial.combination for trial in trials)
     combinations = [
         _summarize_combination([trial for trial in trials if trial.combination == number], mode)
@@ -140,7 +145,32 @@ def combine_trials(trials: Sequence[TrialResult], mode: Mode) -> tuple[Combinati
             math.inf if one.mean is None else sign * one.mean,
         )
 
-    return tuple(sorted(combinations, key=rank))
+    ordered = sorted(combinations, key=rank)
+    best = ordered[0]
+    if not best.is_complete or best.mean is None:
+        return tuple(ordered)
+    return (best, *(_compare_combinations(one, best, trials) for one in ordered[1:]))
+
+
+def _compare_combinations(
+    one: Combination, best: Combination, trials: Sequence[TrialResult]
+) -> Combination:
+    """Return a combination with its difference from the best.
+
+    Paired by seed, as that leaves out what varies with the seed under all options.
+    """
+    values = {
+        (trial.combination, trial.seed): trial.value for trial in trials if trial.status == "done"
+    }
+    differences = []
+    for seed in dict.fromkeys(trial.seed for trial in trials):
+        its, of_best = values.get((one.number, seed)), values.get((best.number, seed))
+        if its is not None and of_best is not None:
+            differences.append(its - of_best)
+    if not differences:
+        return one
+    mean, low, high = student_t_interval(differences)
+    return replace(one, difference=mean, difference_low=low, difference_high=high)
 
 
 def value_name(measure: str) -> str:

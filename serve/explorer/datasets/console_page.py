@@ -183,7 +183,8 @@ def _result(visit: Visit, text: str, at: Sequence[str], result: UntrustedResult)
     links = []
     for form in _MEDIA_TYPES:
         address = visit.link(f"sql.{form}", q=text, at=list(at))
-        links.append(tag("a", form.upper(), href=address, class_="button", download=True))
+        title = "Parquet" if form == "parquet" else form.upper()
+        links.append(tag("a", title, href=address, class_="button", download=True))
     shown: Child = table(columns, cells, label="Result", is_tall=True)
     if not rows:
         shown = draw_empty("The query has no rows.")
@@ -278,7 +279,8 @@ def _tables(visit: Visit) -> list[Child]:
     rows: list[list[Child]] = []
     for name, columns in list_tables(visit.lake).items():
         query = f"SELECT * FROM {name} LIMIT 100"
-        rows.append([tag("a", name, href=visit.link("sql", q=query)), ", ".join(columns)])
+        link = tag("a", name, href=visit.link("sql", q=query), class_="id")
+        rows.append([link, ", ".join(columns)])
     return [table(["Table", "Columns"], rows, label="Tables")]
 
 

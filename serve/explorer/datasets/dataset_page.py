@@ -24,7 +24,7 @@ from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.charts import bar_list
 from replaylake.serve.pages.markup import Child, Markup, join, tag
 from replaylake.serve.pages.profile_sections import Section, describe_sample, profile_sections
-from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
+from replaylake.serve.pages.tables import Column, id_link, quiet_number, table, time_tag
 from replaylake.serve.pages.texts import count, number_text, size
 
 _MAX_VERSIONS: Final = 50
@@ -93,8 +93,8 @@ def show_dataset(visit: Visit) -> Page:
                 "being counted" if body["num_episodes"] is None else f"{body['num_episodes']:,}",
             ),
             ("steps", f"{snapshot.num_steps:,}"),
-            ("mean return", quiet_number(body["mean_return"])),
-            ("mean length", quiet_number(body["mean_num_steps"])),
+            ("mean return", quiet_number(body["mean_return"], is_short=True)),
+            ("mean length", quiet_number(body["mean_num_steps"], is_short=True)),
             ("size", size(sum(entry.size_bytes for entry in snapshot.files))),
             ("shards", f"{len(snapshot.files):,}"),
         ],
@@ -300,7 +300,7 @@ def list_versions(visit: Visit, contents: DatasetContents) -> Panel:
                 tag("span", describe_writer(one.producer), title=one.producer),
                 "" if one.num_episodes is None else f"{one.num_episodes:,}",
                 "" if one.num_steps is None else f"{one.num_steps:,}",
-                f"+{one.shards_added:,} -{one.shards_removed:,}",
+                _shards_text(one.shards_added, one.shards_removed),
                 tag(
                     "a",
                     "diff",
@@ -328,6 +328,13 @@ def list_versions(visit: Visit, contents: DatasetContents) -> Panel:
     )
     note = f"and {count(history.num_older, 'older version')}" if history.num_older else None
     return Panel("Versions", table(columns, rows, label="Versions"), note=note)
+
+
+def _shards_text(added: int, removed: int) -> str:
+    parts = [f"+{added:,}"] if added else []
+    if removed:
+        parts.append(f"\N{MINUS SIGN}{removed:,}")
+    return " ".join(parts)
 
 
 def list_refused(visit: Visit, contents: DatasetContents) -> Panel:
@@ -364,7 +371,7 @@ def list_learners(visit: Visit, contents: DatasetContents) -> Panel:
                 run.algorithm or run.kind or "",
                 run.status,
                 ", ".join(texts),
-                quiet_number(run.best),
+                "" if run.best is None else quiet_number(run.best, is_short=True),
                 run.policy or "",
             ]
         )
@@ -424,11 +431,11 @@ def show_diff(visit: Visit) -> Page:
     rows: list[list[Child]] = [[what, *_count_texts(one)] for what, one in counted]
     panels = [Panel("Counts", table(columns, rows, label="Counts"), is_wide=False)]
     changes = [
-        ("Columns added", ", ".join(found.columns_added)),
-        ("Columns removed", ", ".join(found.columns_removed)),
+        ("Added", ", ".join(found.columns_added)),
+        ("Removed", ", ".join(found.columns_removed)),
         *((f"Steps with another {key}", f"{num:,}") for key, num in found.columns_changed.items()),
     ]
-    body = table(["Change", ""], [row for row in changes if row[1]], label="Columns")
+    body = table(["Change", "Columns"], [row for row in changes if row[1]], label="Columns")
     if not any(text for _, text in changes):
         body = draw_empty("Both versions have the same columns.")
     panels.append(Panel("Columns", body, is_wide=False))
@@ -474,12 +481,12 @@ def _version_form(visit: Visit, name: str, first: int, second: int) -> Markup:
 
 
 def _episode_list(visit: Visit, at: Snapshot, keys: Sequence[EpisodeKey]) -> Markup:
+    has_agents = any(key.agent_id for key in keys)
     rows: list[list[Child]] = [
         [
-            tag(
-                "a",
+            id_link(
                 key.episode_id,
-                href=visit.link(
+                visit.link(
                     "datasets",
                     at.dataset,
                     "episode",
@@ -487,10 +494,9 @@ def _episode_list(visit: Visit, at: Snapshot, keys: Sequence[EpisodeKey]) -> Mar
                     agent=key.agent_id or None,
                     at=at.version,
                 ),
-                class_="id",
             ),
-            key.agent_id,
+            *([key.agent_id] if has_agents else []),
         ]
         for key in keys
     ]
-    return table(["Episode", "Agent"], rows, label="Episodes")
+    return table(["Episode", *(["Agent"] if has_agents else [])], rows, label="Episodes")

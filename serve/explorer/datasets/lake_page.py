@@ -1,30 +1,37 @@
-"""The lake's page: its datasets, how they grow, the runs in progress and the servers that log."""
+"""The lake's page: its datasets, their way to decisions, growth, runs, and servers that log."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, timedelta
 from typing import Any, Final
 
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.runs.summary import RunSummary, summarize
 from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.serve.explorer.runs.runs_page import draw_status
+from replaylake.serve.explorer.serving.lineage_panel import draw_lineage
 from replaylake.serve.explorer.serving.serving_page import read_arms
 from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
-from replaylake.serve.pages.charts import stacked_chart
+from replaylake.serve.pages.charts import sparkline, stacked_chart
 from replaylake.serve.pages.markup import Child, join, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
-from replaylake.serve.pages.texts import number_text, size
+from replaylake.serve.pages.texts import count, short_number, size
 
 # Days that the growth is drawn over, up to the last one, and datasets with a color of their own.
 _MIN_DAYS: Final = 14
 _MAX_DAYS: Final = 60
 _MAX_PARTS: Final = 7
 _MAX_POLICIES: Final = 4
+# Columns of the histograms of returns.
+_RETURN_BINS: Final = 24
+# The newest versions whose way is drawn, and the newest runs.
+_MAX_VERSIONS: Final = 4
+_MAX_RUNS: Final = 5
 # Versions of one decision log, the newest ones; the page of serving has all.
 _MAX_SERVED: Final = 20
 # The page waits so long for the episodes of all datasets to be summarized, and comes again so soon.
@@ -47,7 +54,8 @@ class _Commits:
 class LakeContents:
     """What the panels share: the newest version of each dataset, and what is known of it.
 
-    summarized: the snapshots whose episodes are counted.
+    running, newest: the runs in progress, and the last that were started. policies: all versions,
+    the newest first. summarized: the snapshots whose episodes are counted.
     """
 
     lake: Lake
@@ -55,6 +63,9 @@ class LakeContents:
     datasets: Sequence[Mapping[str, Any]]
     commits: Mapping[str, _Commits]
     running: Sequence[RunSummary]
+    newest: Sequence[RunSummary]
+    known_runs: Set[str]
+    policies: Sequence[Mapping[str, Any]]
     summarized: Sequence[Snapshot]
 
 
@@ -62,7 +73,8 @@ def show_lake(visit: Visit) -> Page:
     """Return the lake's page."""
     lake = visit.lake
     snapshots = {name: lake.snapshot(name) for name in lake.datasets()}
-    records = [one for one in lake.registry.runs() if one.get("status") == "running"]
+    runs = lake.registry.runs()
+    records = [one for one in runs if one.get("status") == "running"]
     commits = {name: _read_commits(visit, one) for name, one in snapshots.items()}
     summarized = _find_summarized(visit, snapshots)
     contents = LakeContents(
@@ -73,7 +85,10 @@ def show_lake(visit: Visit) -> Page:
             for name, one in snapshots.items()
         ],
         commits=commits,
-        running=[one for one in (summarize(lake.storage, r) for r in records)],
+        running=[summarize(lake.storage, one) for one in records],
+        newest=[summarize(lake.storage, one) for one in runs[: -_MAX_RUNS - 1 : -1]],
+        known_runs={one["run_id"] for one in runs},
+        policies=sorted(lake.registry.list(), key=lambda row: -row["created_ms"]),
         summarized=[snapshots[name] for name in summarized],
     )
     panels = build_panels(visit, contents, PANELS)
@@ -87,7 +102,8 @@ def show_lake(visit: Visit) -> Page:
             ("episodes", f"{num_episodes:,}" if is_complete else "being counted"),
             ("steps", f"{sum(one['num_steps'] for one in contents.datasets):,}"),
             ("size", size(num_bytes)),
-            ("policies", f"{len({row['policy'] for row in lake.registry.list()}):,}"),
+            ("runs", f"{len(runs):,}"),
+            ("policies", f"{len({row['policy'] for row in contents.policies}):,}"),
         ],
         panels=panels,
         data={
@@ -132,8 +148,11 @@ def _read_commits(visit: Visit, snapshot: Snapshot) -> _Commits:
 
 
 def _time(commit: Mapping[str, Any]) -> datetime | None:
-    at = commit.get("timestamp")
-    return None if at is None else datetime.fromtimestamp(at / 1000, UTC)
+    return _to_time(commit.get("timestamp"))
+
+
+def _to_time(milliseconds: int | None) -> datetime | None:
+    return None if milliseconds is None else datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
 def _describe_dataset(
@@ -167,6 +186,28 @@ def _list_policies(visit: Visit, snapshot: Snapshot) -> list[dict[str, Any]]:
     )
 
 
+def _draw_returns(visit: Visit, snapshot: Snapshot) -> Child:
+    """Return a small histogram of a dataset's returns."""
+    rows = visit.sql(
+        f"""SELECT least(coalesce(try_cast(floor(("return" - low) / nullif(high - low, 0) * $bins)
+            AS INTEGER), $bins // 2), $bins - 1) AS bin, count(*) AS num,
+            any_value(low) AS low, any_value(high) AS high
+        FROM {snapshot.dataset}.episodes, (SELECT min("return") AS low, max("return") AS high
+            FROM {snapshot.dataset}.episodes WHERE isfinite("return"))
+        WHERE isfinite("return") GROUP BY bin ORDER BY bin""",
+        snapshot,
+        bins=_RETURN_BINS,
+    )
+    if not rows:
+        return ""
+    counts = [0] * _RETURN_BINS
+    for row in rows:
+        counts[row["bin"]] = row["num"]
+    low, high = rows[0]["low"], rows[0]["high"]
+    values = short_number(low) if low == high else f"{short_number(low)} to {short_number(high)}"
+    return sparkline(counts, label=f"Returns of {snapshot.dataset}: {values}")
+
+
 def list_datasets(visit: Visit, contents: LakeContents) -> Panel:
     """Show a row for each dataset."""
     if not contents.datasets:
@@ -175,8 +216,10 @@ def list_datasets(visit: Visit, contents: LakeContents) -> Panel:
             command=f"`replaylake ingest LOG --dataset NAME --lake {contents.lake.url}`",
         )
         return Panel("Datasets", body)
+    returns = {}
     for snapshot in contents.summarized:
         _list_policies(visit, snapshot)
+        returns[snapshot.dataset] = _draw_returns(visit, snapshot)
     rows: list[list[Child]] = []
     for one in contents.datasets:
         policies = one["policies"]
@@ -188,7 +231,8 @@ def list_datasets(visit: Visit, contents: LakeContents) -> Panel:
                 if one["num_episodes"] is None
                 else f"{one['num_episodes']:,}",
                 f"{one['num_steps']:,}",
-                quiet_number(one["mean_return"]),
+                quiet_number(one["mean_return"], is_short=True),
+                returns.get(one["dataset"], ""),
                 size(one["num_bytes"]),
                 join(time_tag(one["last_write_at"])),
                 tag("span", describe_writer(one["last_writer"]), title=one["last_writer"]),
@@ -205,10 +249,11 @@ def list_datasets(visit: Visit, contents: LakeContents) -> Panel:
         Column("Episodes", is_number=True),
         Column("Steps", is_number=True),
         Column("Mean return", is_number=True),
+        "Returns",
         Column("Size", is_number=True),
         "Last write",
-        "By",
-        "Policies that act",
+        "Last writer",
+        "Acting policies",
     ]
     return Panel("Datasets", table(columns, rows, label="Datasets"))
 
@@ -245,43 +290,73 @@ def draw_growth(visit: Visit, contents: LakeContents) -> Panel | None:
     return Panel("Growth", chart, is_wide=False)
 
 
-def list_running(visit: Visit, contents: LakeContents) -> Panel:
-    """Show the runs that train now."""
+def draw_loop(visit: Visit, contents: LakeContents) -> Panel | None:
+    """Draw how data became policies, and policies decisions."""
+    if not contents.policies:
+        return None
+    registry = visit.lake.registry
+    places = [
+        place
+        for place, row in enumerate(contents.policies)
+        if place < _MAX_VERSIONS or row["aliases"]
+    ]
+    chosen = [contents.policies[place] for place in places[: 2 * _MAX_VERSIONS]]
+    entries = [registry.entry(row["policy"], row["version"]) for row in chosen]
+    panel = draw_lineage(
+        visit,
+        entries,
+        contents.known_runs,
+        title="From data to decisions",
+        max_versions=len(entries),
+    )
+    visit.note_query(
+        "SELECT policy, version, aliases, run_id, lineage FROM policies ORDER BY created_at DESC"
+    )
+    num_left = len(contents.policies) - len(entries)
+    rest = tag("a", f"{count(num_left, 'other version')}", href=visit.link("policies"))
+    return replace(panel, note=["Not shown: ", rest, "."] if num_left else None)
+
+
+def list_runs(visit: Visit, contents: LakeContents) -> Panel:
+    """Show the runs that train now, and the last ones."""
     active = [one for one in contents.running if one.status == "running"]
-    if not active:
-        hint = join(
-            "Runs that have ended are ", tag("a", "among all runs", href=visit.link("runs")), "."
+    shown = {one.run_id: one for one in (*active, *contents.newest)}
+    if not shown:
+        body = draw_empty(
+            "No run has trained in this lake.",
+            command="`replaylake train offline DATASET --algorithm bc --policy NAME`",
         )
-        return Panel("Runs in progress", draw_empty("No run trains now.", hint=hint), is_wide=False)
+        return Panel("Runs", body, is_wide=False)
+    visit.note_query(
+        "SELECT run_id, kind, status, started_at, ended_at FROM runs ORDER BY started_at DESC"
+    )
     rows: list[list[Child]] = [
         [
-            tag("a", one.run_id, href=visit.link("runs", one.run_id)),
+            tag("a", one.run_id, href=visit.link("runs", one.run_id), class_="ulid"),
             one.algorithm or one.kind or "",
-            ", ".join(one.datasets),
-            number_text(one.update) if one.update is not None else "",
-            number_text(one.best) if one.best is not None else "",
+            draw_status(one.status),
+            one.policy or "",
+            join(time_tag(_to_time(one.started_ms))),
         ]
-        for one in active
+        for one in shown.values()
     ]
-    columns: list[Column | str] = [
-        "Run",
-        "Algorithm",
-        "Data",
-        Column("Update", is_number=True),
-        Column("Best so far", is_number=True),
-    ]
-    return Panel("Runs in progress", table(columns, rows, label="Runs in progress"), is_wide=False)
+    columns: list[Column | str] = ["Run", "Algorithm", "Status", "Policy", "Started"]
+    note = None if not active else f"{count(len(active), 'run')} in progress"
+    return Panel("Runs", table(columns, rows, label="Runs"), note=note, is_wide=False)
 
 
 def list_served(visit: Visit, contents: LakeContents) -> Panel:
     """Show the policy versions whose decisions servers log into the lake."""
     rows: list[list[Child]] = []
+    known = {row["policy"] for row in contents.policies}
     for name in contents.snapshots:
         for one in read_arms(visit, name)[:_MAX_SERVED]:
             policy = f"{one['policy']}:{one['policy_version']}"
             rows.append(
                 [
-                    policy,
+                    tag("a", policy, href=visit.link("policies", one["policy"]))
+                    if one["policy"] in known
+                    else policy,
                     tag("a", name, href=visit.link("serving", name)),
                     f"{one['num']:,}",
                     join(time_tag(one["first"])),
@@ -310,4 +385,4 @@ def describe_writer(producer: str | None) -> str:
     return _WRITERS.get(kind, kind) or "unknown"
 
 
-PANELS: Final = (list_datasets, draw_growth, list_running, list_served)
+PANELS: Final = (list_datasets, draw_loop, draw_growth, list_runs, list_served)

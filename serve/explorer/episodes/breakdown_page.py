@@ -275,9 +275,13 @@ def _tabulate(
             [
                 tag("a", tag("bdi", _name(row["key"])), href=address),
                 f"{row['num_episodes']:,}",
-                *([f"{row['num_known']:,}", quiet_number(row["mean"])] if is_own else []),
-                quiet_number(row["mean_return"]),
-                quiet_number(row["mean_num_steps"]),
+                *(
+                    [f"{row['num_known']:,}", quiet_number(row["mean"], is_short=True)]
+                    if is_own
+                    else []
+                ),
+                quiet_number(row["mean_return"], is_short=True),
+                quiet_number(row["mean_num_steps"], is_short=True),
                 f"{row['num_terminated'] / row['num_episodes']:.1%}",
             ]
         )

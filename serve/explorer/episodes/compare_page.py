@@ -22,7 +22,8 @@ from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, dra
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.charts import swatch
 from replaylake.serve.pages.markup import Child, data_block, tag
-from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
+from replaylake.serve.pages.tables import Column, id_link, quiet_number, table, time_tag
+from replaylake.serve.pages.texts import shorten_id
 
 # A plot has so many points for an episode; of longer ones, every n-th step.
 _MAX_POINTS: Final = 2_000
@@ -44,9 +45,9 @@ class Comparison:
         """How the episodes are called in legends."""
         has_agents = any(row["agent_id"] for row in self.episodes)
         return [
-            f"{row['episode_id']} {row['agent_id'] or '(no name)'}"
+            f"{shorten_id(row['episode_id'])} {row['agent_id'] or '(no name)'}"
             if has_agents
-            else row["episode_id"] or "(empty)"
+            else shorten_id(row["episode_id"]) or "(empty)"
             for row in self.episodes
         ]
 
@@ -144,11 +145,13 @@ def list_compared(visit: Visit, contents: Comparison) -> Panel:
         version = row["max_policy_version"]
         rows.append(
             [
-                [
+                tag(
+                    "span",
                     swatch(number),
                     " ",
-                    tag("a", row["episode_id"] or "(empty)", href=address, class_="id"),
-                ],
+                    id_link(row["episode_id"], address),
+                    class_="selectable",
+                ),
                 *([row["agent_id"]] if has_agents else []),
                 quiet_number(row["return"]),
                 f"{row['num_steps']:,}",
@@ -165,7 +168,7 @@ def list_compared(visit: Visit, contents: Comparison) -> Panel:
         Column("Steps", is_number=True),
         "End",
         "Policy",
-        Column("Policy version", is_number=True),
+        Column("Version", is_number=True),
         "Started",
     ]
     note = None

@@ -20,7 +20,7 @@ from replaylake.serve.explorer.episodes.outliers import TITLES, Measure, find_me
 from replaylake.serve.explorer.visits.page import Page, Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Query, Visit
 from replaylake.serve.pages.markup import Child, Markup, join, join_list, tag
-from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
+from replaylake.serve.pages.tables import Column, id_link, quiet_number, table, time_tag
 from replaylake.serve.pages.texts import cell_text, count
 
 _PAGE_ROWS: Final = 100
@@ -36,7 +36,7 @@ SORTS: Final[Mapping[str, tuple[str, str, str]]] = {
     "episode": ("Episode", "episode_id", "VARCHAR"),
     "return": ("Return", '"return"', "DOUBLE"),
     "steps": ("Steps", "num_steps", "BIGINT"),
-    "version": ("Policy version", "max_policy_version", "BIGINT"),
+    "version": ("Version", "max_policy_version", "BIGINT"),
     "started": ("Started", "started_at", "TIMESTAMPTZ"),
 }
 _COLUMNS: Final = (
@@ -333,7 +333,7 @@ def show_episodes(visit: Visit) -> Page:
     except (QueryError, QueryRefusedError, KeyError) as error:
         queries = visit.take_queries()
         said, message = explain_refusal(listed, error)
-        panel = Panel("Episodes", [form, message], queries=queries)
+        panel = Panel("Episodes", [form, message], queries=queries, shows_title=False)
         return replace(page, panels=[panel], data={"error": {"message": said}}, status=400)
     is_last = len(found) <= _PAGE_ROWS
     shown = found[:_PAGE_ROWS]
@@ -365,7 +365,8 @@ def show_episodes(visit: Visit) -> Page:
             )
         )
     note = None if num is None else count(num, "episode") + (" match" if listed.where else "")
-    panel = Panel("Episodes", body, note=note, queries=visit.take_queries())
+    queries = visit.take_queries()
+    panel = Panel("Episodes", body, note=note, queries=queries, shows_title=False)
     return replace(
         page,
         tools=tag(
@@ -600,15 +601,12 @@ def _episode_table(
     ]
     cells: list[list[Child]] = [
         [
-            [
+            tag(
+                "span",
                 _select_box(row),
-                tag(
-                    "a",
-                    row["episode_id"] or "(empty)",
-                    href=link_episode(visit, listed, row, at),
-                    class_="id",
-                ),
-            ],
+                id_link(row["episode_id"], link_episode(visit, listed, row, at)),
+                class_="selectable",
+            ),
             *([row["agent_id"]] if has_agents else []),
             *([quiet_number(row[measure.name])] if measure is not None else []),
             quiet_number(row["return"]),

@@ -16,7 +16,7 @@ from replaylake.serve.explorer.visits.page import Page, Panel, build_panels, dra
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.pages.charts import column_chart
 from replaylake.serve.pages.markup import Child, Markup, join_list, tag
-from replaylake.serve.pages.tables import Column, quiet_number, table, value_cell
+from replaylake.serve.pages.tables import Column, id_link, quiet_number, table, value_cell
 from replaylake.serve.pages.texts import count, number_text
 
 _PAGE_GROUPS: Final = 100
@@ -87,7 +87,7 @@ def show_groups(visit: Visit) -> Page:
         [
             tag("a", str(row[GROUP_ID]) or "(empty)", href=link_group(visit, name, row[GROUP_ID])),
             f"{row['num_episodes']:,}",
-            *(quiet_number(row[key]) for key in ("mean", "std", "best", "worst")),
+            *(quiet_number(row[key], is_short=True) for key in ("mean", "std", "best", "worst")),
             f"{row['num_passed']:,} of {row['n']:,}",
         ]
         for row in shown
@@ -192,8 +192,8 @@ def show_group(visit: Visit) -> Page:
     pass_at_k = summary["pass_at_k"] or []
     facts: list[tuple[str, Child]] = [
         ("samples", f"{summary['num_episodes']:,}"),
-        ("mean return", quiet_number(summary["mean"])),
-        ("std", quiet_number(summary["std"])),
+        ("mean return", quiet_number(summary["mean"], is_short=True)),
+        ("std", quiet_number(summary["std"], is_short=True)),
         ("best", quiet_number(summary["best"])),
         ("worst", quiet_number(summary["worst"])),
         ("passed", f"{summary['num_passed']:,} of {summary['n']:,}"),
@@ -269,7 +269,7 @@ def draw_returns(visit: Visit, contents: GroupContents) -> Panel | None:
             f"{name}: {count(len(values), 'sample')}"
             for name, values in zip(names, bins, strict=True)
         ],
-        label="return",
+        label="Return",
         axis=names,
         links=[contents.link(visit, low=values[0], high=values[-1]) for values in bins],
     )
@@ -387,7 +387,7 @@ def _link_sample(visit: Visit, contents: GroupContents, sample: Mapping[str, Any
         id=sample["episode_id"],
         at=read_at(visit),
     )
-    return tag("a", sample["episode_id"] or "(empty)", href=address, class_="id")
+    return id_link(sample["episode_id"], address)
 
 
 def _describe(contents: GroupContents, sample: Mapping[str, Any], has_own: bool) -> list[Child]:

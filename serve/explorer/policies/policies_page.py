@@ -11,10 +11,10 @@ from typing import Any, Final
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.policies.evaluations import SavedEvaluation
 from replaylake.datastore.names import parse_version
-from replaylake.serve.explorer.policies.lineage_panel import draw_lineage
 from replaylake.serve.explorer.policies.promotion_form import show_promotion
 from replaylake.serve.explorer.policies.trial_panel import build_trial
 from replaylake.serve.explorer.runs.runs_page import draw_tree, link_selection
+from replaylake.serve.explorer.serving.lineage_panel import draw_lineage
 from replaylake.serve.explorer.visits.forms import read_version
 from replaylake.serve.explorer.visits.page import Page, Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Query, Visit
@@ -25,6 +25,10 @@ from replaylake.serve.pages.tables import Column, quiet_number, table, time_tag
 _REFRESH_S: Final = 2
 # Of versions, moves and evaluations, the newest are shown.
 _MAX_ROWS: Final = 50
+# Saved evaluations of the lake that one page looks at, of all policies: each is a file of its own.
+_MAX_EVALUATIONS: Final = 500
+# Titles of kinds of evaluations.
+_KINDS: Final = {"tasks": "samples of tasks"}
 _COMMAND: Final = "`replaylake train offline DATASET --algorithm bc --policy NAME`"
 
 
@@ -71,7 +75,7 @@ def list_policies(visit: Visit) -> Page:
     return Page(
         "Policies",
         section="policies",
-        panels=[Panel("Policies", body, queries=visit.take_queries())],
+        panels=[Panel("Policies", body, queries=visit.take_queries(), shows_title=False)],
         data={"policies": data},
         rows=data,
     )
@@ -104,9 +108,13 @@ def show_policy(visit: Visit) -> Page:
     queries = visit.take_queries()
     visit.note_query(f"SELECT * FROM promotions WHERE policy = '{name}' ORDER BY moved_at DESC")
     unreadable: list[str] = []
-    evaluations = registry.evaluations.list(
-        name, on_unreadable=lambda error: unreadable.append(str(error))
-    )[::-1]
+    evaluations, earlier = registry.evaluations.list_newest(
+        name,
+        _MAX_ROWS,
+        before=visit.values.get("evaluated_before"),
+        max_files=_MAX_EVALUATIONS,
+        on_unreadable=lambda error: unreadable.append(str(error)),
+    )
     shown = _select_evaluation(visit, evaluations)
     known_runs = {run["run_id"] for run in registry.runs()}
     numbers = [row["version"] for row in versions]
@@ -122,7 +130,7 @@ def show_policy(visit: Visit) -> Page:
         ),
         *([] if promotion is None else [promotion]),
         _moves_panel(visit, moves),
-        _evaluations_panel(visit, evaluations, shown, unreadable),
+        _evaluations_panel(visit, evaluations, earlier, shown, unreadable),
         *([] if shown is None else _evaluation_panels(visit, shown)),
         *_gate_panels(moves),
         draw_lineage(visit, list(entries.values()), known_runs),
@@ -145,6 +153,7 @@ def show_policy(visit: Visit) -> Page:
             "versions": [entries[row["version"]] for row in listed],
             "moves": moves,
             "evaluations": [_summarize_evaluation(one) for one in evaluations],
+            "older_evaluations_before": earlier,
             "shown_evaluation": None if shown is None else shown.to_json(),
             "unreadable_evaluations": unreadable,
             "promotion": None if last is None else last.to_json(),
@@ -284,10 +293,11 @@ def _select_evaluation(
     if not asked:
         return evaluations[0] if evaluations else None
     found = next((one for one in evaluations if one.evaluation_id == asked), None)
-    if found is None:
+    found = found or visit.lake.registry.evaluations.read(asked)
+    if found.policy != visit.path["name"]:
         raise NotFoundError(
-            f"evaluation {asked}: found none of policy {visit.path['name']}. The page of the "
-            "policy has all."
+            f"evaluation {asked}: found one of policy {found.policy}, expected one of policy "
+            f"{visit.path['name']}, whose page lists them."
         )
     return found
 
@@ -310,11 +320,18 @@ def _summarize_evaluation(one: SavedEvaluation) -> dict[str, Any]:
 def _evaluations_panel(
     visit: Visit,
     evaluations: Sequence[SavedEvaluation],
+    older: str | None,
     shown: SavedEvaluation | None,
     unreadable: Sequence[str],
 ) -> Panel:
     name = visit.path["name"]
     note = [tag("p", f"Left out: {text}", class_="wrong") for text in unreadable]
+    links = _evaluation_links(visit, older)
+    if not evaluations and links is not None:
+        text = f"None of the {_MAX_EVALUATIONS} evaluations that this page looked at is of {name}."
+        if older is None:
+            text = f"No older evaluation is of {name}."
+        return Panel("Evaluations", [note, draw_empty(text), links])
     if not evaluations:
         body: Child = draw_empty(
             "No evaluation of this policy was saved.",
@@ -323,9 +340,14 @@ def _evaluations_panel(
         )
         return Panel("Evaluations", [note, body])
     rows: list[list[Child]] = []
-    for one in evaluations[:_MAX_ROWS]:
+    for one in evaluations:
         summary = _summarize_evaluation(one)
-        address = visit.link("policies", name, evaluation=one.evaluation_id)
+        address = visit.link(
+            "policies",
+            name,
+            evaluation=one.evaluation_id,
+            evaluated_before=visit.values.get("evaluated_before"),
+        )
         alias = one.report.get("alias")
         rows.append(
             [
@@ -335,7 +357,9 @@ def _evaluations_panel(
                     href=f"{address}#evaluation",
                     aria_current="true" if one is shown else None,
                 ),
-                f"gate of {alias}" if one.kind == "gate" and alias else one.kind,
+                f"gate of {alias}"
+                if one.kind == "gate" and alias
+                else _KINDS.get(one.kind, one.kind),
                 "" if one.policy_version is None else str(one.policy_version),
                 _data_link(visit, one),
                 _verdict_pill(one.verdict),
@@ -361,8 +385,20 @@ def _evaluations_panel(
         {"policy": name},
     )
     body = table(columns, rows, label="Evaluations")
-    said = _say_newest(len(evaluations))
-    return Panel("Evaluations", [note, body], note=said, queries=[query])
+    return Panel("Evaluations", [note, body, links], queries=[query])
+
+
+def _evaluation_links(visit: Visit, older: str | None) -> Markup | None:
+    """Return links to older and to the newest evaluations; None where the page has all."""
+    name = visit.path["name"]
+    links = []
+    if visit.values.get("evaluated_before"):
+        address = f"{visit.link('policies', name)}#evaluations"
+        links.append(tag("a", "Newest", href=address, class_="button"))
+    if older is not None:
+        address = f"{visit.link('policies', name, evaluated_before=older)}#evaluations"
+        links.append(tag("a", "Older evaluations", href=address, class_="button"))
+    return tag("div", links, class_="more", id="evaluations") if links else None
 
 
 def _evaluation_panels(visit: Visit, one: SavedEvaluation) -> list[Panel]:
@@ -397,7 +433,8 @@ def _evaluation_panels(visit: Visit, one: SavedEvaluation) -> list[Panel]:
         if one.kind == "gate" and verdict:
             lead = tag("p", _verdict_pill(str(verdict)), " ", str(report.get("reason") or ""))
         content = [lead, charts, tag("dl", facts, class_="facts small")]
-        panels.append(Panel(f"{name} {who} in the log", content, is_wide=len(reports) == 1))
+        where = "on the tasks" if "task" in report else "in the log"
+        panels.append(Panel(f"{name} {who} {where}", content, is_wide=len(reports) == 1))
     return panels
 
 
@@ -426,16 +463,21 @@ def _estimate_chart(report: Mapping[str, Any]) -> Markup | None:
         return None
     mean = _number(report.get("log_mean"))
     reference = None if mean is None else ("the log's own mean", mean)
-    return interval_chart(rows, label="Estimated return", reference=reference)
+    label = "Mean over the tasks" if "task" in report else "Estimated return"
+    return interval_chart(rows, label=label, reference=reference)
 
 
 def _difference_chart(report: Mapping[str, Any]) -> Markup | None:
-    """Draw estimates minus the log's own mean, paired by episode, against 0."""
+    """Draw estimates minus the log's own mean, or another policy's, against 0."""
     keys = ("difference", "difference_low", "difference_high")
     rows = [row for one in _mappings(report.get("estimates")) if (row := _interval(one, keys))]
     if not rows:
         return None
     label = "Difference from the log's own mean, paired by episode"
+    if "task" in report:
+        if not rows:
+            return None
+        label = f"Difference from {report.get('against')}, paired by task"
     return interval_chart(rows, label=label, reference=("no difference", 0.0))
 
 
@@ -472,6 +514,18 @@ def _weight_chart(report: Mapping[str, Any]) -> Markup | None:
 
 def _iter_diagnostics(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the numbers behind a verdict, those that are known."""
+    for key in ("num_tasks", "num_samples"):
+        number = _number(report.get(key))
+        if number is not None:
+            yield key.removeprefix("num_"), f"{number:,.0f}"
+    cost = _mapping(report.get("tokens"))
+    for name, key in (
+        ("prompt tokens a sample", "prompt"),
+        ("sampled tokens a sample", "completion"),
+    ):
+        number = _number(cost.get(key))
+        if number is not None:
+            yield name, f"{number:,.4g}"
     weights, diagnostics = _weights(report), _mapping(report.get("diagnostics"))
     episodes = _number(report.get("num_episodes"))
     size = _number(weights.get("worst_step_size"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, Final
@@ -49,7 +50,7 @@ def list_runs(visit: Visit) -> Page:
         [
             _selectable(visit, run.run_id) if len(runs) > 1 else _run_link(visit, run.run_id),
             run.algorithm or run.kind or "",
-            _status(run.status),
+            draw_status(run.status),
             [_data_link(visit, text) for text in run.datasets],
             quiet_number(run.best) if run.best is not None else "",
             run.measure or "",
@@ -88,7 +89,7 @@ def list_runs(visit: Visit) -> Page:
     return Page(
         "Runs",
         section="runs",
-        panels=[Panel("Runs", body, queries=visit.take_queries())],
+        panels=[Panel("Runs", body, queries=visit.take_queries(), shows_title=False)],
         data={"runs": data},
         rows=data,
         refresh_s=_REFRESH_S if active else None,
@@ -142,7 +143,9 @@ def show_run(visit: Visit) -> Page:
         panels += [_differences_panel(records, runs), _metrics_panel(runs, curves)]
     elif curves[0] or not sweep:
         panels.append(_metrics_panel(runs, curves))
-    panels.append(_data_panel(visit, records, runs))
+    # Beside the metrics, if there is something beside.
+    data = _data_panel(visit, records, runs)
+    panels.append(data if curves[0] or not sweep else replace(data, is_wide=True))
     for one in records:
         of_run = f" of {one['run_id']}" if len(records) > 1 else ""
         panels += [_options_panel(one, of_run), *_error_panels(one, of_run)]
@@ -178,7 +181,7 @@ def show_run(visit: Visit) -> Page:
 
 def _facts(visit: Visit, run: RunSummary) -> list[tuple[str, Child]]:
     facts: list[tuple[str, Child]] = [
-        ("status", _status(run.status)),
+        ("status", draw_status(run.status)),
         ("algorithm", run.algorithm or run.kind or "unknown"),
         ("updates", "unknown" if run.update is None else f"{run.update:,}"),
     ]
@@ -251,7 +254,7 @@ def _curves_panel(
         "div",
         tag("label", "Smoothing", for_="smoothing"),
         tag("input", id="smoothing", type="range", min=0, max=0.98, step=0.02, value=0),
-        class_="scrub",
+        class_="scrub short",
     )
     block = data_block("metrics", {"x": [], "label": "update", "plots": plots})
     notes = []
@@ -301,7 +304,7 @@ def _metrics_panel(runs: Sequence[RunSummary], curves: Sequence[Mapping[str, Cur
         columns += [
             Column(f"Last{of_run}", is_number=True),
             Column(f"Best{of_run}", is_number=True),
-            Column(f"at update{of_run}", is_number=True),
+            Column(f"At update{of_run}", is_number=True),
         ]
     rows: list[list[Child]] = []
     for name in _order_metrics(curves):
@@ -393,10 +396,10 @@ def link_selection(visit: Visit, used: Mapping[str, Any]) -> Child:
 
 def _options_panel(record: Mapping[str, Any], of_run: str) -> Panel:
     config = record.get("config") or {}
-    body: Child = draw_tree(config)
+    body: Child = draw_tree(config, in_columns=True)
     if not config:
         body = draw_empty("The run has recorded no options.")
-    return Panel(f"Options{of_run}", body, is_wide=False)
+    return Panel(f"Options{of_run}", body, is_wide=not of_run)
 
 
 def _error_panels(record: Mapping[str, Any], of_run: str) -> list[Panel]:
@@ -406,7 +409,7 @@ def _error_panels(record: Mapping[str, Any], of_run: str) -> list[Panel]:
     return [Panel(f"Error{of_run}", tag("pre", tag("code", str(error))))]
 
 
-def draw_tree(body: Mapping[str, Any]) -> Markup:
+def draw_tree(body: Mapping[str, Any], *, in_columns: bool = False) -> Markup:
     """Return nested options as a list; what is None or empty is left out."""
     items = []
     for key, value in body.items():
@@ -417,7 +420,7 @@ def draw_tree(body: Mapping[str, Any]) -> Markup:
             items.append(tag("li", name, draw_tree(value)))
         else:
             items.append(tag("li", name, " ", cell_text(value)))
-    return tag("ul", items, class_="tree")
+    return tag("ul", items, class_="tree columns" if in_columns else "tree")
 
 
 def _run_link(visit: Visit, run_id: str) -> Markup:
@@ -440,7 +443,8 @@ def _policy_link(visit: Visit, text: str | None) -> Child:
     return tag("a", text, href=visit.link("policies", text.partition(":")[0]))
 
 
-def _status(status: str) -> Markup:
+def draw_status(status: str) -> Markup:
+    """Return the status of a run in the color of what it means."""
     kinds = {"running": "pill good", "failed": "pill bad", "killed": "pill bad"}
     return tag("span", status, class_=kinds.get(status, "pill"))
 

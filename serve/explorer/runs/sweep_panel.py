@@ -18,15 +18,22 @@ from replaylake.datastore.lake.runs.summary import (
 )
 from replaylake.serve.explorer.visits.page import Panel, draw_empty
 from replaylake.serve.explorer.visits.visit import Visit
-from replaylake.serve.pages.charts import ParallelAxis, ParallelLine, parallel_chart
+from replaylake.serve.pages.charts import (
+    Interval,
+    ParallelAxis,
+    ParallelLine,
+    interval_chart,
+    parallel_chart,
+)
 from replaylake.serve.pages.markup import Child, Markup, tag
 from replaylake.serve.pages.tables import Column, quiet_number, table
-from replaylake.serve.pages.texts import number_text
+from replaylake.serve.pages.texts import number_text, short_number
 
 _MAX_LINES: Final = 500
 # Options over so many times their least value have a logarithmic axis.
 _LOGARITHMIC: Final = 100
 _MAX_NAMED: Final = 4
+_MAX_COMPARED: Final = 40
 # A longer table scrolls by itself.
 _MAX_ROWS: Final = 24
 
@@ -75,7 +82,51 @@ def draw_sweep(visit: Visit, record: Mapping[str, Any]) -> list[Panel]:
     if len(trials) > _MAX_LINES:
         note += f" The first {_MAX_LINES} of {len(trials):,} trials are drawn."
     chart = parallel_chart([axis.drawn for axis in axes], lines, label="Trials")
-    return [Panel("Trials", [chart, _list_trials(visit, trials, names, label)], note=note)]
+    panel = Panel("Trials", [chart, _list_trials(visit, trials, names, label)], note=note)
+    return [panel, *_compare_options(record, label, is_less_better=is_less_better)]
+
+
+def _compare_options(record: Mapping[str, Any], label: str, *, is_less_better: bool) -> list[Panel]:
+    """Draw the differences of all options from the best ones, as the sweep saved them."""
+    results = record.get("results")
+    if not isinstance(results, list) or len(results) < 2:
+        return []
+    best, *others = results
+    rows = []
+    for one in others:
+        value, low, high = (
+            one.get(key) for key in ("difference", "difference_low", "difference_high")
+        )
+        if value is None or not math.isfinite(value):
+            continue
+        text = short_number(value)
+        if low is None or high is None:
+            low = high = None
+            text += ", no interval"
+        else:
+            text += f" ({short_number(low)} to {short_number(high)})"
+        rows.append(Interval(_name_options(one.get("options") or {}), value, low, high, text))
+    if not rows:
+        return []
+    better = "below" if is_less_better else "above"
+    note = (
+        "Mean over the seeds, paired by seed, with its 95% interval by Student's t. Options whose "
+        f"interval is on one side of the line differ from the best; {better} the line would be "
+        "better. The best of many is partly the best by chance, so differences from it are too "
+        "large on average."
+    )
+    chart = interval_chart(
+        rows[:_MAX_COMPARED],
+        label=f"{label} minus that of the best: {_name_options(best.get('options') or {})}",
+        reference=("no difference", 0.0),
+    )
+    if len(rows) > _MAX_COMPARED:
+        note += f" The best {_MAX_COMPARED} of {len(rows):,} are drawn."
+    return [Panel("Differences from the best options", chart, note=note)]
+
+
+def _name_options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_name(value)}" for name, value in options.items()) or "no options"
 
 
 def _load_trials(visit: Visit, sweep_id: str, measure: str, mode: str) -> list[_Trial]:
@@ -161,7 +212,7 @@ def _strength(value: float | None, known: Sequence[float], *, is_less_better: bo
 
 
 def _describe(trial: _Trial, label: str) -> str:
-    options = ", ".join(f"{name}={_name(value)}" for name, value in trial.options.items())
+    options = _name_options(trial.options)
     value = "no value yet" if trial.value is None else f"{label} {number_text(trial.value)}"
     return f"trial {trial.number}: {options}, seed {trial.run.seed}: {value}"
 

@@ -43,7 +43,7 @@ from replaylake.serve.pages.texts import cell_text, duration_text
 
 # The requests are drawn in so many columns at most, of one of these widths.
 _MAX_COLUMNS: Final = 60
-_WIDTHS_S: Final = (60, 300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400, 28 * 86_400)
+_WIDTHS_S: Final = (1, 5, 15, 60, 300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400, 28 * 86_400)
 _MAX_ARMS: Final = 7
 # Upper ends of the delays' columns, in seconds; what took longer has the last one.
 _DELAYS_S: Final = (0.01, 0.1, 1, 10, 60, 600, 3600, 21_600, 86_400)
@@ -282,7 +282,9 @@ def draw_requests(visit: Visit, log: ServedLog) -> Panel:
         parts.append((f"{len(rest)} others", summed, f"{sum(summed):,}"))
     start = datetime.fromtimestamp(since * width, UTC)
     end = start + timedelta(seconds=num * width)
-    form = "%Y-%m-%d %H:%M" if width < 86_400 else "%Y-%m-%d"
+    form = "%Y-%m-%d %H:%M:%S" if width < 60 else "%Y-%m-%d %H:%M"
+    if width >= 86_400:
+        form = "%Y-%m-%d"
     chart = stacked_chart(
         parts,
         label=f"Decisions in {duration_text(width)} each (UTC)",
@@ -322,11 +324,11 @@ def compare_arms(visit: Visit, log: ServedLog) -> Panel:
                 f"{arm['num']:,}",
                 _share(day.get(name, 0), sum(day.values())),
                 _share(arm["num_deterministic"], arm["num"]),
-                quiet_number(arm["mean_log_prob"]),
+                quiet_number(arm["mean_log_prob"], is_short=True),
                 f"{reward.get('num_rewards', 0):,}",
-                quiet_number(reward.get("mean_reward")),
+                quiet_number(reward.get("mean_reward"), is_short=True),
                 f"{episode.get('num', 0):,}",
-                quiet_number(episode.get("mean_return")),
+                quiet_number(episode.get("mean_return"), is_short=True),
                 join(time_tag(arm["last"])),
             ]
         )
@@ -456,7 +458,8 @@ def draw_drift(visit: Visit, log: ServedLog) -> Panel:
         labels, shifts = found
         order = np.argsort(-np.abs(shifts), kind="stable")[:_DRIFT_SHOWN]
         rows = [
-            (labels[i], abs(float(shifts[i])), f"{float(shifts[i]):+.3g}") for i in order.tolist()
+            (_name_number(labels[i]), abs(float(shifts[i])), f"{float(shifts[i]):+.3g}")
+            for i in order.tolist()
         ]
         most = f", the {_DRIFT_SHOWN} largest of {len(labels)}" if len(labels) > len(rows) else ""
         drawn.append((f"{name}{most}", rows))
@@ -471,6 +474,11 @@ def draw_drift(visit: Visit, log: ServedLog) -> Panel:
         "is worth a look."
     )
     return Panel("Drift of observations", [charts, body], note=note, is_wide=False)
+
+
+def _name_number(label: str) -> str:
+    """Return the name of an observed number, which a vector without names has only by its place."""
+    return f"observation[{label}]" if label.isdigit() else label
 
 
 def _read_drift(
@@ -535,7 +543,11 @@ def list_newest(visit: Visit, log: ServedLog) -> Panel:
             reward = quiet_number(rewards[key])
         cells.append(
             [
-                tag("a", time_tag(row["timestamp"]), href=visit.link("decision", id=key)),
+                tag(
+                    "a",
+                    time_tag(row["timestamp"], has_seconds=True),
+                    href=visit.link("decision", id=key),
+                ),
                 _arm_name(row),
                 cell_text(plain_value(row["action"])),
                 quiet_number(row["log_prob"]),

@@ -28,7 +28,8 @@ function showLocalTimes(within = document) {
     const two = (number) => String(number).padStart(2, "0");
     element.textContent =
       `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ` +
-      `${two(at.getHours())}:${two(at.getMinutes())}`;
+      `${two(at.getHours())}:${two(at.getMinutes())}` +
+      ("seconds" in element.dataset ? `:${two(at.getSeconds())}` : "");
     element.title = whole.format(at);
   }
 }
@@ -128,10 +129,12 @@ class PlotGroup {
         if (box.checked) this.hidden.delete(id); else this.hidden.add(id);
         plot.setSeries(number + 1, { show: box.checked });
       });
+      // Many discrete values are dots: the lines between them would fill the plot.
+      const isDotted = one.stepped && line.values.length > 100;
       return {
         label: line.name, stroke: style(color), width: 1.5, show: box.checked, spanGaps: true,
-        points: { show: line.values.length <= 40, size: 5 },
-        paths: one.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
+        points: { show: isDotted || line.values.length <= 40, size: isDotted ? 3 : 5, fill: isDotted ? style(color) : undefined },
+        paths: isDotted ? () => null : one.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
         dash: number >= COLORS.length ? [6, 3] : undefined,
       };
     });
@@ -146,7 +149,7 @@ class PlotGroup {
         ],
         series: [{ label: this.data.label }, ...series],
         legend: { show: false },
-        cursor: { sync: { key: this.key, setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
+        cursor: { y: false, sync: { key: this.key, setSeries: false }, points: { size: 7 }, drag: { x: true, y: false } },
         hooks: {
           setCursor: [(self) => {
             const index = self.cursor.idx;

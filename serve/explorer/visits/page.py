@@ -7,7 +7,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 from replaylake.serve.explorer.visits.live_pages import Rendering
@@ -36,7 +36,8 @@ _SECTIONS: Final = (
 class Panel:
     """A part of a page with a heading. note: a line below it; queries: where its numbers are from.
 
-    is_wide: whether it takes the whole width of the page.
+    is_wide: whether it takes the whole width of the page. shows_title: whether the heading is seen,
+    not only heard; not where the page's own says the same.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Panel:
     note: Child = None
     queries: Sequence[Query] = ()
     is_wide: bool = True
+    shows_title: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,7 @@ def build_panels(
         panel = function(visit, subject)
         queries = visit.take_queries()
         if panel is not None:
-            panels.append(
-                Panel(panel.title, panel.body, panel.note, queries or panel.queries, panel.is_wide)
-            )
+            panels.append(replace(panel, queries=queries or panel.queries))
     return panels
 
 
@@ -120,11 +120,16 @@ def draw_empty(what: str, *, command: str | None = None, hint: Child = None) -> 
     """
     return tag(
         "div",
-        tag("p", what),
+        tag("p", _mark_commands(what)),
         None if hint is None else tag("p", hint),
         None if command is None else tag("pre", tag("code", command.strip("`"))),
         class_="empty",
     )
+
+
+def _mark_commands(text: str) -> list[Child]:
+    """Return a message with what is in backticks as code."""
+    return [tag("code", part) if place % 2 else part for place, part in enumerate(text.split("`"))]
 
 
 def to_html(
@@ -223,6 +228,7 @@ def _panel(panel: Panel, links: Links) -> Markup:
         _queries(panel.queries, links),
         note=panel.note,
         is_wide=panel.is_wide,
+        shows_title=panel.shows_title,
     )
 
 

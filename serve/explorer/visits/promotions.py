@@ -1,12 +1,16 @@
 """Promotions: aliases that are moved through the gate, one at a time, and the result of each.
 
 A gate takes seconds to minutes, so it is evaluated in a thread that reports its stage and can be
-cancelled. How to evaluate it is passed in: serve imports no code that evaluates policies.
+cancelled. How to evaluate it is passed in: serve imports no code that evaluates policies. The
+thread is started with the explorer, before that lowers its priority: on Linux, a thread has the
+priority of the one that started it at that moment, and a gate that a person waits for takes as long
+as one of the command `promote`, also beside a trainer.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -99,6 +103,8 @@ class Promotions:
         self._lock = threading.Lock()
         # The last of each policy.
         self._known: dict[str, Promotion] = {}
+        self._requests: queue.SimpleQueue[PromotionRequest] = queue.SimpleQueue()
+        threading.Thread(target=self._run_all, name="promotions", daemon=True).start()
 
     def find(self, policy: str) -> tuple[Promotion | None, Promotion | None]:
         """Return the last promotion of a policy, and the one that is running, both of one moment.
@@ -109,7 +115,7 @@ class Promotions:
             return self._known.get(policy), self._find_running()
 
     def start(self, request: PromotionRequest) -> None:
-        """Start a promotion in a thread. Raises: CommitConflictError while another one runs."""
+        """Start a promotion. Raises: CommitConflictError while another one runs."""
         with self._lock:
             one = self._find_running()
             if one is not None:
@@ -119,10 +125,7 @@ class Promotions:
                     "at a time. Wait until it has ended, or cancel it on its policy's page."
                 )
             self._known[request.policy] = Promotion(request, datetime.now(UTC))
-        try:
-            threading.Thread(target=self._run, args=(request,), daemon=True).start()
-        except RuntimeError as error:
-            self._update(request.policy, error=f"no thread could be started for it: {error}")
+        self._requests.put(request)
 
     def cancel(self, policy: str, by: str) -> None:
         """End the promotion of a policy at the next stage of its gate, so that no alias moves.
@@ -146,6 +149,10 @@ class Promotions:
         with self._lock:
             self._known[policy] = replace(self._known[policy], **changes)
 
+    def _run_all(self) -> None:
+        while True:
+            self._run(self._requests.get())
+
     def _run(self, request: PromotionRequest) -> None:
         def note_stage(stage: str | None) -> None:
             with self._lock:
@@ -155,16 +162,14 @@ class Promotions:
                 if stage is not None:
                     self._known[request.policy] = replace(promotion, stage=stage)
 
-        changes: dict[str, Any] = {"error": "its thread was ended"}
         try:
-            changes = {"result": self._promote(self._lake, request, note_stage)}
+            changes: dict[str, Any] = {"result": self._promote(self._lake, request, note_stage)}
         except _CancelledError as error:
             changes = {"error": f"cancelled by {error}"}
         except ReplayLakeError as error:
             changes = {"error": str(error)}
-        except Exception:
+        except (Exception, SystemExit):  # what would end the thread ends this gate alone
             number = secrets.token_hex(4)
             _logger.exception("error %s in a promotion", number)
             changes = {"error": f"a fault in ReplayLake, number {number} in the explorer's log"}
-        finally:
-            self._update(request.policy, **changes)
+        self._update(request.policy, **changes)

@@ -20,7 +20,7 @@ from replaylake.datastore.lake.lake import open_lake
 
 def tell(done, total):
     print(done, flush=True)
-    time.sleep(30)
+    time.sleep(3600)
 
 export(open_lake(sys.argv[1]), "d", sys.argv[2], format="csv", on_progress=tell)
 """

@@ -120,6 +120,6 @@ def test_every_goes_on_past_failures_until_a_signal(served: Served, number: int)
     # Nothing is said of the rounds between.
     assert "1 episodes, 1 steps added" in line_of(process, process.stdout)
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "")
     assert err.endswith("stopped\n")

@@ -139,7 +139,7 @@ def test_a_format_that_cannot_be_followed_is_wrong_usage(tmp_path: Path) -> None
     _, err = running.communicate(b"", timeout=60)
     assert running.returncode == 2
     found = b" ".join(err.split())
-    assert b"'parquet', which cannot be followed, expected one of auto, bandit, jsonl" in found
+    assert b"'parquet', which cannot be followed, expected one of auto, bandit, dsjson" in found
     assert not (tmp_path / "lake").exists()
 
 
@@ -155,7 +155,7 @@ def test_told_to_stop_it_commits_what_it_holds(tmp_path: Path, number: signal.Si
         stream.write(b"".join(lines[10:]) + b"not json\n" + b'{"torn')
     _wait_for_steps(tmp_path / "lake", 60)
     running.send_signal(number)
-    out, err = running.communicate(timeout=30)
+    out, err = running.communicate(timeout=60)
     assert running.returncode == 0, err
     assert json.loads(out)["lines"] == {
         "read": 61,

@@ -166,7 +166,7 @@ def test_maintain_every_ends_cleanly_mid_sleep(shards: Path, number: int) -> Non
     assert process.stdout is not None
     assert '"compacted": 4' in process.stdout.readline()
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert err.endswith("stopped\n")
 

@@ -464,3 +464,82 @@ def test_on_the_champions_own_log_of_hundreds_of_steps(
     better = run("promote", "p:2", *gate)
     assert better.code == 0, better.out
     assert opened.registry.alias_version("p", "champion") == 2
+
+
+@pytest.fixture
+def sampled(plain: Lake) -> Lake:
+    """p:1 passes in one of two samples of 24 tasks, p:2 in each."""
+    plain.dataset("math").append(
+        Episode(
+            f"t{task:02d}#{version}.{number}",
+            observations=np.array(["?"], object),
+            actions=np.array(["!"], object),
+            rewards=np.array([float(version == 2 or number == 0)]),
+            terminated=True,
+            policies=["p"],
+            policy_versions=np.array([version]),
+            extras={"group_id": [f"t{task:02d}"]},
+        )
+        for version in (1, 2)
+        for task in range(24)
+        for number in range(2)
+    )
+    return plain
+
+
+SAMPLES = ("--gate", "--dataset", "math", "--measure", "pass@1")
+
+
+def test_a_gate_compares_samples_of_tasks(run: Any, sampled: Lake) -> None:
+    first = run("promote", "p:1", "--to", "champion", *SAMPLES, "--margin", "0.2")
+    assert first.code == 0, first.err
+    lines = first.out.splitlines()
+    assert lines[:2] == [
+        "p:1 on math@1, 24 tasks",
+        "p has no champion to compare with: compared with the margin",
+    ]
+    assert lines[3].split() == ["estimator", "candidate", "from", "to"]
+    assert lines[-1] == "p@champion is p:1"
+    ran = run("promote", "p:2", "--to", "champion", *SAMPLES, "--by", "ada")
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert lines[0] == "p:2 against p:1 on math@1, 24 tasks"
+    assert lines[3].split()[:4] == ["pass@1", "1", "0.5", "0.5"]
+    assert lines[4].startswith("passed: Better than the champion: the difference of pass@1 is 0.5")
+    assert lines[5] == "p@champion is p:2, was p:1"
+    move = sampled.registry.alias_history("p")[-1]
+    assert (move.gate["measure"], move.gate["passed"]) == ("pass@1", True)
+
+
+def test_a_gate_by_samples_refuses_with_3_and_the_lake_keeps_why(run: Any, sampled: Lake) -> None:
+    sampled.registry.set_alias("p", "champion", 2)
+    ran = run("promote", "p:1", "--to", "champion", *SAMPLES, "--success", "return > 0.5")
+    assert ran.code == 3
+    assert "refused: the difference of pass@1 from the champion is -0.5" in ran.out
+    (refused,) = sampled.registry.evaluations.list("p", 1)
+    assert (refused.kind, refused.verdict, refused.dataset) == ("gate", "refused", "math")
+    assert (refused.dataset_version, refused.report["success"]) == (1, "return > 0.5")
+    missing = run("promote", "p:3", "--to", "champion", *SAMPLES, "--json")
+    assert missing.code == 3
+    assert "found no sample of p:3" in missing.json["gate"]["reasons"][0]
+    assert sampled.registry.alias_version("p", "champion") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--measure", "pass@1"], "--measure: requires --gate"),
+        (["--gate", "--dataset", "math", "--task", "x"], "--task: requires --measure"),
+        ([*SAMPLES, "--gamma", "0.9"], "--gamma: cannot be used with --measure"),
+        (
+            ["--gate", "--dataset", "math", "--measure", "x"],
+            "--measure: found 'x', expected pass@K",
+        ),
+    ],
+)
+def test_options_of_the_other_gate_are_wrong_usage(
+    run: Any, sampled: Lake, options: list[str], said: str
+) -> None:
+    ran = run("promote", "p:1", "--to", "champion", *options)
+    assert ran.code == 2
+    assert said in " ".join(ran.err.split())

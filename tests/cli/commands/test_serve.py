@@ -42,7 +42,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> Any:
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 
 
@@ -197,7 +197,7 @@ def test_the_sha256_of_a_package_is_in_the_decision_log(
             act = post(body["port"], "/act", {"observation": [0.0] * 4, "episode_id": "e"})
         finally:
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=30)
+            _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     sha256 = hashlib.sha256((package / "manifest.json").read_bytes()).hexdigest()
     assert body["package_sha256"] == sha256
@@ -219,7 +219,7 @@ def test_a_decision_is_served_rewarded_joined_and_traced(run: Any, lake: Path) -
             assert process.stdout is not None
             body = json.loads(process.stdout.readline())  # printed once it is ready
             port = body["port"]
-            with urllib.request.urlopen(f"{body['url']}/policy", timeout=10) as response:
+            with urllib.request.urlopen(f"{body['url']}/policy", timeout=60) as response:
                 assert json.load(response)["reference"] == "clone"
             act = post(port, "/act", {"observation": [0.0] * 4, "episode_id": "e"})
             decision = act["decision_id"]
@@ -227,7 +227,7 @@ def test_a_decision_is_served_rewarded_joined_and_traced(run: Any, lake: Path) -
             post(port, "/feedback", reward)
         finally:
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out == ""
     assert (body["policy"], body["version"], body["log_to"]) == ("clone", 1, "live")

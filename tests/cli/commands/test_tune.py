@@ -81,6 +81,11 @@ def test_what_cannot_be_trained_is_refused_and_nothing_is_written(
     }
 
 
+def test_a_picture_that_cannot_be_drawn_is_refused_at_once(filled, sweep):
+    filled("tune", sweep(), "--plot", "sweep.txt").failed("found .txt, expected .png, .svg, .pdf")
+    assert filled("runs", "list", "--json").json["runs"] == []
+
+
 def test_a_sweep_that_is_not_there(filled):
     filled("tune", "--resume", "01x").failed("tune '01x': not in this lake")
 
@@ -91,7 +96,7 @@ def test_learners_that_do_not_divide_the_batch(filled):
 
 
 @pytest.mark.slow
-def test_a_sweep_answers_with_a_table_and_goes_on_with_what_is_left(filled, sweep):
+def test_a_sweep_answers_with_a_table_and_goes_on_with_what_is_left(filled, sweep, tmp_path):
     found = filled("tune", sweep())
     assert found.code == 0, found.err
     said = found.err.splitlines()
@@ -101,12 +106,22 @@ def test_a_sweep_answers_with_a_table_and_goes_on_with_what_is_left(filled, swee
     assert sum("saved policy swept:" in line for line in said) == 4
     lines = found.out.splitlines()
     assert lines[0] == "policy_loss, less is better:"
-    assert lines[1].split() == ["learning_rate", "mean", "ci_low", "ci_high", "seeds", "policy"]
+    columns = ["learning_rate", "mean", "ci_low", "ci_high", "difference", "seeds", "policy"]
+    assert lines[1].split() == columns
     assert [line.split()[0] for line in lines[2:4]] == ["0.1", "0.0001"]
     assert lines[4].startswith("best: learning_rate=0.1  mean ")
     sweep_id = said[0].split()[1].rstrip(":")
-    again = filled("tune", "--resume", sweep_id, "--json").json
+    picture = tmp_path / "sweep.svg"
+    drawn = filled("tune", "--resume", sweep_id, "--json", "--plot", picture)
+    assert f"drew {picture}" in drawn.err
+    assert "difference from the best," in picture.read_text()
+    again = drawn.json
     assert again["sweep_id"] == sweep_id
+    best, other = again["combinations"]
+    assert best["difference"] is None
+    assert (
+        other["difference_low"] < other["difference"] == pytest.approx(other["mean"] - best["mean"])
+    )
     assert again["best"]["options"] == {"learning_rate": 0.1}
     assert {trial["status"] for trial in again["trials"]} == {"done"}
     assert lines[4].endswith(f"policy {again['best']['policy']}")

@@ -118,13 +118,13 @@ def test_a_process_delivers_until_it_is_stopped(
     arguments = ["webhooks", "deliver", "--every", "0.05s", "--allow-private"]
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         process = fork_command([*arguments, "--lake", str(store.path)], out, err)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         for num in (2, 3):
             register()
             while len(receiver.requests) < num:
                 assert time.monotonic() < deadline, (tmp_path / "err").read_text()
                 time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert receiver.events[-1] == "model_version.created"
     assert "delivered" in (tmp_path / "out").read_text()

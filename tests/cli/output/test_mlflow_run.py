@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import base64
-import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -17,106 +12,6 @@ from replaylake.cli.output.command_output import CommandOutput
 from replaylake.cli.output.watch import watchers
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import Lake, open_lake
-
-API = "/api/2.0/mlflow/"
-
-
-class Refusal(Exception):
-    """A status and a message, as MLflow answers them."""
-
-
-class TrackingServer:
-    """The part of MLflow's REST API that runs need, in memory, with its limits."""
-
-    def __init__(self) -> None:
-        self.experiments: dict[str, str] = {}
-        self.runs: dict[str, dict[str, Any]] = {}
-        self.headers: list[dict[str, str]] = []
-        self.fail: Callable[[str], int | None] = lambda path: None
-        tracking = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.answer({})
-
-            def do_POST(self) -> None:
-                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def answer(self, body: dict[str, Any]) -> None:
-                parts = urlsplit(self.path)
-                path = parts.path.removeprefix(API)
-                tracking.headers.append(dict(self.headers))
-                try:
-                    if (status := tracking.fail(path)) is not None:
-                        raise Refusal(status, "out of order")
-                    found, status = tracking.handle(path, body, parse_qs(parts.query)), 200
-                except Refusal as refusal:
-                    status, found = refusal.args[0], {"message": refusal.args[1]}
-                data = json.dumps(found).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
-
-    def handle(self, path: str, body: dict[str, Any], query: dict[str, list[str]]) -> Any:
-        if path == "experiments/get-by-name":
-            name = query["experiment_name"][0]
-            if name not in self.experiments:
-                raise Refusal(404, "no experiment")
-            return {"experiment": {"experiment_id": self.experiments[name]}}
-        if path == "experiments/create":
-            self.experiments[body["name"]] = str(len(self.experiments) + 1)
-            return {"experiment_id": self.experiments[body["name"]]}
-        if path == "runs/create":
-            run_id = f"m{len(self.runs)}"
-            tags = {tag["key"]: tag["value"] for tag in body["tags"]}
-            self.runs[run_id] = {"params": {}, "metrics": [], "status": "RUNNING", "tags": tags}
-            self.runs[run_id] |= {"name": body["run_name"], "experiment": body["experiment_id"]}
-            return {"run": {"info": {"run_id": run_id}}}
-        if path == "runs/search":
-            wanted = body["filter"].split("'")[1]
-            found = [
-                {"info": {"run_id": run_id}}
-                for run_id, run in self.runs.items()
-                if run["tags"]["replaylake.run_id"] == wanted
-            ]
-            return {"runs": found[: body["max_results"]]}
-        run = self.runs[body["run_id"]]
-        if path == "runs/update":
-            run["status"] = body["status"]
-            return {}
-        assert path == "runs/log-batch"
-        params, metrics = body.get("params", []), body.get("metrics", [])
-        assert len(params) <= 100
-        assert len(metrics) <= 1000
-        for param in params:
-            assert len(param["value"]) <= 6000
-            assert run["params"].setdefault(param["key"], param["value"]) == param["value"]
-        run["metrics"] += [(one["step"], one["key"], one["value"]) for one in metrics]
-        return {}
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-@pytest.fixture
-def tracking(monkeypatch: pytest.MonkeyPatch) -> Iterator[TrackingServer]:
-    server = TrackingServer()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{server.url}/")
-    for name in ("TOKEN", "USERNAME", "PASSWORD"):
-        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -134,7 +29,7 @@ def watched(lake: Lake) -> Any:
 
 
 def test_a_run_has_its_parameters_and_metrics(
-    tracking: TrackingServer, lake: Lake, capfd: pytest.CaptureFixture[str]
+    tracking: Any, lake: Lake, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with watched(lake) as watch:
         watch.begin("01abc")
@@ -162,7 +57,7 @@ def test_a_run_has_its_parameters_and_metrics(
     assert f"at MLflow: {tracking.url}/#/experiments/1/runs/m0" in capfd.readouterr().err
 
 
-def test_a_resumed_run_goes_on_in_the_same_one(tracking: TrackingServer, lake: Lake) -> None:
+def test_a_resumed_run_goes_on_in_the_same_one(tracking: Any, lake: Lake) -> None:
     with watched(lake) as watch:
         watch.begin("01abc")
         watch(1, {"loss": 1.0})
@@ -179,7 +74,7 @@ def test_a_resumed_run_goes_on_in_the_same_one(tracking: TrackingServer, lake: L
     ("error", "status"), [(ValueError("x"), "FAILED"), (KeyboardInterrupt(), "KILLED")]
 )
 def test_how_a_run_ended_is_reported(
-    tracking: TrackingServer, lake: Lake, error: BaseException, status: str
+    tracking: Any, lake: Lake, error: BaseException, status: str
 ) -> None:
     def run() -> None:
         with watched(lake) as watch:
@@ -193,7 +88,7 @@ def test_how_a_run_ended_is_reported(
     assert (run["status"], len(run["metrics"])) == (status, 1)
 
 
-def test_many_points_are_sent_in_batches(tracking: TrackingServer, lake: Lake) -> None:
+def test_many_points_are_sent_in_batches(tracking: Any, lake: Lake) -> None:
     with watched(lake) as watch:
         watch.begin("01abc")
         for update in range(700):
@@ -204,7 +99,7 @@ def test_many_points_are_sent_in_batches(tracking: TrackingServer, lake: Lake) -
 
 
 def test_points_wait_for_a_server_that_is_away_for_a_while(
-    tracking: TrackingServer, lake: Lake, monkeypatch: pytest.MonkeyPatch
+    tracking: Any, lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlflow_run, "_ROUND_S", 0.01)
     failed = []
@@ -226,7 +121,7 @@ def test_points_wait_for_a_server_that_is_away_for_a_while(
 
 
 def test_a_server_that_refuses_ends_no_run_and_is_said_once(
-    tracking: TrackingServer, lake: Lake, capfd: pytest.CaptureFixture[str]
+    tracking: Any, lake: Lake, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with watched(lake) as watch:
         watch.begin("01abc")
@@ -239,7 +134,7 @@ def test_a_server_that_refuses_ends_no_run_and_is_said_once(
 
 
 def test_a_server_that_stays_away_is_said_with_what_is_lost(
-    tracking: TrackingServer,
+    tracking: Any,
     lake: Lake,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -254,7 +149,7 @@ def test_a_server_that_stays_away_is_said_with_what_is_lost(
 
 
 def test_credentials_are_sent_as_mlflow_does(
-    tracking: TrackingServer, lake: Lake, monkeypatch: pytest.MonkeyPatch
+    tracking: Any, lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "word")
@@ -279,7 +174,7 @@ def test_a_server_is_required_before_anything_runs(
 
 
 def test_a_run_that_mlflow_refuses_is_one_error(
-    tracking: TrackingServer, lake: Lake, monkeypatch: pytest.MonkeyPatch
+    tracking: Any, lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracking.fail = lambda path: 403
     with watched(lake) as watch, pytest.raises(ConfigInvalidError, match=r"status 403.*--mlflow"):

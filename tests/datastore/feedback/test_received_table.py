@@ -217,7 +217,9 @@ CUTS = st.lists(
 
 @pytest.mark.slow
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(cuts=CUTS, seed=st.integers(0, 99))
 def test_any_pieces_in_any_order_give_the_episode(tmp_path_factory, cuts, seed):

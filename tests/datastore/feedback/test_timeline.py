@@ -126,7 +126,7 @@ def test_many_decisions_under_one_id_cost_what_they_are(by_step):
     timeline = Timeline(by_step, has_ended, lambda key: 0)
     for i in range(num):
         timeline.take(Decision(f"k{i}", i, f"q{i}", i % 20 if by_step else None))
-    began = time.process_time()
+    began = time.thread_time()
     for i in range(num):
         found = timeline.find_request(f"q{i}")
         assert found is not None
@@ -136,4 +136,4 @@ def test_many_decisions_under_one_id_cost_what_they_are(by_step):
     assert len(timeline.episodes) == num // 20
     assert looks < 5 * num
     # It was a minute where each look went through all of them.
-    assert time.process_time() - began < 5.0
+    assert time.thread_time() - began < 5.0

@@ -604,7 +604,9 @@ def test_many_killed_writers_lose_and_double_nothing(lake: Lake) -> None:
 
 @pytest.mark.slow
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     pieces=st.lists(

@@ -376,7 +376,9 @@ _commits = st.lists(
 @pytest.mark.slow
 @given(commits=_commits)
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_any_history_keeps_its_rows_and_its_age(
     commits: list[list[tuple[int, int, str]]], tmp_path_factory: Any, make_episode: Make

@@ -50,7 +50,9 @@ def live(lake: Lake) -> dict[str, int]:
 
 @pytest.mark.slow
 @settings(
-    max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=20,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
 )
 @given(actions=ACTIONS)
 def test_any_history(

@@ -334,7 +334,9 @@ def _episode(name: str) -> Episode:
     is_compacted=st.booleans(),
 )
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_what_goes_is_the_shortest_front_of_whole_episodes(
     commits: list[list[tuple[int, int]]],

@@ -11,9 +11,11 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,26 +214,95 @@ def test_other_answers_are_failures_of_which_nothing_is_kept(
 
 
 def test_a_receiver_that_trickles_holds_up_no_other(
-    registered: Lake, receiver: Any, start_receiver: Any, monkeypatch: pytest.MonkeyPatch
+    registered: Lake, receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over once the other one has its event, however long that takes."""
+    passed_s = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + passed_s[0], time=time.time, time_ns=time.time_ns
+    )
+    monkeypatch.setattr(webhook_delivery, "time", clock)
+    monkeypatch.setattr(webhook_delivery, "_TIMEOUT_S", 60.0)
+
+    def trickle(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, suppress(OSError):
+            while True:
+                connection.sendall(b"H")
+                time.sleep(0.02)
+                if registered.webhooks.state("ci").num_delivered == 3:
+                    passed_s[0] = 61.0
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=trickle, args=(server,))
+        thread.start()
+        registered.webhooks.add("late", f"http://127.0.0.1:{server.getsockname()[1]}/")
+        registered.registry.set_alias("p", "champion", 1)
+        quick, late = deliver_webhooks(registered, allow_private=True)
+        thread.join()
+    assert (late.name, late.num_delivered, late.is_waiting) == ("late", 0, True)
+    assert (quick.num_delivered, receiver.events[-1]) == (3, "model_version_alias.created")
+    error = registered.webhooks.state("late").last_error
+    assert error is not None
+    assert "timed out" in error or "no answer within" in error
+
+
+def test_a_lookup_that_does_not_end_holds_up_nobody(
+    registered: Lake, receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook_delivery, "_TIMEOUT_S", 0.5)
+    look_up, ended, hosts = socket.getaddrinfo, threading.Event(), []
+
+    def answer_late(host: str, *arguments: Any, **options: Any) -> Any:
+        hosts.append(host)
+        if host != "slow.example":
+            return look_up(host, *arguments, **options)
+        ended.wait(60)
+        return look_up("127.0.0.1", *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer_late)
+    registered.webhooks.add("slow", f"http://slow.example:{receiver.port}/", secret=SECRET)
+    for _ in range(2):
+        attempt = try_webhook(registered, "slow", allow_private=True)
+        assert attempt.error == "slow.example: the name was not looked up within 0.5 s"
+    monkeypatch.setattr(webhook_delivery, "_TIMEOUT_S", 60.0)
+    assert deliver_webhooks(registered, allow_private=True)[0].num_delivered == 2
+    # The second attempt waited for the lookup of the first.
+    assert hosts.count("slow.example") == 1
+    lookups = [one for one in threading.enumerate() if one.name == "webhook-lookup"]
+    ended.set()
+    for lookup in lookups:
+        lookup.join()
+    assert try_webhook(registered, "slow", allow_private=True).is_delivered
+    assert hosts.count("slow.example") == 2
+
+
+def test_a_handshake_that_trickles_ends_at_the_deadline(
+    registered: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhook_delivery, "_TIMEOUT_S", 0.5)
     ended = threading.Event()
 
-    def trickle(number: int) -> bytes:
-        ended.wait(20)
-        return b""
+    def trickle() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            # A handshake record of 12,288 bytes, one after the other; 1,000 take over 10 s.
+            connection.sendall(b"\x16\x03\x03\x30\x00\x02")
+            for _ in range(1000):
+                if ended.wait(0.01):
+                    return
+                connection.sendall(b"\x00")
 
-    receiver.reply = trickle
-    other = start_receiver()
-    registered.webhooks.add("other", other.url)
-    registered.registry.set_alias("p", "champion", 1)
-    late, quick = deliver_webhooks(registered, allow_private=True)
-    ended.set()
-    assert (late.name, late.num_delivered, late.is_waiting) == ("ci", 0, True)
-    assert (quick.num_delivered, other.events) == (1, ["model_version_alias.created"])
-    error = registered.webhooks.state("ci").last_error
-    assert error is not None
-    assert "timed out" in error or "no answer within" in error
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        registered.webhooks.add("tls", f"https://127.0.0.1:{server.getsockname()[1]}/")
+        attempt = try_webhook(registered, "tls", allow_private=True)
+        ended.set()
+        thread.join()
+    error = str(attempt.error)
+    assert "handshake operation timed out" in error or "no answer within" in error
 
 
 def test_nothing_is_sent_to_a_private_address_unless_it_is_allowed(

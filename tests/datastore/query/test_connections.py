@@ -64,7 +64,7 @@ def test_a_forked_process_gets_an_instance_of_its_own() -> None:
                 code = 0 if rows == (499999500000,) else 2
         finally:
             os._exit(code)
-    for _ in range(300):
+    for _ in range(1200):
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             assert os.waitstatus_to_exitcode(status) == 0

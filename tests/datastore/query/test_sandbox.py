@@ -161,7 +161,7 @@ _CONFINED = """
 import resource, socket, sys
 from replaylake.datastore.query.sandbox import limit_resources, restrict_access
 allowed, other = sys.argv[1:3]
-limit_resources(memory_bytes=256 << 20, cpu_s=5, wall_s=5, num_files=64)
+limit_resources(memory_bytes=256 << 20, cpu_s=60, wall_s=60, num_files=64)
 if not restrict_access([allowed], []):
     print("no landlock"); sys.exit()
 assert open(allowed).read() == "allowed"

@@ -113,7 +113,9 @@ def written(pieces: list[dict[str, Any]], make: Make, starts: dict[Any, int]) ->
 
 @pytest.mark.slow
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(commits=st.lists(st.lists(piece, min_size=1, max_size=4), min_size=1, max_size=4))
 def test_the_same_with_and_without(

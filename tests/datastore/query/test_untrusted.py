@@ -16,7 +16,7 @@ from replaylake.datastore.query.statements import check_select
 from replaylake.datastore.query.untrusted import QueryLimits, _Sandbox, keep_spare_sandbox
 
 # Busy cores start a process late; what nothing stops would run for 100 s or for ever.
-SLACK_S = 30
+SLACK_S = 90
 SMALL = QueryLimits(wall_s=20, cpu_s=5, memory_bytes=512 << 20, max_rows=100, max_bytes=1 << 20)
 
 

@@ -209,7 +209,9 @@ def rows_at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(commits=PIECES, frame_stack=st.sampled_from([1, 3]), random=st.randoms())
 def test_every_record_is_what_sql_says(
@@ -238,7 +240,9 @@ def test_every_record_is_what_sql_says(
 
 @pytest.mark.slow
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(commits=PIECES)
 def test_filters_keep_and_start_what_sql_selects(

@@ -58,7 +58,9 @@ def test_an_episode_in_pieces_is_one_and_a_gap_ends_it(pack_pieces: Pack) -> Non
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_any_pieces_are_summed_up_from_their_ends(
     pack_pieces: Pack, draw_pieces: Callable[[Any], Any], data: Any
 ) -> None:

@@ -97,7 +97,9 @@ def test_chains(pack_pieces: Pack) -> None:
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(data=st.data(), length=st.integers(2, 14), frame_stack=st.integers(1, 4))
 def test_windows_hold_the_episode_s_own_steps(
     pack_pieces: Pack, draw_pieces: Any, data: Any, length: int, frame_stack: int

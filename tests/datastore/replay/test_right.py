@@ -192,7 +192,9 @@ def opened(snapshot: Snapshot, **options: Any) -> ReplayView | None:
 
 def fast(test: Callable[..., None]) -> Callable[..., None]:
     return settings(
-        max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=15,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )(test)
 
 
@@ -240,7 +242,9 @@ def test_transitions_are_those_of_sql(
 
 @pytest.mark.chaos
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(COMMITS, WHERE, WHERE_STEPS, TRANSITIONS, st.sampled_from([1, 2, 3]))
 def test_transitions_of_many_datasets(

@@ -300,7 +300,9 @@ def test_a_reward_that_is_not_finite_is_refused_with_what_helps(
 
 @pytest.mark.slow
 @settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     commits=st.lists(

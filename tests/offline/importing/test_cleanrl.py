@@ -53,7 +53,7 @@ def test_dqn_and_c51_give_values():
     conversion, policy = _convert(_name("network", network))
     assert conversion.algorithm == "cleanrl:dqn"
     found = policy.act(observations.numpy()).q_values
-    np.testing.assert_allclose(found, network(observations).detach(), rtol=1e-5)
+    np.testing.assert_allclose(found, network(observations).detach(), rtol=1e-5, atol=1e-6)
 
     atoms = torch.linspace(-5, 5, 7)
     network = _perceptron(nn.ReLU, 4, 8, 3 * 7)
@@ -66,7 +66,9 @@ def test_dqn_and_c51_give_values():
     # As in the script: the mean of each action's distribution over the atoms.
     pmfs = torch.softmax(network(observations).view(6, 3, 7), dim=2)
     expected = (pmfs * atoms).sum(2).detach()
-    np.testing.assert_allclose(policy.act(observations.numpy()).q_values, expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        policy.act(observations.numpy()).q_values, expected, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_ppo_gives_logits_with_tanh_unless_stated_otherwise():

@@ -93,7 +93,7 @@ def test_one_log_std_for_all_observations():
     observations = _observations()
     policy = _convert(model, actions=actions, head="gaussian")
     outputs = policy._run({"observations": observations})
-    np.testing.assert_allclose(outputs["means"], observations @ _WEIGHT, rtol=1e-5)
+    np.testing.assert_allclose(outputs["means"], observations @ _WEIGHT, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(outputs["log_stds"], np.tile(constant, (5, 1)))
     with pytest.raises(SpaceUnsupportedError, match="without finite bounds"):
         _convert(model, actions=Box((3,), "float32"), head="squashed_gaussian")
@@ -119,7 +119,7 @@ def test_observations_get_the_shape_and_dtype_of_the_model(dims, shape, order):
     policy = _convert(model, Box(shape, "uint8", 0, 255), head="q_values")
     arranged = images if order is None else images.transpose(order)
     expected = arranged.reshape(5, 12).astype(np.float32) @ weight
-    np.testing.assert_allclose(policy.act(images).q_values, expected, rtol=1e-5)
+    np.testing.assert_allclose(policy.act(images).q_values, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_that_takes_integers_does_not_truncate():
@@ -137,7 +137,9 @@ def test_a_model_that_takes_integers_does_not_truncate():
     space, mean = Box((4,), "int64"), np.zeros(4)
     observations = np.array([[1, 0, 2, 3]])
     found = _convert(model, space, head="q_values").act(observations).q_values
-    np.testing.assert_allclose(found, observations.astype(np.float32) @ _WEIGHT, rtol=1e-5)
+    np.testing.assert_allclose(
+        found, observations.astype(np.float32) @ _WEIGHT, rtol=1e-5, atol=1e-6
+    )
     data = model.SerializeToString()
     conversion = convert_onnx(data, "model.onnx", space, _ACTIONS, head="q_values")
     with pytest.raises(SpaceUnsupportedError, match="a network that takes int64") as caught:
@@ -160,7 +162,7 @@ def test_a_model_gets_normalized_integers_as_floats(kind):
     observations = np.array([[[2, 1], [0, 6]]])
     found = graph_policy(onnx, conversion.spec).act(observations).q_values
     expected = np.array([[0.5, 0, -0.5, 2.5]], np.float32) @ _WEIGHT
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_parts_of_an_observation_go_to_the_inputs_of_their_names():

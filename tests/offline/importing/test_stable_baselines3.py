@@ -275,7 +275,7 @@ def test_noise_of_an_exploration_matrix_depends_on_the_features(kit, tmp_path):
     variances = np.array(
         [[np.exp(-2.0) + 4 * np.exp(1.0) + 1e-6, np.exp(0.0) + 4 * np.exp(-1.0) + 1e-6]]
     )
-    np.testing.assert_allclose(outputs["log_stds"], 0.5 * np.log(variances), rtol=1e-5)
+    np.testing.assert_allclose(outputs["log_stds"], 0.5 * np.log(variances), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("gamma", [float("nan"), {":type:": "numpy.float64"}, True, "0.9"])

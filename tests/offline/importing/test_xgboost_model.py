@@ -59,14 +59,14 @@ def test_trees_are_summed_by_target():
     # On the condition itself it goes right: XGBoost goes left where the feature is less.
     observations = np.array([[0, 0.4], [-2, 0.5], [-1, 9]], np.float32)
     found = policy.act(observations).q_values
-    np.testing.assert_allclose(found, [[1.1, 2.2], [2.1, 4.2], [4.1, 8.2]], rtol=1e-6)
+    np.testing.assert_allclose(found, [[1.1, 2.2], [2.1, 4.2], [4.1, 8.2]], rtol=1e-6, atol=1e-6)
 
 
 def test_a_binary_classifier_adds_the_logit_of_its_base_score():
     model = _model([_tree()], [0], objective="binary:logistic", num_target="1", base_score="2.5E-1")
     found = _convert(model).action_probs(np.zeros((1, 2), np.float32), deterministic=False)
     odds = np.exp(1.0) * 0.25 / 0.75
-    np.testing.assert_allclose(found, [[1 / (1 + odds), odds / (1 + odds)]], rtol=1e-6)
+    np.testing.assert_allclose(found, [[1 / (1 + odds), odds / (1 + odds)]], rtol=1e-6, atol=1e-6)
 
 
 def _ubjson(value):

@@ -13,6 +13,12 @@ from replaylake.datastore.lake.lake import Lake, open_lake
 
 VOCABULARY, PROMPT, COMPLETION = 24, 3, 5
 REWARDED = 7
+WORDS = ["?", "[u]", "[a]", "[t]", "[end]", "(", ")", *"0123456789+="]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.arguments.n }}){% endfor %}[end]"
+    "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +68,47 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> La
                     group_id=f"g{group}",
                 )
     return lake
+
+
+@pytest.fixture(scope="session")
+def make_model_folder(tmp_path_factory: pytest.TempPathFactory):
+    """A function that writes a model with random weights, with a chat template or without."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    def make(template: str | None) -> Path:
+        tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="?"))
+        tokenizer.add_special_tokens([AddedToken(word) for word in WORDS[1:5]])
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
+            bos_token_id=None, eos_token_id=WORDS.index("[end]"),
+        )  # fmt: skip
+        path = tmp_path_factory.mktemp("models") / "letters"
+        LlamaForCausalLM(config).save_pretrained(path)
+        written = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token="?", eos_token="[end]", chat_template=template
+        )
+        written.save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def chat_model_folder(make_model_folder) -> Path:
+    return make_model_folder(TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def plain_model_folder(make_model_folder) -> Path:
+    return make_model_folder(None)
+
+
+@pytest.fixture(scope="session")
+def words() -> list[str]:
+    """The tokens of these models by id."""
+    return WORDS

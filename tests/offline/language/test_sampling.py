@@ -59,6 +59,20 @@ def test_tokens_come_as_often_as_they_are_likely(model):
     assert one.log_probs[0] == pytest.approx(expected[one.token_ids[0]].log().item(), abs=1e-5)
 
 
+def test_seeds_give_each_row_its_own_randomness(model):
+    seeds = [5, 6, 5]
+    found = sample_completions(model, [[3, 5]] * 3, max_new_tokens=12, seeds=seeds)
+    assert found[0].token_ids == found[2].token_ids != found[1].token_ids
+    (alone,) = sample_completions(model, [[3, 5]], max_new_tokens=12, seeds=[6])
+    assert alone.token_ids == found[1].token_ids
+    many = sample_completions(model, [[3, 5]] * 4000, max_new_tokens=1, seeds=range(4000))
+    with torch.no_grad():
+        expected = model(torch.tensor([[3, 5]])).logits[0, -1].softmax(-1)
+    counts = torch.bincount(torch.tensor([one.token_ids[0] for one in many]), minlength=24)
+    spread = 5 * (expected * (1 - expected) / 4000).sqrt()
+    assert ((counts / 4000 - expected).abs() <= spread).all()
+
+
 def test_a_stop_token_ends_its_row_alone(model):
     generator = torch.Generator().manual_seed(1)
     stops = set(range(12))

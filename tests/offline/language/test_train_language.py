@@ -289,3 +289,11 @@ def test_the_command_trains_and_lists_its_run(recorded: Lake, model_folder, tmp_
     assert "kl_behavior" in shown
     assert main([*arguments[:-1]]) == 1
     assert "output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("reward", {}), ("sft", {"lora_rank": 2})], ids=["reward", "adapter"]
+)
+def test_what_does_not_generate_is_no_policy(method, options):
+    with pytest.raises(ConfigInvalidError, match="expected a whole model that generates"):
+        LanguageConfig("model", "output", policy="agent", method=method, options=options)

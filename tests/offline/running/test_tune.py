@@ -209,6 +209,13 @@ def test_every_trial_is_a_run_and_the_best_mean_is_named(ray, lake):
     assert sum(t.trial.status == "running" for t in told) == 40
     record = sweep_record(lake)
     assert (record["status"], record["best"]["policy"]) == ("done", best.policy)
+    assert record["results"] == list(result.to_json()["combinations"])
+    others = [runs[n]["selection"]["value"] for n in (0, 2)]
+    differences = [other - value for other, value in zip(others, values, strict=True)]
+    worse = result.combinations[1]
+    assert (worse.difference, worse.difference_low, worse.difference_high) == (
+        student_t_interval(differences)
+    )
     again = resume_sweep(lake, result.sweep_id)
     assert again.to_json() == result.to_json()
     assert len(lake.registry.runs()) == 6
@@ -282,22 +289,25 @@ from replaylake.offline.running.tune import tune
 from replaylake.offline.running.tuning.config import tune_config
 given = {
     "datasets": "line", "policy": "p", "algorithm": "bc", "batch_size": 8, "holdout": 0.3,
-    "updates": 12000, "evaluate_updates": 300, "hidden_sizes": [8],
+    "updates": int(sys.argv[2]), "evaluate_updates": 300, "hidden_sizes": [8],
     "tune": {"seeds": [0, 1, 2], "concurrency": 2, "vary": {}},
 }
 def told(progress):
     print(progress.trial.number, progress.trial.status, progress.trial.update, flush=True)
+    if progress.trial.status == "done":
+        sys.stdin.read()  # until it is killed: the others wait for it at their measurements
 if __name__ == "__main__":
     tune(open_lake(sys.argv[1]), *tune_config(given), callbacks=Callbacks(on_progress=told))
 """
 
 
-def driver(lake, tmp_path, is_enough):
+def driver(lake, tmp_path, is_enough, num_updates=12_000):
     """Start a sweep in a process of its own, and return it once it has told enough."""
     script = tmp_path / "driver.py"
     script.write_text(_DRIVER)
-    command = [sys.executable, str(script), lake.url]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, str(script), lake.url, str(num_updates)]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     lines = []
     for line in process.stdout:
         lines.append(line.split())
@@ -340,7 +350,7 @@ def test_an_interrupt_saves_every_trial(lake, tmp_path):
     def enough(lines):
         return len({number for number, *_ in lines}) == 2
 
-    process, _ = driver(lake, tmp_path, enough)
+    process, _ = driver(lake, tmp_path, enough, num_updates=10**8)
     sweep_id = sweep_record(lake)["run_id"]
     with pytest.raises(CommitConflictError):
         resume_sweep(lake, sweep_id)

@@ -48,7 +48,7 @@ def samples() -> list[tuple[str, dict[str, str]]]:
     with MetricsServer(0) as server:
         server.begin("01aa", policy="pole", env="CartPole-v1")
         server.set(7, {**dict.fromkeys(NAMES, 1.0), **timings.to_metrics()})
-        with urllib.request.urlopen(server.url, timeout=10) as answer:
+        with urllib.request.urlopen(server.url, timeout=60) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
     return [(one.name, one.labels) for family in families for one in family.samples]
 
@@ -106,7 +106,7 @@ def test_a_run_exposes_what_every_panel_shows_while_it_goes_on(tmp_path: Path) -
     # The run would go on for many minutes: what it exposes by then, it does not expose at its end.
     deadline = time.monotonic() + 240
     while missing and time.monotonic() < deadline and process.poll() is None:
-        with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=10) as answer:
+        with suppress(OSError, HTTPException), urllib.request.urlopen(url, timeout=60) as answer:
             families = text_string_to_metric_families(answer.read().decode())
             missing -= {sample.name for family in families for sample in family.samples}
         time.sleep(0.5)

@@ -43,7 +43,7 @@ RUN = {"run_id": "01aa", "policy": "pole", "env": "CartPole-v1"}
 
 def scraped(server: MetricsServer) -> dict[tuple[str, str], tuple[str, float]]:
     """Return by (sample, the label beside the run's own) the kind and the value."""
-    with urllib.request.urlopen(server.url, timeout=10) as answer:
+    with urllib.request.urlopen(server.url, timeout=60) as answer:
         text = answer.read().decode()
     found = {}
     for family in text_string_to_metric_families(text):
@@ -136,9 +136,9 @@ def test_an_address_that_is_not_here(port: int, host: str) -> None:
         MetricsServer(port, host)
 
 
-def test_closed_it_leaves_no_thread_and_a_free_port() -> None:
+def test_closed_it_leaves_no_thread_and_a_free_port(held_port: int) -> None:
     before = set(threading.enumerate())
-    server = MetricsServer(0)
+    server = MetricsServer(held_port)
     server.begin("01aa", policy="pole", env="CartPole-v1")
     server.set(1, VALUES)
     # A client that says nothing keeps nobody waiting.

@@ -639,3 +639,36 @@ def test_a_lake_on_an_object_store(bucket):
             for number in range(3):
                 recorder.record(**sample(number), sequence=number)
     assert len(read(rl.open(url))) == 3
+
+
+def test_a_rollout_of_several_generations_is_recorded_at_once(lake):
+    turns = [
+        {"prompt": "a", "completion": "b", "prompt_ids": [1], "completion_ids": [2]},
+        {"prompt": "c", "completion": "d", "prompt_ids": [1, 2, 3], "completion_ids": [4]},
+    ]
+    turns[1] |= {"reward": 1.0, "terminated": True}
+    with rl.record_language(lake, "math", producer="run/0") as recorder:
+        assert recorder.record_steps(turns, sequence="x", group_id="g") == "run/0/x"
+        assert recorder.record_steps(turns, sequence="x", group_id="g") == "run/0/x"
+        with pytest.raises(EpisodeInvalidError, match=r"run/0/y: found step 1 .*, 0"):
+            recorder.record_steps([turns[1], turns[0]], sequence="y")
+        with pytest.raises(EpisodeInvalidError, match="log_probs"):
+            recorder.record_steps([turns[0], {**turns[1], "log_probs": []}], sequence="z")
+        assert [recorder.is_recorded(name) for name in "xyz"] == [True, False, False]
+    rows = read(lake)
+    assert [row["episode_id"] for row in rows] == ["run/0/x"] * 2
+    assert [row["observation_tokens"] for row in rows] == [[1], [3]]
+    assert [row["env_step"] for row in rows] == [0, 1]
+
+
+def test_a_rollout_counts_as_recorded_once_an_attempt_has_ended(lake):
+    with rl.record_language(lake, "math", producer="run/0") as recorder:
+        recorder.begin("x").step(prompt="a", completion="b")
+        assert not recorder.is_recorded("x")
+    with rl.record_language(lake, "math", producer="run/0") as recorder:
+        assert not recorder.is_recorded("x")
+        again = recorder.begin("x", attempt=recorder.next_attempt("x"))
+        again.step(prompt="a", completion="c", truncated=True)
+        assert recorder.is_recorded("x")
+    with rl.record_language(lake, "math", producer="run/0") as recorder:
+        assert recorder.is_recorded("x")

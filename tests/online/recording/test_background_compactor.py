@@ -45,7 +45,7 @@ def dataset(lake: Lake) -> Dataset:
     return made
 
 
-def until(is_so: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+def until(is_so: Callable[[], bool], timeout_s: float = 120.0) -> bool:
     end = time.monotonic() + timeout_s
     while not is_so() and time.monotonic() < end:
         time.sleep(0.02)
@@ -153,10 +153,10 @@ def test_the_child_gives_way_and_ends_with_a_parent_that_is_killed() -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         # Its priority, which the parent does not share.
-        assert int(process.stdout.readline()) == 10 > os.nice(0)
+        assert int(process.stdout.readline()) == min(19, os.nice(0) + 10)
         # This closes with a parent, however that ends.
         process.stdin.close()
-        assert process.wait(30) == 1
+        assert process.wait(60) == 1
     finally:
         process.kill()
         process.wait()

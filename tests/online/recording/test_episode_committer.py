@@ -1,3 +1,4 @@
+import threading
 import time
 
 import numpy as np
@@ -91,11 +92,10 @@ def test_what_was_handed_over_is_acknowledged_in_order(dataset):
 
 @pytest.mark.slow
 def test_a_store_that_refuses_is_asked_until_it_takes_it(lake, dataset, monkeypatch):
-    refusals = iter([True, True, False])
-    commit = dataset.commit
+    has_room, commit = threading.Event(), dataset.commit
 
     def refusing(*args, **kwargs):
-        if next(refusals, False):
+        if not has_room.is_set():
             raise TransientStorageError("toys: No space left on device")
         return commit(*args, **kwargs)
 
@@ -106,6 +106,7 @@ def test_a_store_that_refuses_is_asked_until_it_takes_it(lake, dataset, monkeypa
             time.sleep(0.001)
         assert "No space left" in recorder.blocked_reason
         recorder.add([episode(1)])
+        has_room.set()
         assert recorder.flush(60)
         assert recorder.blocked_reason is None
     assert ids(lake) == ["test/0", "test/1"]
@@ -199,10 +200,12 @@ def test_workers_may_each_bring_the_same_new_columns(lake, dataset):
 def test_trouble_that_turns_out_to_be_for_good_is_raised_and_waited_for_no_longer(
     dataset, monkeypatch
 ):
-    errors = iter([TransientStorageError("toys: No space left"), StorageError("toys: Read-only")])
+    is_for_good = threading.Event()
 
     def refusing(*args, **kwargs):
-        raise next(errors)
+        if not is_for_good.is_set():
+            raise TransientStorageError("toys: No space left")
+        raise StorageError("toys: Read-only")
 
     monkeypatch.setattr(dataset, "commit", refusing)
     with EpisodeCommitter(dataset, "run", interval_s=0.01) as recorder:
@@ -210,6 +213,7 @@ def test_trouble_that_turns_out_to_be_for_good_is_raised_and_waited_for_no_longe
         for waits in (True, False):
             while (recorder.blocked_reason is None) is waits:
                 time.sleep(0.001)
+            is_for_good.set()
         with pytest.raises(StorageError, match="Read-only"):
             recorder.take_acknowledged()
 

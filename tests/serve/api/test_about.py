@@ -123,12 +123,12 @@ def test_a_join_that_fails_is_counted_and_told_and_the_server_stays_ready(logged
     logged.serving.feedback_join = join
     join.start()
     try:
-        assert failed.wait(30)
+        assert failed.wait(120)
         answer = logged.get("/readyz")
         assert (answer.status_code, answer.json()["degraded"]) == (200, ["feedback-join"])
         assert logged.post("/act", json={"observation": [1, 2, 3, 4]}).status_code == 200
         shard.write_bytes(whole)
-        assert joined.wait(30)
+        assert joined.wait(120)
         assert logged.get("/readyz").json() == {"ready": True, "degraded": []}
     finally:
         logged.serving.feedback_join = None

@@ -78,6 +78,16 @@ def test_rows_get_the_actions_that_act_gives(logged):
     assert outputs["log_prob"]["data"] == acted["log_probs"]
 
 
+def test_a_body_may_name_the_model_of_its_path_and_no_other(logged):
+    answer = infer(logged, TENSOR, model_name="p")
+    assert outputs_of(answer)["action"]["data"] == [0]
+    pinned = infer(logged, TENSOR, path="/v2/models/p/versions/2/infer", model_name="p")
+    assert pinned.json()["model_version"] == "2"
+    error = error_of(infer(logged, TENSOR, model_name="q"))
+    assert error == "model_name: found q, expected p, the model of the path"
+    assert error_of(infer(logged, TENSOR, model_name=3)) == "model_name: found 3, expected a string"
+
+
 def test_flat_data_is_row_major_and_integers_are_fine_for_floats(logged):
     flat = {**TENSOR, "shape": [2, 4], "datatype": "INT32", "data": [1, 0, 0, 0, -1, 0, 0, 0]}
     nested = {**flat, "data": [[1, 0, 0, 0], [-1, 0, 0, 0]]}

@@ -95,7 +95,7 @@ def test_requests_made_of_the_document(api, server, method, path, num, mode):
     )
     @given(case=operation.as_strategy(generation_mode=generation))
     def fuzz(case):
-        case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=10)
+        case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=60)
 
     if mode == "negative" and method == "GET":
         return  # there is nothing of it that could be wrong
@@ -116,7 +116,7 @@ def test_arrays_whole_and_cut(server, api, array, cut, query):
     file = io.BytesIO()
     np.save(file, array)
     body = file.getvalue()[: None if cut > 100 else cut]
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     connection.request("POST", f"/act{query}", body, {"Content-Type": "application/x-npy"})
     status = connection.getresponse().status
     connection.close()

@@ -13,6 +13,7 @@ from replaylake.datastore.episodes.spaces import Box, Discrete
 from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.feedback.decisions import ensure_feedback_tables
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.serve.collecting import collector as collector_module
 from replaylake.serve.collecting.collector import Collector, CollectorConfig, create_collector
 from replaylake.serve.recording import outcome_log
 
@@ -303,15 +304,20 @@ def test_a_producer_asks_where_it_has_to_continue(collector):
 def test_requests_for_positions_that_wait_share_one_commit_and_scan(tmp_path, monkeypatch):
     collector = Collector(CollectorConfig(str(tmp_path / "lake"), "d"))
     app, find = create_collector(collector), collector.find_positions
-    asked, has_begun, may_end = [], threading.Event(), threading.Event()
+    asked, requested, may_end = [], [], threading.Event()
+    find_shared = collector_module._Watermarks.find
 
     def find_slowly(names):
         asked.append(names)
-        has_begun.set()
         assert may_end.wait(60)
         return find(names)
 
+    async def find_and_note(watermarks, names):
+        requested.append(names)
+        return await find_shared(watermarks, names)
+
     monkeypatch.setattr(collector, "find_positions", find_slowly)
+    monkeypatch.setattr(collector_module._Watermarks, "find", find_and_note)
 
     async def ask(client, name):
         return await client.post("/watermark", json={"episode_ids": [name, "all"]})
@@ -320,10 +326,11 @@ def test_requests_for_positions_that_wait_share_one_commit_and_scan(tmp_path, mo
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             first = asyncio.create_task(ask(client, "a"))
-            while not has_begun.is_set():
+            while not asked:
                 await asyncio.sleep(0.001)
             others = [asyncio.create_task(ask(client, f"b{number}")) for number in range(20)]
-            await asyncio.sleep(0.01)
+            while len(requested) < 21:
+                await asyncio.sleep(0.001)
             others[0].cancel()
             may_end.set()
             return await asyncio.gather(first, *others[1:])
@@ -333,7 +340,7 @@ def test_requests_for_positions_that_wait_share_one_commit_and_scan(tmp_path, mo
     assert {answer.status_code for answer in answers} == {200}
     names = [[one["episode_id"] for one in answer.json()["episodes"]] for answer in answers]
     assert names == [["a", "all"], *([f"b{number}", "all"] for number in range(1, 20))]
-    assert len(asked) < 10  # 21 without sharing
+    assert [len(names) for names in asked] == [2, 21]
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,13 @@ class Browser:
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result."""
+        message = self._exchange(method, parameters)
+        assert "error" not in message, (method, message)
+        result: dict[str, Any] = message["result"]
+        return result
+
+    def _exchange(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Send a command and return the answer to it, which may be an error."""
         self._number += 1
         number = self._number
         body: dict[str, Any] = {"id": number, "method": method, "params": parameters}
@@ -87,9 +94,7 @@ class Browser:
         while True:
             message = self._receive(deadline)
             if message.get("id") == number:
-                assert "error" not in message, (method, message)
-                result: dict[str, Any] = message["result"]
-                return result
+                return message
             self._events.append(message)
 
     def show(self, width: int, height: int, *, dark: bool = False) -> None:
@@ -131,10 +136,18 @@ class Browser:
         return result["result"].get("value")
 
     def wait_until(self, script: str, seconds: float = 60.0) -> None:
-        """Wait until JavaScript is true."""
+        """Wait until JavaScript is true.
+
+        While a page takes the place of another, there may be nothing that it could be asked of.
+        """
+        parameters = {"expression": f"Boolean({script})", "returnByValue": True}
         deadline = time.monotonic() + seconds
-        while not self.run(f"Boolean({script})"):
-            assert time.monotonic() < deadline, f"still false after {seconds} s: {script}"
+        while True:
+            message = self._exchange("Runtime.evaluate", parameters)
+            result = message.get("result", {})
+            if "exceptionDetails" not in result and result.get("result", {}).get("value"):
+                return
+            assert time.monotonic() < deadline, f"not after {seconds} s: {script}: {message}"
             time.sleep(0.05)
 
     def click(self, selector: str) -> None:

@@ -325,7 +325,7 @@ def served_lake(tmp_path_factory: pytest.TempPathFactory, kit: Any) -> Lake:
         lineage = {"algorithm": "bc", "datasets": data}
         lake.registry.register("clone", folder, run_id="r", lineage=lineage)
     lake.registry.set_alias("clone", "champion", 1)
-    start_s = time.time() - 4 * 3600
+    start_s = float(int(time.time()) - 4 * 3600)  # whole seconds: differences are exact
     write_log(lake, "live", "clone", start_s)
     join_feedback(lake, "live")
     write_log(lake, "fresh", HOSTILE, start_s)

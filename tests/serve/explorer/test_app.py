@@ -1,5 +1,6 @@
 """The explorer's app: who may read, in which forms, and what a page may do in a browser."""
 
+import re
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -12,6 +13,7 @@ from replaylake.datastore.feedback.decisions import decisions_encoder, ensure_fe
 from replaylake.datastore.lake.dataset import Dataset
 from replaylake.datastore.lake.lake import Lake
 from replaylake.serve.explorer.config import ExplorerConfig
+from replaylake.serve.explorer.datasets import lake_page
 from replaylake.serve.explorer.visits.visit import Visit
 from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.tokens import Tokens
@@ -34,6 +36,49 @@ def test_the_lake_lists_its_datasets(explored):
     lines = explored.client.get("/index.csv").text.splitlines()
     assert lines[0].startswith("dataset,version,num_episodes,num_steps")
     assert sorted(line.split(",")[0] for line in lines[1:]) == names
+
+
+def test_the_lake_draws_the_returns_of_each_dataset(empty, episode_maker):
+    # Rewards 0, 1, 2, ...: the returns are 0 (twice), 10 and 45; those of `same` are 3.
+    walks = [episode_maker(f"w/{place}", num) for place, num in enumerate((1, 1, 5, 10))]
+    empty.lake.dataset("walks").append(walks)
+    empty.lake.dataset("same").append([episode_maker(f"s/{place}", 3) for place in range(4)])
+    text = empty.client.get("/").text
+    bars = {
+        name: re.findall(r'<rect x="([\d.]+)" y="\d+" width="9" height="(\d+)" class="bar">', svg)
+        for name, svg in re.findall(r"<title>(Returns of [^<]*)</title>(.*?)</svg>", text)
+    }
+    # 24 columns of 10 units; 10 is in the sixth: 10 / 45 * 24 = 5.3. Half of two is 50 of 100.
+    assert bars == {
+        "Returns of walks: 0 to 45": [("0.5", "100"), ("50.5", "50"), ("230.5", "50")],
+        "Returns of same: 3": [("120.5", "100")],
+    }
+
+
+def test_the_lake_draws_the_way_from_data_to_decisions(traced_lake, reader_type, empty):
+    page = reader_type(traced_lake).page("/")
+    assert "From data to decisions" in page.texts
+    for address in ("/datasets/walks?at=1", "/runs/01first", "/policies/clone", "/serving/live"):
+        assert address in page.links
+    assert "from clone:1 champion, clone:2 no alias" in page.text
+    # The newest runs, also those that have ended.
+    runs = [link for link in page.links if link.startswith("/runs/")]
+    assert runs[-2:] == ["/runs/02second", "/runs/01first"]
+    assert "From data to decisions" not in empty.page("/").texts
+    assert "No run has trained in this lake." in empty.page("/").texts
+
+
+def test_the_lake_shows_few_of_many_versions(gate_lake, reader_type, monkeypatch):
+    monkeypatch.setattr(lake_page, "_MAX_VERSIONS", 1)
+    page = reader_type(gate_lake).page("/")
+    assert "Not shown: 1 other version ." in page.text
+    assert "p:2" in page.texts
+    assert "p:1" not in page.texts
+    # One with an alias is shown however old it is.
+    gate_lake.registry.set_alias("p", "champion", 1)
+    page = reader_type(gate_lake).page("/")
+    assert {"p:1", "p:2"} <= set(page.texts)
+    assert "Not shown: " not in page.text
 
 
 def test_the_lake_reads_each_commit_once(empty, episode_maker, monkeypatch):
@@ -90,6 +135,11 @@ def test_logged_decisions_are_counted_again_once_there_are_more(empty, monkeypat
             assert page.texts[page.texts.index("walker:3") + 1 :][:2] == ["live", str(number + 1)]
             assert any("FROM live.decisions" in text for text in page.texts)
     assert sum("live.decisions" in text for text in ran) == 2
+    # Two within a second, whose times have seconds.
+    page = empty.page("/serving/live")
+    assert "Decisions in 1 s each (UTC)" in page.texts
+    times = [attributes for tag, attributes in page.tags if tag == "time"]
+    assert sum("data-seconds" in attributes for attributes in times) == 2
 
 
 def test_each_panel_links_its_sql_to_the_console(explored):
@@ -135,6 +185,10 @@ def test_an_unknown_address_is_a_page_in_plain_words(explored):
     page = explored.page("/nowhere", 404)
     assert "There is no page /nowhere." in page.text
     assert "/" in page.links
+    missing = explored.page("/datasets/nothing", 404)
+    # Commands of a message are code, without their backticks.
+    assert "replaylake list" in missing.texts
+    assert "`" not in missing.text
     assert explored.json("/nowhere.json", 404)["error"]["message"].startswith("There is no page")
     assert explored.client.post("/").status_code == 405
     assert explored.client.get("/static/%2e%2e/app.py").status_code == 404

@@ -3,11 +3,12 @@
 The explorer's, and at the end those of a policy server.
 
 `make browser` runs these. Without Chromium they are deselected, and the report's header says so;
-with CI they fail.
+with CI they fail. With PICTURES=FOLDER it also saves a picture of each page, to be looked at.
 """
 
 import base64
 import json
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -174,6 +175,10 @@ def _check_page(browser, url, name):
             browser.show(width, height, dark=dark)
             _open(browser, url)
             where = (name, width, "dark" if dark else "light")
+            if folder := os.environ.get("REPLAYLAKE_PICTURES"):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                file = Path(folder, "-".join(map(str, where)).replace(" ", "_") + ".png")
+                browser.save_picture(file, whole=True)
             assert browser.run(_LAYOUT) == [], where
             assert browser.run("document.title") != "owned"
             said = browser.take_messages()
@@ -400,6 +405,31 @@ def test_what_is_known_of_a_token_is_read_by_keys_and_by_touch(browser, address)
     assert browser.run(said).startswith('"l": id 108')
     _check_all(browser, "a chosen token")
     assert browser.take_messages() == []
+
+
+def test_many_discrete_values_are_dots_and_few_are_joined(browser, tmp_path, episode_maker):
+    lake = open_lake(tmp_path / "lake", create=True)
+    lake.dataset("walks").append([episode_maker("w/long", 150), episode_maker("w/short", 20)])
+    # Points of the curve's color halfway between action 0 and action 1.
+    between = """(() => {
+      const plot = [...document.querySelectorAll('.plot')].find(
+        (one) => one.querySelector('h3').textContent === 'Action');
+      const canvas = plot.querySelector('canvas');
+      const rows = [Math.round(canvas.height * 0.35), Math.round(canvas.height * 0.1)];
+      const pixels = canvas.getContext('2d').getImageData(0, rows[0], canvas.width, rows[1]).data;
+      let num = 0;
+      for (let i = 0; i < pixels.length; i += 4)
+        if (pixels[i] === 63 && pixels[i + 1] === 143 && pixels[i + 2] === 189) num += 1;
+      return num;
+    })()"""
+    browser.show(1280, 900)
+    with _serve(lake) as address:
+        for name, is_joined in (("w/short", True), ("w/long", False)):
+            _open(browser, f"{address}/datasets/walks/episode?id={name}")
+            browser.wait_until("document.querySelectorAll('.plot canvas').length >= 4")
+            browser.wait_for_frames()
+            assert (browser.run(between) > 0) == is_joined, name
+        assert browser.take_messages() == []
 
 
 def test_a_bar_of_a_group_selects_its_samples(browser, address):

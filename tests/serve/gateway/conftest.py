@@ -90,7 +90,7 @@ class Gateway:
 
     def stop(self, sig=signal.SIGTERM):
         self.process.send_signal(sig)
-        return self.process.wait(40)
+        return self.process.wait(120)
 
     def kill(self):
         self.process.kill()

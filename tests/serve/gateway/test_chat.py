@@ -283,7 +283,7 @@ def test_calls_of_a_stream_without_index_and_of_functions_are_read(deltas, messa
 def test_events_arrive_as_the_engine_sends_them(gateway, engines):
     engine = engines("vllm")
     messages = [{"role": "user", "content": "hold"}]
-    stream = make_client(gateway, timeout=20).chat.completions.create(
+    stream = make_client(gateway, timeout=60).chat.completions.create(
         model="tiny", messages=messages, stream=True
     )
     letters = []

@@ -34,7 +34,9 @@ def run(answers, use, **options):
                     if packet is None:
                         writer.close()
                         return
-                    if packet == "pause":
+                    if isinstance(packet, asyncio.Event):
+                        await packet.wait()
+                    elif packet == "pause":
                         await asyncio.sleep(0.3)
                     elif packet == "wait":
                         await asyncio.sleep(30)
@@ -54,7 +56,7 @@ def run(answers, use, **options):
         port = server.sockets[0].getsockname()[1]
         upstream = Upstream(f"http://127.0.0.1:{port}/base/v1", **options)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 return await use(upstream)
         finally:
             upstream.close()
@@ -112,20 +114,30 @@ def test_silence_is_an_error_after_its_time():
     with pytest.raises(UpstreamError, match=r"no answer within 0\.1 s"):
         run([["wait"]], ask, silence_s=0.1)
     begun = [b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nok", "wait"]
+
+    async def ask_patiently(upstream):
+        upstream._silence_s = 60.0  # for the head, however long it takes
+        answer = await upstream.request("POST", "/v1/x", [], b"{}")
+        answer._silence_s = 0.1
+        return await answer.read_all()
+
     with pytest.raises(UpstreamError, match=r"nothing more of the answer within 0\.1 s"):
-        run([begun], ask, silence_s=0.1)
+        run([begun], ask_patiently, silence_s=0.1)
 
 
 def test_a_kept_connection_is_used_again_and_replaced_when_it_was_closed():
+    may_close = asyncio.Event()
+
     async def use(upstream):
         found = [await ask(upstream)]
         found.append(await ask(upstream))
         (connection,) = upstream._idle
-        while connection.is_open:  # the server closes it now
+        may_close.set()
+        while connection.is_open:
             await asyncio.sleep(0.001)
         return [*found, await ask(upstream)]
 
-    found, seen = run([[OK], [OK, None], [OK]], use)
+    found, seen = run([[OK], [OK, may_close, None], [OK]], use)
     assert found == [(200, b"ok")] * 3
     assert len(seen) == 3
 
@@ -133,6 +145,7 @@ def test_a_kept_connection_is_used_again_and_replaced_when_it_was_closed():
 def test_a_request_that_an_engine_began_with_is_not_sent_twice():
     async def use(upstream):
         await ask(upstream)
+        upstream._idle[0].connect_s = 0.0  # however long it took: the pause is longer
         with pytest.raises(UpstreamError, match="closed without an answer"):
             await ask(upstream)
 
@@ -149,7 +162,7 @@ def test_the_answer_to_head_has_no_body():
         answer.close()
         return body, await ask(upstream)
 
-    found, seen = run([[head], [OK]], use, silence_s=1)
+    found, seen = run([[head], [OK]], use, silence_s=30)
     assert found == (b"", (200, b"ok"))
     assert len(seen) == 2
 

@@ -83,12 +83,18 @@ def receive(connection):
     """Return one answer, as long as its head says."""
     came = b""
     while b"\r\n\r\n" not in came:
-        came += connection.recv(65536)
+        came += _receive_some(connection)
     head, _, body = came.partition(b"\r\n\r\n")
     length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
     while len(body) < length:
-        body += connection.recv(65536)
+        body += _receive_some(connection)
     return head + b"\r\n\r\n" + body
+
+
+def _receive_some(connection):
+    piece = connection.recv(65536)
+    assert piece, "closed before the end of an answer"
+    return piece
 
 
 def test_an_answer_has_its_head_whole(address):
@@ -188,13 +194,15 @@ def test_a_query_too_long_to_be_taken_apart_is_called_so(address):
 
 def test_a_connection_that_idles_is_closed(monkeypatch):
     # uvicorn itself would wait for an hour.
-    monkeypatch.setattr(LimitedProtocol, "limits", ConnectionLimits(idle_timeout_s=0.2))
+    monkeypatch.setattr(LimitedProtocol, "limits", ConnectionLimits(idle_timeout_s=3600))
     with (
         served(door(), keep_alive_s=3600) as address,
         socket.create_connection(address, timeout=60) as connection,
     ):
         connection.sendall(post(b"hello!"))
         assert receive(connection).endswith(b"hello!")
+        # Not before: it would idle until its request comes, too.
+        monkeypatch.setattr(LimitedProtocol, "limits", ConnectionLimits(idle_timeout_s=0.2))
         assert connection.recv(1) == b""
 
 

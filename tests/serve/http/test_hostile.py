@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import os
 import random
 import re
 import socket
@@ -247,7 +248,7 @@ class GoodClient(threading.Thread):
         self.waits_s, self.bad = [], []
 
     def run(self):
-        with httpx.Client(base_url=self.url, timeout=30) as client:
+        with httpx.Client(base_url=self.url) as client:
             while not self.is_over.wait(0.01):
                 began = time.perf_counter()
                 answer = client.post("/act", json=_GOOD)
@@ -257,17 +258,23 @@ class GoodClient(threading.Thread):
 
 
 class Pause(threading.Thread):
-    """Sleeps for 10 ms again and again: how much longer each takes is the machine's own delay."""
+    """Sleeps for 10 ms and writes a line, again and again, as a server does that logs.
 
-    def __init__(self):
+    How much longer each takes is the machine's own delay.
+    """
+
+    def __init__(self, path):
         super().__init__(daemon=True)
-        self.is_over, self.delays_s = threading.Event(), []
+        self.is_over, self.delays_s, self._path = threading.Event(), [], path
 
     def run(self):
-        while not self.is_over.is_set():
-            began = time.perf_counter()
-            time.sleep(0.01)
-            self.delays_s.append(time.perf_counter() - began - 0.01)
+        with self._path.open("ab", buffering=0) as file:
+            while not self.is_over.is_set():
+                began = time.perf_counter()
+                time.sleep(0.01)
+                file.write(b"line\n")
+                os.fdatasync(file.fileno())
+                self.delays_s.append(time.perf_counter() - began - 0.01)
 
 
 def rss(pid):
@@ -298,10 +305,10 @@ def hostile(request, package, tmp_path, kit):
     "num_short",
     [pytest.param(800, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.chaos)],
 )
-def test_hostile_requests_hold_up_no_other(hostile, num_short):
+def test_hostile_requests_hold_up_no_other(hostile, tmp_path, num_short):
     port = int(hostile.url.rpartition(":")[2])
     worker = hostile.processes()[1]
-    good, pause = GoodClient(hostile.url), Pause()
+    good, pause = GoodClient(hostile.url), Pause(tmp_path / "lines")
     good.start()
     pause.start()
     attack = Attack(port)
@@ -373,7 +380,7 @@ def test_a_client_that_reads_nothing_is_cut(hostile):
     with socket.create_connection(("127.0.0.1", port)) as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.settimeout(0.2)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 120
         is_cut = False
         while not is_cut and time.monotonic() < deadline:
             try:

@@ -13,7 +13,7 @@ from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.client import Client
 from replaylake.serve.safety.limits import Safety
 
-_DEADLINE_S = 5.0
+_DEADLINE_S = 60.0
 _HUGE = b"\xcf" + struct.pack(">Q", 2**64 - 1)
 _NAN = struct.pack(">d", float("nan"))
 

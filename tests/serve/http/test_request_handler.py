@@ -3,12 +3,14 @@
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from replaylake.datastore.errors import StorageError
 from replaylake.serve.http.request_handler import HandlerState, RequestHandler
 from replaylake.serve.messages import RequestRefusedError, Response
+from replaylake.serve.monitoring import rate_limited_log
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.safety.access_log import AccessLog, read_trace_id
 from replaylake.serve.safety.limits import Limits
@@ -245,6 +247,13 @@ def test_tokens_are_asked_for_before_the_body_is_read():
     assert at.run(b"x", headers=[("authorization", f"bearer {ACT}")])[0] == 200
 
 
+@pytest.fixture
+def still_clock(monkeypatch):
+    """Lines are at most one a second: that passes when a test says so."""
+    monkeypatch.setattr(rate_limited_log, "time", SimpleNamespace(monotonic=lambda: 7.0))
+
+
+@pytest.mark.usefixtures("still_clock")
 def test_what_was_not_foreseen_is_logged_once_a_second_and_not_told(caplog):
     async def broken(request):
         raise KeyError("a secret")
@@ -275,6 +284,7 @@ def test_a_refusal_that_cannot_be_worded_is_a_500_like_any_other(caplog):
     )
 
 
+@pytest.mark.usefixtures("still_clock")
 def test_a_disk_that_refuses_is_503_and_no_flood(caplog):
     async def full(request):
         raise StorageError("no space")

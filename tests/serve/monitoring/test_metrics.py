@@ -257,7 +257,7 @@ def test_two_real_workers_and_one_that_is_killed(kit, tmp_path):
         assert of(found, "replaylake_observation_drift", over="max") == pytest.approx(1)
         assert least() <= of(found, "replaylake_recent_decisions") <= 20
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-        with socket.create_connection(address, timeout=10) as connection:
+        with socket.create_connection(address, timeout=60) as connection:
             connection.sendall(b"no HTTP\r\n\r\n")
             assert connection.recv(12) == b"HTTP/1.1 400"
         refused = "replaylake_refused_connections_total"

@@ -84,7 +84,7 @@ def answering(*answers):
         thread = threading.Thread(target=answer)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(10)
+        thread.join(60)
 
 
 def page(body):

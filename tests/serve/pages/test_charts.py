@@ -15,6 +15,7 @@ from replaylake.serve.pages.charts import (
     histogram_chart,
     interval_chart,
     parallel_chart,
+    sparkline,
     stacked_chart,
 )
 
@@ -34,6 +35,30 @@ def test_columns_are_as_high_as_their_values():
 
 def test_what_is_rare_is_still_seen():
     assert _heights(column_chart([1, 1_000_000], ["", ""], label="n", axis=[])) == ["1", "100"]
+
+
+def test_few_columns_are_no_wider_than_a_tenth_of_the_picture():
+    for num, width in ((1, 1), (2, 2), (5, 5), (8, 7), (40, 9)):
+        picture = column_chart([1] * num, [""] * num, label="n", axis=[])
+        (found,) = set(re.findall(r'width="([\d.]+)" height="100" class="bar"', picture))
+        assert float(found) == width, num
+
+
+def test_what_is_unknown_is_gray():
+    parts = [("not recorded", [4, 0], "4"), ("walker:1", [0, 2], "2")]
+    picture = stacked_chart(parts, label="n", axis=[], unknown="not recorded")
+    assert re.findall(r'height="(\d+)" class="(c\d)"', picture) == [
+        ("100", "c7"),
+        ("50", "c0"),
+        ("10", "c7"),
+        ("10", "c0"),
+    ]
+
+
+def test_a_sparkline_has_no_bar_where_there_is_nothing():
+    picture = sparkline([4, 0, 1, 1000], label="returns <of> d")
+    assert _heights(picture) == ["8", "8", "100"]
+    assert "<title>returns &lt;of&gt; d</title>" in picture
 
 
 def test_nothing_is_drawn_of_nothing():

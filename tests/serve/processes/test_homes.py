@@ -43,7 +43,7 @@ def test_a_home_goes_with_its_server(folder):
 
 
 @pytest.mark.slow
-def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder):
+def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder, kit):
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER],
         env={**os.environ, "TMPDIR": str(folder)},
@@ -60,11 +60,12 @@ def test_what_a_killed_server_left_goes_when_its_last_worker_has(folder):
     with make_runtime_dir():
         assert left.is_dir()  # its worker does
     server.stdin.close()
-    for _ in range(500):
+
+    def is_gone():
         with make_runtime_dir():
-            if not left.exists():
-                break
-    assert not left.exists()
+            return not left.exists()
+
+    kit.wait_until(is_gone)
 
 
 def test_one_that_was_left_a_moment_ago_goes_too(folder):

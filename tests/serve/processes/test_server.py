@@ -228,7 +228,7 @@ def test_a_signal_during_the_start_ends_it_too(kit, package):
     kit.wait_until(lambda: len(kit.process_tree(process.pid)) == 2)  # its worker is just beginning
     worker = kit.process_tree(process.pid)[1]
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
     assert not kit.is_running(worker)
 

@@ -21,9 +21,10 @@ class Census:
     longest: tuple[str, str] = ("", "")
     """Of the greatest of these lengths: the first episode's id, and where its last row is."""
 
-    def checks(self, time_limit: int | None) -> tuple[Check, ...]:
+    def checks(self, time_limit: int | None, *, has_events: bool = False) -> tuple[Check, ...]:
         """Return what was corrected or is worth a look."""
-        likely = None if time_limit is not None else self._likely_limit()
+        may_be_limited = time_limit is None and not has_events
+        likely = self._likely_limit() if may_be_limited else None
         return (*self.counts.checks(), *([] if likely is None else [likely]))
 
     def _likely_limit(self) -> Check | None:

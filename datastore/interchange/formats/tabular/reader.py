@@ -75,18 +75,19 @@ class Declaration:
     """What a format knows of its files beside the rows.
 
     fields: ours=theirs, which aliases do not decide and `--map` overrides. spaces: as the files
-    state them. one_step_episodes: each row is an episode of one decision, which ends there. notes:
-    what a person should know of the files. rewards_optional: a missing reward column, or a null in
-    it, is an unknown reward; elsewhere that is an error unless the options say so. encoding: how
-    the observations that are there were made of named fields, where the files say it. observed: the
-    column whose next and final values the format knows; of another one they say nothing.
-    score_reference: what returns are normalized by. env_spec: see DatasetSpec. tokenizer: of the
-    token columns.
+    state them. one_step_episodes: each row is an episode of one decision, which ends there.
+    has_events: each episode is one event, whose slots are its steps. notes: what a person should
+    know of the files. rewards_optional: a missing reward column, or a null in it, is an unknown
+    reward; elsewhere that is an error unless the options say so. encoding: how the observations
+    that are there were made of named fields, where the files say it. observed: the column whose
+    next and final values the format knows; of another one they say nothing. score_reference: what
+    returns are normalized by. env_spec: see DatasetSpec. tokenizer: of the token columns.
     """
 
     fields: Mapping[str, str] = field(default_factory=dict)
     spaces: tuple[Space, Space] | None = None
     one_step: bool = False
+    has_events: bool = False
     notes: Sequence[str] = ()
     rewards_optional: bool = False
     encoding: Encoding | None = None
@@ -213,6 +214,10 @@ class TabularReader:
         return self._declared.spaces
 
     @property
+    def has_events(self) -> bool:
+        return self._declared.has_events
+
+    @property
     def notes(self) -> Sequence[str]:
         notes = [*self._declared.notes, *self._own_notes, *self._ready.notes()]
         if self._dropped:
@@ -269,7 +274,7 @@ class TabularReader:
 
     @property
     def checks(self) -> Sequence[Check]:
-        return self._census.checks(self._options.time_limit)
+        return self._census.checks(self._options.time_limit, has_events=self.has_events)
 
     def __iter__(self) -> Iterator[Episode | RejectedEpisode]:
         for item in self.iter_columns():

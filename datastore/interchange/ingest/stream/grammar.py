@@ -10,7 +10,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from replaylake.datastore.episodes.episode import MAX_STEP
-from replaylake.datastore.episodes.schema import SOURCE_EPISODE_ID
+from replaylake.datastore.episodes.schema import SOURCE_EPISODE_ID, STEP
 from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.checks import Finding
 from replaylake.datastore.interchange.formats.format import ReadOptions
@@ -150,8 +150,8 @@ class Grammar:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether only the dataset's key distinguishes repeated decisions from new ones."""
-        return self.is_decision and bool(self.key)
+        """Whether only the dataset's key distinguishes repeated lines from new ones."""
+        return self.kind is not None and self.kind.is_event and bool(self.key)
 
     @property
     def rewards_optional(self) -> bool:
@@ -211,7 +211,9 @@ class Grammar:
         if own is not None and not isinstance(name := self._id(row, own), Finding):
             row.source = name
         values = {}
-        for ours in self.key:
+        # The steps of an event of several have one id.
+        columns = [ours for ours in self.key if ours != STEP or self.is_decision] or self.key
+        for ours in columns:
             field = "episode_id" if ours == SOURCE_EPISODE_ID else ours
             column = layout.one(field) or next(
                 (theirs for theirs, name in layout.extras.items() if name == ours), None

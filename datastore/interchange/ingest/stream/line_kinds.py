@@ -27,6 +27,12 @@ from replaylake.datastore.interchange.formats.bandit import (
     declare_decisions,
     is_open_bandit,
 )
+from replaylake.datastore.interchange.formats.dsjson.dsjson import declare_events
+from replaylake.datastore.interchange.formats.dsjson.events import (
+    ROW_SCHEMA,
+    is_event,
+    parse_event,
+)
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.formats.generations.json_values import load_json
 from replaylake.datastore.interchange.formats.generations.rows import (
@@ -63,13 +69,15 @@ class LineKind(Protocol):
     """The kind of the lines of a stream.
 
     format: the format of such logs. is_decision: whether each line is a terminated episode.
-    json_columns: the columns of steps whose texts are JSON, equal in any order of keys. types:
-    types of columns, where the values alone do not decide them. has_numbered_ids: whether lines
-    were read that have no id but their content and their number among equal ones.
+    is_event: whether each line is a whole episode, which the dataset's key, if it has one,
+    identifies. json_columns: the columns of steps whose texts are JSON, equal in any order of keys.
+    types: types of columns, where the values alone do not decide them. has_numbered_ids: whether
+    lines were read that have no id but their content and their number among equal ones.
     """
 
     format: str
     is_decision: bool
+    is_event: bool
     json_columns: tuple[str, ...]
     types: Mapping[str, pa.DataType]
 
@@ -99,6 +107,7 @@ class _Steps:
 
     format = "jsonl"
     is_decision = False
+    is_event = False
     has_numbered_ids = False
     json_columns: tuple[str, ...] = ()
     types: Mapping[str, pa.DataType] = MappingProxyType({})
@@ -131,6 +140,7 @@ class _Decisions(_Steps):
 
     format = "bandit"
     is_decision = True
+    is_event = True
 
     def recognizes(self, value: Any) -> bool:
         return isinstance(value, dict) and is_open_bandit([*value])
@@ -152,11 +162,47 @@ class _Decisions(_Steps):
         return declare_decisions(names)
 
 
+class _Events:
+    """One event of Vowpal Wabbit's dsjson per line: a decision, or several slots, a step each."""
+
+    format = "dsjson"
+    is_decision = False
+    is_event = True
+    has_numbered_ids = False
+    json_columns: tuple[str, ...] = ()
+    types: Mapping[str, pa.DataType] = MappingProxyType(
+        dict(zip(ROW_SCHEMA.names, ROW_SCHEMA.types, strict=True))
+    )
+
+    def __init__(self, options: ReadOptions) -> None: ...
+
+    def recognizes(self, value: Any) -> bool:
+        return is_event(value)
+
+    def load(self, text: bytes) -> Any:
+        return text
+
+    def rows(self, value: Any) -> list[dict[str, Any]]:
+        event_id, rows = parse_event(value)
+        if event_id is None:
+            raise SourceInvalidError(
+                "expected an EventId to follow a stream: without it, repeated lines cannot be "
+                "distinguished from new ones"
+            )
+        return [{**row, "episode_id": event_id} for row in rows]
+
+    def declare(
+        self, names: Sequence[str], options: ReadOptions, key: Sequence[str]
+    ) -> Declaration:
+        return declare_events(options)
+
+
 class _Dialogues:
     """One record of chat or tool use per line: each turn that a model generated is a step."""
 
     format = "transcripts"
     is_decision = False
+    is_event = False
     has_numbered_ids = False
     json_columns: tuple[str, ...] = _JSON_COLUMNS
     types: Mapping[str, pa.DataType] = MappingProxyType({})
@@ -201,6 +247,7 @@ class _Generations(ABC):
 
     format = ""
     is_decision = False
+    is_event = False
     json_columns: tuple[str, ...] = _JSON_COLUMNS
 
     def __init__(self, options: ReadOptions) -> None:
@@ -339,8 +386,9 @@ def _to_list(value: Any) -> Any:
 
 
 # Specific ones before the general one, as in the catalog of formats.
-_KINDS: Final[tuple[type[_Steps | _Dialogues | _Generations], ...]] = (
+_KINDS: Final[tuple[type[_Steps | _Events | _Dialogues | _Generations], ...]] = (
     _Decisions,
+    _Events,
     _NemoRl,
     _Verifiers,
     _Verl,

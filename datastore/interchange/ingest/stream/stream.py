@@ -65,9 +65,10 @@ def follow(
         lines: where lines come from.
         dataset: its name.
         format: kind of the lines: `jsonl`, steps, which need an episode id and a step; `bandit`,
-            decisions, which need an id or `unique`; `transcripts`, dialogues; `nemorl`, `verifiers`
-            and `verl`, rollouts; `auto`: that of the stream's earlier commits, or else recognized
-            from the first line, which is a step if it has an episode id, a step and an action.
+            decisions, which need an id or `unique`; `dsjson`, events with an EventId;
+            `transcripts`, dialogues; `nemorl`, `verifiers` and `verl`, rollouts; `auto`: that of
+            the stream's earlier commits, or else recognized from the first line, which is a step if
+            it has an episode id, a step and an action.
         stream: the stream's name, the same at each start; by default the dataset's.
         options: how to read the lines.
         spaces: an environment's observation and action space. Without them, a new dataset gets

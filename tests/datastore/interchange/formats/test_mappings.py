@@ -221,6 +221,14 @@ def _areal_log(path: Path) -> Path:
     return path / "1.jsonl"
 
 
+def _dsjson_log(path: Path) -> Path:
+    context = {"_multi": [{"f": 1}, {"f": 2}]}
+    event = {"_label_cost": 0.5, "_label_Action": 1, "_labelIndex": 0, "a": [1, 2], "c": context}
+    events = [{**event, "probe": value} for value in _PROBE]
+    (path / "log.dsjson").write_text("".join(json.dumps(one) + "\n" for one in events))
+    return path / "log.dsjson"
+
+
 def _easyr1_log(path: Path) -> Path:
     block = "[prompt] 1+1?\n[output] 2\n[ground_truth] 2\n[score] {}\n\n"
     (path / "generations.log").write_text("".join(map(block.format, _PROBE)))
@@ -335,6 +343,7 @@ _LOGS: dict[str, Callable[[Path], Path]] = {
     "csv": _csv_log,
     "d3rlpy": _d3rlpy_log,
     "d4rl": _d4rl_log,
+    "dsjson": _dsjson_log,
     "easyr1log": _easyr1_log,
     "jsonl": _jsonl_log,
     "lerobot": _lerobot_log,
@@ -365,6 +374,7 @@ _PATHS = {
     "areal": "metadata",
     "art": "role",
     "atif": "role",
+    "dsjson": "dsjson",
     "easyr1log": "metadata",
     "nemorl": "metadata",
     "otlp": "metadata",

@@ -355,12 +355,12 @@ def test_calls_within_many_calls_take_linear_time() -> None:
     headers = [make_header(span, place) for place, span in enumerate(spans)]
     counts = SessionCounts()
     paths = MappedPaths(ReadOptions())
-    began_s = time.process_time()
+    began_s = time.thread_time()
     (row,) = make_rows(headers, lambda header: spans[header.place], paths, counts)
     assert json.loads(row["metadata"])["span_id"] == f"{num:016x}"
     assert counts.num_wrappers == num - 1
     # 0.5 s; 9 s where each span's ancestors are walked to the root.
-    assert time.process_time() - began_s < 5
+    assert time.thread_time() - began_s < 5
 
 
 def test_outcomes_of_roots_and_of_any_span(lake: Lake, tmp_path: Path) -> None:

@@ -458,7 +458,7 @@ def test_tokens_of_steps_are_compared_as_they_are_stored(lake: Lake) -> None:
 def test_formats_that_cannot_be_followed_are_refused_by_name(lake: Lake) -> None:
     with pytest.raises(
         ConfigInvalidError,
-        match="'parquet', which cannot be followed, expected one of auto, bandit, jsonl, nemo",
+        match="'parquet', which cannot be followed, expected one of auto, bandit, dsjson, jsonl",
     ) as caught:
         _follow(lake, format="parquet")
     assert caught.value.parameter == "format"

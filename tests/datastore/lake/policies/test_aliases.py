@@ -98,7 +98,7 @@ def test_two_at_once_roll_back_once(lake: Lake, registry: Registry) -> None:
 
     class Waiting(Aliases):
         def move(self, *args, **options):  # type: ignore[no-untyped-def]
-            barrier.wait(timeout=10)
+            barrier.wait(timeout=60)
             return super().move(*args, **options)
 
     def roll_back() -> None:

@@ -88,3 +88,49 @@ def test_one_of_a_newer_release_is_refused_and_no_damage(lake):
         lake.registry.evaluations.read("01x")
     assert lake.sql("select * from evaluations").num_rows == 0
     assert [one for one in fsck(lake).findings if one.check == "evaluation"] == []
+
+
+def test_the_newest_of_a_policy_are_read_and_no_others(lake, monkeypatch):
+    saved = lake.registry.evaluations
+    ids = [
+        saved.save("ope", {}, **{**ABOUT, "policy": name}, verdict="weak")
+        for name in ("p", "q", "p", "q", "p", "p", "q")
+    ]
+    of_p = [ids[5], ids[4], ids[2], ids[0]]
+    read = []
+    get_many = type(lake.storage).get_many
+
+    def note(storage, paths):
+        read.extend(path.rpartition("/")[2].removesuffix(".json") for path in paths)
+        return get_many(storage, paths)
+
+    monkeypatch.setattr(type(lake.storage), "get_many", note)
+
+    def list_newest(num, **options):
+        found, before = saved.list_newest("p", num, **options)
+        return [one.evaluation_id for one in found], before
+
+    assert list_newest(9) == (of_p, None)
+    # By pages: the last one ends with the oldest file, so that there is no other.
+    assert list_newest(2) == (of_p[:2], ids[4])
+    assert list_newest(2, before=ids[4]) == (of_p[2:], None)
+    # By the number of files that are looked at.
+    read.clear()
+    assert list_newest(9, max_files=1) == ([], ids[6])
+    assert list_newest(9, max_files=4, before=ids[6]) == (of_p[:3], ids[2])
+    assert read == [ids[6], *reversed(ids[2:6])]
+    assert list_newest(9, before=ids[0]) == ([], None)
+    path = f"_lake/evaluations/{ids[4]}.json"
+    lake.storage.put(path, lake.storage.get(path)[:40])
+    with pytest.raises(StorageError, match=ids[4]):
+        list_newest(9)
+    errors = []
+    assert list_newest(9, on_unreadable=errors.append)[0] == [ids[5], ids[2], ids[0]]
+    assert len(errors) == 1
+
+
+def test_an_id_leads_to_no_other_file(lake):
+    lake.registry.evaluations.save("ope", REPORT, **ABOUT, verdict="weak")
+    lake.storage.put("_lake/secret.json", b"{}")
+    with pytest.raises(NotFoundError, match="not in this lake"):
+        lake.registry.evaluations.read("../secret")

@@ -27,7 +27,7 @@ from replaylake.datastore.storage.locations import open_storage
 from replaylake.datastore.lake.runs.lease import RunLease
 with RunLease(open_storage(sys.argv[1]), "r1"):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 """
 
 

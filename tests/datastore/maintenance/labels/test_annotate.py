@@ -427,7 +427,9 @@ LABELS = st.lists(
 
 @pytest.mark.slow
 @settings(
-    max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
 )
 @given(rounds=st.lists(LABELS, min_size=1, max_size=3))
 def test_any_labels_do_what_a_dictionary_does(

@@ -27,7 +27,12 @@ def parts(episode: Any) -> dict[str, Any]:
 
 
 def slow_length(episode: Any) -> float:
+    """The environment may name a number of calls after which the next one does not end."""
     time.sleep(0.02)
+    if num := os.environ.get("HOLD_AFTER"):
+        path = Path(os.environ["CALLS"])
+        while path.exists() and len(path.read_text().splitlines()) >= int(num):
+            time.sleep(0.01)
     return length(episode)
 
 

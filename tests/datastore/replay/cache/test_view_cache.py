@@ -326,7 +326,7 @@ def test_a_forked_child_does_not_wait_for_its_parent_s_thread() -> None:
     queue = context.Queue()
     child = context.Process(target=lambda: queue.put(keeping.wait_folder()))
     child.start()
-    assert queue.get(timeout=30) is None
+    assert queue.get(timeout=60) is None
     child.join()
     release.set()
     assert keeping.wait_folder() == Path("there")

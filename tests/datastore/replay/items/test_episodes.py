@@ -85,7 +85,9 @@ def test_options_out_of_range() -> None:
         Episodes(discount=-1)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(data=st.data(), only_complete=st.booleans(), frame_stack=st.integers(1, 3))
 def test_every_row_is_the_episode_s(
     pack_pieces: Pack, draw_pieces: Any, data: Any, only_complete: bool, frame_stack: int

@@ -167,7 +167,9 @@ def test_what_is_refused(pack_pieces: Pack) -> None:
         Hindsight(compute_reward=reached, seed=0, strategy="past")  # type: ignore[arg-type]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(data=st.data(), strategy=st.sampled_from(["future", "final", "episode"]))
 def test_no_goal_is_another_episode_s(
     pack_pieces: Pack, draw_pieces: Any, data: Any, strategy: Any

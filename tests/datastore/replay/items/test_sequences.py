@@ -141,7 +141,9 @@ def test_options_out_of_range(options: tuple[int, ...]) -> None:
         Sequences(*options)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(
     data=st.data(),
     length=st.integers(1, 9),

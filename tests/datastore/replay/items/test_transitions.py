@@ -112,7 +112,9 @@ def test_options_out_of_range() -> None:
         Transitions(n_step=1024)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(
     data=st.data(),
     n_step=st.sampled_from([1, 2, 3, 5, 40]),

@@ -301,7 +301,7 @@ def test_a_draw_waits_for_another_thread_where_there_is_nothing_else(
             drawing = pool.submit(sampler.sample)
             with pytest.raises(TimeoutError):
                 drawing.result(timeout=0.2)
-        check_told(drawing.result(timeout=30))
+        check_told(drawing.result(timeout=60))
         stream.close()
 
 

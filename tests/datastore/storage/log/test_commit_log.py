@@ -402,6 +402,7 @@ def test_checkpoints_on_a_slow_disk_are_one_at_a_time_and_end_with_the_newest(
         assert go_on.wait(60)
 
     monkeypatch.setattr(LogFolder, "write_checkpoint", slow)
+    wait_for_checkpoint()  # of a test before this one
     checkpointer = Checkpointer(LogFolder(storage, "t"))
     checkpointer.start(LogState(100))
     assert writing.wait(60)

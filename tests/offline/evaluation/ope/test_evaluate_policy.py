@@ -647,3 +647,45 @@ def test_values_are_normalized_by_the_datasets_reference(lake, register_table):
     assert find_score_reference(lake, training) == ScoreReference(0.25, 0.75, "by hand")
     question = EvaluationRequest("log", "made", reward="2 * reward", estimators=("snips",))
     assert evaluate_policy(lake, question).normalized() is None
+
+
+def log_with_an_outage(lake):
+    """100 decisions of a server at observation 0, then 100 that clients took at observation 1.
+
+    The server took action 1 half of the time, the clients in one of five. It is worth 1 and then 3.
+    """
+    lake.dataset("log").create(Discrete(3), Discrete(2))
+    for x, num_ones, worth in ((0, 50, 1.0), (1, 20, 3.0)):
+        actions = (np.arange(100) < num_ones).astype(np.int64)
+        chance = np.where(actions == 1, num_ones, 100 - num_ones) / 100
+        lake.dataset("log").append(
+            Episode(
+                f"e/{x}-{i:03d}",
+                observations=np.array([x]),
+                actions=actions[i : i + 1],
+                rewards=worth * actions[i : i + 1],
+                terminated=True,
+                behavior_log_probs=np.log(chance[i : i + 1]).astype(np.float32),
+                extras={"decided_by_client": np.array([True])} if x else {},
+            )
+            for i in range(100)
+        )
+
+
+def test_steps_that_clients_decided_count_with_their_own_propensities(lake, register_table):
+    log_with_an_outage(lake)
+    register_table(lake, "one", ROWS)
+    request = EvaluationRequest("log", "one", estimators=("ips",), unseen=True)
+    report = evaluate_policy(lake, request)
+    (ips,) = report.estimates.estimates
+    assert ips.value == pytest.approx(2.0)  # half of the time 1, half of the time 3
+    assert report.num_episodes == 200
+    expected = (
+        "clients decided 100 of 200 steps themselves, in 100 of 200 episodes (decided_by_client): "
+        "they count, with the propensities that the clients logged"
+    )
+    assert expected in report.notes
+    served = "not any(decided_by_client)"
+    without = evaluate_policy(lake, replace(request, where=served))
+    assert without.estimates.estimates[0].value == pytest.approx(1.0)
+    assert not any("clients decided" in note for note in without.notes)

@@ -53,6 +53,30 @@ def test_the_best_is_first_and_what_lacks_a_seed_last():
     assert [one.number for one in combine_trials(rows, "min")] == [1, 2, 0, 3]
 
 
+def test_differences_from_the_best_are_paired_by_seed():
+    # Seeds differ by 10, options by 1 and 3: the mean's interval has the former, the pairs do not.
+    rows = trials(
+        (0, 0, "done", 1.0),
+        (1, 0, "done", 2.0),
+        (2, 0, "done", 9.0),
+        (0, 1, "done", 11.0),
+        (1, 1, "done", 14.0),
+        (2, 1, "failed", None),
+    )
+    best, second, third = combine_trials(rows, "max")
+    assert (best.number, best.difference, best.difference_low) == (1, None, None)
+    # t of 0.975 with one degree of freedom is 12.7062; the standard error of -1 and -3 is 1.
+    assert second.difference == -2
+    assert second.difference_low == pytest.approx(-14.7062)
+    assert second.difference_high == pytest.approx(10.7062)
+    assert second.ci_high - second.ci_low == pytest.approx(10 * 12.7062, rel=1e-3)
+    # One pair has no interval.
+    assert (third.difference, third.difference_low, third.difference_high) == (7.0, None, None)
+    # Without a best, there is nothing to compare with.
+    (only,) = combine_trials(trials((0, 0, "done", 1.0), (0, 1, "failed", None)), "max")
+    assert only.difference is None
+
+
 def test_one_that_lacks_a_seed_is_never_the_best():
     rows = trials((0, 0, "done", 9.0), (0, 1, "stopped", 9.0))
     result = SweepResult("s", "m", "m", "max", tuple(rows), combine_trials(rows, "max"))

@@ -110,3 +110,12 @@ def test_the_feedback_join_is_named_as_the_writer(empty, episode_maker):
 def test_types_are_short():
     assert shorten_type("fixed_size_list<element: float not null>[4]") == "float[4]"
     assert shorten_type("dictionary<values=string, indices=int32, ordered=0>") == "string"
+
+
+def test_few_steps_have_a_column_each(explored):
+    explored.page("/datasets/hostile")
+    text = explored.client.get("/datasets/hostile").text
+    panel = text.partition("Policy versions</h2>")[2].partition("</section>")[0]
+    # Five steps of one version, side by side without gaps.
+    assert 'viewBox="0 0 50 100"' in panel
+    assert panel.count('height="100" class="c0"') == 5

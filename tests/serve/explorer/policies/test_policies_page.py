@@ -9,7 +9,8 @@ from replaylake.datastore.errors import StorageError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.offline.evaluation.ope.evaluation_request import EvaluationRequest
 from replaylake.offline.evaluation.ope.promotion_gate import evaluate_gate
-from replaylake.serve.explorer.policies import lineage_panel, policies_page
+from replaylake.serve.explorer.policies import policies_page
+from replaylake.serve.explorer.serving import lineage_panel
 from replaylake.serve.pages.charts import flow_chart
 
 
@@ -83,6 +84,46 @@ def test_each_evaluation_has_an_address_and_any_report_is_shown(gated, hostile):
     reader.page("/policies/p?evaluation=01x", 404)
 
 
+def test_many_evaluations_are_shown_by_pages(gated, monkeypatch):
+    reader, _ = gated
+    monkeypatch.setattr(policies_page, "_MAX_ROWS", 3)
+    monkeypatch.setattr(policies_page, "_MAX_EVALUATIONS", 4)
+    about = {"policy_version": 1, "dataset": "log", "dataset_version": 1, "verdict": "weak"}
+    save = reader.lake.registry.evaluations.save
+    newest = [save("ope", {}, policy="p", **about) for _ in range(4)]
+    others = [save("ope", {}, policy="other", **about) for _ in range(5)]
+
+    def follow(address):
+        page = reader.page(address)
+        older = [
+            link for link in page.links if re.search(r"\?evaluated_before=.*#evaluations", link)
+        ]
+        rows = re.findall("[?&]evaluation=([^&#]+)", " ".join(page.links))
+        return page, rows, older[0] if older else None
+
+    # Four files are looked at, all of them of another policy.
+    page, rows, older = follow("/policies/p")
+    assert rows == []
+    assert "None of the 4 evaluations that this page looked at is of p." in page.texts
+    page, rows, older = follow(older)
+    assert rows == [newest[3], newest[2], newest[1]]
+    # The newest on the page is the one whose report is shown.
+    assert "Evaluation of version 1" in page.texts
+    page, rows, older = follow(older)
+    assert rows[0] == newest[0]
+    assert len(rows) == 2
+    assert (
+        "Gate of version 1 as champion"
+        in reader.page(next(link for link in page.links if f"evaluation={rows[1]}" in link)).texts
+    )
+    assert older is None
+    assert "/policies/p#evaluations" in page.links
+    # One that no page lists has its address, too, and only below its policy.
+    assert "Evaluation of version 1" in reader.page(f"/policies/p?evaluation={newest[0]}").texts
+    page = reader.page(f"/policies/p?evaluation={others[0]}", 404)
+    assert "found one of policy other, expected one of policy p" in page.text
+
+
 def test_an_evaluation_has_differences_from_the_log(gated):
     reader, _ = gated
     estimates = [
@@ -104,6 +145,46 @@ def test_an_evaluation_has_differences_from_the_log(gated):
     assert {"0.5 (0.25 to 0.75)", "-0.5, no interval"} <= set(page.texts)
 
 
+def test_samples_of_tasks_show_pass_at_k_and_tokens(gated, hostile):
+    reader, _ = gated
+    report = {
+        "task": "group_id",
+        "policy": "p",
+        "policy_version": 2,
+        "against": hostile,
+        "num_tasks": 24,
+        "num_samples": 1200,
+        "tokens": {"prompt": 31.25, "completion": 8.5, "completion_per_success": None},
+        "estimates": [
+            {
+                "estimator": "pass@1",
+                "value": 0.5,
+                "ci_low": 0.25,
+                "ci_high": 0.75,
+                "difference": 0.1,
+                "difference_low": -0.1,
+                "difference_high": 0.3,
+            },
+        ],
+        "reason": "24 tasks, drawn independently.",
+    }
+    about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}
+    reader.lake.registry.evaluations.save("tasks", report, **about, verdict="supported")
+    page = reader.page("/policies/p")
+    assert {
+        "samples of tasks",
+        "Evaluation of version 2",
+        "Mean over the tasks",
+        f"Difference from {hostile}, paired by task",
+        "Policy p:2 on the tasks",
+        "0.5 (0.25 to 0.75)",
+        "0.1 (-0.1 to 0.3)",
+        "1,200",
+        "31.25",
+        "24 tasks, drawn independently.",
+    } <= set(page.texts)
+
+
 def test_a_damaged_report_is_named_and_hides_no_other(gated):
     reader, _ = gated
     reader.lake.storage.put("_lake/evaluations/00x.json", b"{}")
@@ -123,11 +204,13 @@ def test_the_newest_versions_moves_and_evaluations_are_shown(gated, monkeypatch)
     about = {"policy": "p", "policy_version": 2, "dataset": "log", "dataset_version": 1}
     registry.evaluations.save("ope", {}, **about, verdict="weak")
     page = reader.page("/policies/p")
-    assert page.texts.count("the newest 1 of 2; SQL and JSON have all") == 2
+    assert page.texts.count("the newest 1 of 2; SQL and JSON have all") == 1
     assert "/policies/p?below=2" in page.links
     body = reader.json("/policies/p.json")
     assert [one["version"] for one in body["versions"]] == [2]
-    assert len(body["moves"]) == len(body["evaluations"]) == 2
+    assert len(body["moves"]) == 2
+    (evaluation,) = body["evaluations"]
+    assert body["older_evaluations_before"] == evaluation["evaluation_id"]
     older = reader.page("/policies/p?below=2")
     assert "Newest" in older.texts
     assert [one["version"] for one in reader.json("/policies/p.json?below=2")["versions"]] == [1]
@@ -216,7 +299,7 @@ def test_lineage_of_versions_of_one_run_leads_to_each_from_its_own_data(
     into = {(start.strip(), run) for place, start, run in links if place == 0}
     out = {(run, version) for place, run, version in links if place == 1}
     found = {(data, version) for data, run in into for at, version in out if at == run}
-    assert found == {("x@1", "1"), ("y@1", "2"), ("y@1", "3")}
+    assert found == {("x@1", "p:1"), ("y@1", "p:2"), ("y@1", "p:3")}
 
 
 def test_lineage_of_what_was_not_recorded_and_of_many_versions(tmp_path, kit, reader_type, hostile):

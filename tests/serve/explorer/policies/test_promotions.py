@@ -1,5 +1,6 @@
 """Promotion on a policy's page: the gate of `promote`, one at a time, and only where allowed."""
 
+import os
 import threading
 import time
 
@@ -29,11 +30,15 @@ def _promote(reader, version, status=303, **changes):
     fields = reader.fields(PAGE, "promote") | {"version": version, "dataset": "log", "by": "Ada"}
     answer = reader.post(PROMOTE, fields | CHEAP | changes)
     assert answer.status_code == status, answer.text
+    _wait_for_end(reader.app._promotions)
+    return answer
+
+
+def _wait_for_end(promotions):
     deadline = time.monotonic() + 120
-    while _find(reader)[1] is not None:
+    while promotions.find("p")[1] is not None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    return answer
 
 
 def _find(reader):
@@ -151,16 +156,18 @@ def test_what_is_no_policy_is_not_promoted(reader, name):
 
 
 def test_one_gate_runs_at_a_time_and_the_page_follows_it(gate_lake, reader_type):
-    may_go = threading.Event()
+    has_begun, may_go = threading.Event(), threading.Event()
 
     def promote(lake, request, on_stage):
         on_stage("reading the steps")
+        has_begun.set()
         assert may_go.wait(60)
         raise ZeroDivisionError("secret detail")
 
     reader = reader_type(gate_lake, promote=promote)
     fields = reader.fields(PAGE, "promote") | {"version": "2", "dataset": "log", "by": "Ada"}
     assert reader.post(PROMOTE, fields).status_code == 303
+    assert has_begun.wait(60)
     text = reader.client.get(PAGE).text
     assert "p:2 as champion, on log: reading the steps, asked for by Ada at " in text
     assert 'data-refresh="2"' in text
@@ -203,7 +210,7 @@ def _hold(stages, may_go):
 
     def promote(lake, request, on_stage):
         on_stage("reading the steps")
-        stages.append(threading.current_thread())
+        stages.append("begun")
         assert may_go.wait(60)
         on_stage(None)
         stages.append("moved")
@@ -212,11 +219,12 @@ def _hold(stages, may_go):
     return promote
 
 
-def test_a_promotion_is_cancelled_before_the_alias_moves(gate_lake, reader_type):
+def test_a_promotion_is_cancelled_before_the_alias_moves(gate_lake, reader_type, kit):
     may_go, stages = threading.Event(), []
     reader = reader_type(gate_lake, promote=_hold(stages, may_go))
     fields = reader.fields(PAGE, "promote") | {"version": "2", "dataset": "log", "by": "Ada"}
     assert reader.post(PROMOTE, fields).status_code == 303
+    kit.wait_until(lambda: stages)
     page = reader.client.get(PAGE).text
     assert 'id="cancel-promotion"' in page
     sent = {"form_token": fields["form_token"], "by": "Bob"}
@@ -226,11 +234,11 @@ def test_a_promotion_is_cancelled_before_the_alias_moves(gate_lake, reader_type)
     assert (answer.status_code, answer.headers["location"]) == (303, f"{PAGE}#promotion")
     assert ">being cancelled<" in reader.client.get(PAGE).text
     may_go.set()
-    stages[0].join(60)
+    _wait_for_end(reader.app._promotions)
     page = reader.page(PAGE)
     assert "cancelled by Bob" in page.texts
     assert "The alias was not moved." in page.texts
-    assert stages[1:] == []
+    assert stages == ["begun"]
     again = reader.post(CANCEL, sent)
     assert again.status_code == 404
     assert "found none that is running" in again.text
@@ -240,7 +248,6 @@ def test_a_promotion_is_cancelled_before_the_alias_moves(gate_lake, reader_type)
 
 def test_a_gate_that_is_cancelled_while_it_estimates_moves_nothing(gate_lake):
     promotions = Promotions(gate_lake, None)
-    ended = threading.Event()
 
     def promote(lake, request, on_stage):
         def cancel_late(stage):
@@ -248,37 +255,33 @@ def test_a_gate_that_is_cancelled_while_it_estimates_moves_nothing(gate_lake):
                 promotions.cancel("p", "Bob")
             on_stage(stage)
 
-        try:
-            return load_promote()(lake, request, cancel_late)
-        finally:
-            ended.set()
+        return load_promote()(lake, request, cancel_late)
 
     promotions._promote = promote
     promotions.start(PromotionRequest("p", 2, "champion", "log", "Ada", unseen=True))
-    assert ended.wait(120)
-    while promotions.find("p")[1] is not None:
-        time.sleep(0.01)
+    _wait_for_end(promotions)
     assert promotions.find("p")[0].error == "cancelled by Bob"
     assert gate_lake.registry.alias_history("p") == []
     assert gate_lake.registry.evaluations.list("p") == []
 
 
 def test_a_page_that_is_made_while_the_gate_ends_is_read_again(gate_lake, reader_type, monkeypatch):
-    may_go, threads = threading.Event(), []
+    has_begun, may_go = threading.Event(), threading.Event()
 
     def promote(lake, request, on_stage):
-        threads.append(threading.current_thread())
+        has_begun.set()
         assert may_go.wait(60)
         return {"promoted": False, "evaluation_id": None, "gate": {"reasons": ["weak"]}}
 
     reader = reader_type(gate_lake, promote=promote)
     fields = reader.fields(PAGE, "promote") | {"version": "2", "dataset": "log", "by": "Ada"}
     assert reader.post(PROMOTE, fields).status_code == 303
+    assert has_begun.wait(60)
     draw = policies_page.draw_lineage
 
     def end_meanwhile(*arguments):
         may_go.set()
-        threads[0].join(60)
+        _wait_for_end(reader.app._promotions)
         return draw(*arguments)
 
     monkeypatch.setattr(policies_page, "draw_lineage", end_meanwhile)
@@ -290,16 +293,29 @@ def test_a_page_that_is_made_while_the_gate_ends_is_read_again(gate_lake, reader
     assert "data-refresh" not in page
 
 
-def test_a_promotion_without_a_thread_has_failed(monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
+def test_a_gate_has_the_priority_that_the_explorer_was_started_with():
+    found = []
 
-    promotions = Promotions(None, None)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    promotions.start(PromotionRequest("p", 1, "champion", "log", "Ada"))
-    last, running = promotions.find("p")
-    assert running is None
-    assert last.error == "no thread could be started for it: can't start new thread"
+    def promote(lake, request, on_stage):
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        # Whatever a gate ends with, the next one is evaluated.
+        raise SystemExit(1) if len(found) == 1 else ZeroDivisionError
+
+    def start_and_yield():
+        # As run_explorer does; in a thread, so that the tests keep their own priority.
+        before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        promotions = Promotions(None, promote)
+        os.nice(1)
+        for _ in range(2):
+            promotions.start(PromotionRequest("p", 1, "champion", "log", "Ada"))
+            _wait_for_end(promotions)
+        expected.append(before)
+
+    expected = []
+    thread = threading.Thread(target=start_and_yield)
+    thread.start()
+    thread.join(120)
+    assert found == expected * 2 != []
 
 
 def test_without_leave_nobody_promotes(gate_lake, reader_type):

@@ -159,6 +159,34 @@ def test_a_sweep_is_drawn_from_options_to_values(sweep_lake, reader_type, hostil
     assert "selection/loss" in page.texts
 
 
+def test_a_sweep_has_differences_from_its_best_options(sweep_lake, reader_type, hostile):
+    lake = sweep_lake
+    before = next(one for one in lake.registry.runs() if one["run_id"] == "01sweep")
+    results = [
+        {"options": {"note": hostile}, "mean": 0.25, "difference": None},
+        {
+            "options": {"learning_rate": 1e-5},
+            "difference": 0.25,
+            "difference_low": -0.125,
+            "difference_high": 0.625,
+        },
+        {"options": {"learning_rate": 0.1}, "difference": 2.5, "difference_low": None},
+        {"options": {"learning_rate": 1.0}, "difference": None},
+    ]
+    try:
+        lake.registry.record_run("01sweep", {**before, "results": results})
+        page = reader_type(lake).page("/runs/01sweep")
+    finally:
+        lake.registry.record_run("01sweep", before)
+    assert "Differences from the best options" in page.texts
+    assert f"selection/loss minus that of the best: note={hostile}" in page.texts
+    rows = page.texts[page.texts.index("learning_rate=1e-05") :]
+    assert "0.25 (-0.125 to 0.625)" in rows
+    assert "2.5, no interval" in rows
+    assert "learning_rate=1" not in rows
+    assert "Differences from the best options" not in reader_type(lake).page("/runs/01sweep").texts
+
+
 def test_a_sweep_without_trials_says_so(sweep_lake, reader_type):
     assert (
         "No trial of this sweep has begun." in reader_type(sweep_lake).page("/runs/02sweep").texts

@@ -72,7 +72,12 @@ def test_the_delay_of_rewards_is_drawn(served):
 def test_drift_is_that_of_the_server(served):
     page = served.page("/serving/live")
     place = page.texts.index("clone:1", page.texts.index("Drift of observations"))
-    assert page.texts[place + 1 : place + 5] == ["0", "+3", "1", "+0"]
+    assert page.texts[place + 1 : place + 5] == [
+        "observation[0]",
+        "+3",
+        "observation[1]",
+        "+0",
+    ]
     assert "clone:2: its package has no statistics of its training observations." in page.texts
 
 

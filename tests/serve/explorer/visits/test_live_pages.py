@@ -76,14 +76,14 @@ class Reader:
 
     async def event(self):
         """Return the next event's name and what it has."""
-        text = await asyncio.wait_for(self._events.get(), 30)
+        text = await asyncio.wait_for(self._events.get(), 60)
         found = re.fullmatch(r"event: (\w+)\ndata:(.*)\n\n", text)
         assert found, text
         return found[1], json.loads(found[2]) if found[2] else None
 
     async def leave(self):
         self._left.set()
-        await asyncio.wait_for(self.task, 30)
+        await asyncio.wait_for(self.task, 60)
 
 
 @asynccontextmanager
@@ -129,7 +129,7 @@ def test_what_a_reader_has_is_not_sent_again(training):
     async def run():
         app = create_explorer(training)
         page = Reader(app, "/runs/01run", {})
-        await asyncio.wait_for(page.task, 30)
+        await asyncio.wait_for(page.task, 60)
         html = ""
         while not page._events.empty():
             html += page._events.get_nowait()
@@ -194,11 +194,11 @@ def test_there_are_so_many_streams_and_no_more(training, monkeypatch):
             await one.event()
             await two.event()
             async with follow(app, "/runs") as refused:
-                await asyncio.wait_for(asyncio.shield(refused.task), 30)
+                await asyncio.wait_for(asyncio.shield(refused.task), 60)
                 assert refused.status == 503
             # A page itself is still there.
             reader = Reader(app, "/runs", {})
-            await asyncio.wait_for(reader.task, 30)
+            await asyncio.wait_for(reader.task, 60)
             assert reader.status == 200
         async with follow(app, "/runs") as three:
             await three.event()
@@ -248,7 +248,7 @@ def test_a_page_that_fails_ends_its_stream(explored, caplog):
 
     async def run():
         async with follow(app, "/runs") as reader:
-            await asyncio.wait_for(asyncio.shield(reader.task), 30)
+            await asyncio.wait_for(asyncio.shield(reader.task), 60)
 
     asyncio.run(run())
     assert "error while /runs? was followed" in caplog.text
@@ -272,7 +272,7 @@ def test_a_silent_stream_is_kept_alive(training, monkeypatch):
     async def run():
         async with follow(create_explorer(training), "/runs") as reader:
             await reader.event()
-            assert await asyncio.wait_for(reader._events.get(), 30) == ":\n\n"
+            assert await asyncio.wait_for(reader._events.get(), 60) == ":\n\n"
 
     asyncio.run(run())
 

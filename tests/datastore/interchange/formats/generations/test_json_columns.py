@@ -43,7 +43,9 @@ def _file(path: Path, text: str) -> SourceFile:
 
 @given(lines=_lines(), block=st.integers(1, 9), ascii_only=st.booleans(), ends=st.booleans())
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_rows_are_those_of_the_objects(
     tmp_path: Path,

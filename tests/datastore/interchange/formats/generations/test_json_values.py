@@ -42,7 +42,9 @@ def values(file: SourceFile, **options: Any) -> list[Any]:
 
 @pytest.mark.slow
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(objects=st.lists(OBJECTS, min_size=1, max_size=5), indent=st.sampled_from([None, 1]))
 @pytest.mark.parametrize("block", [1, 7, 1 << 20])

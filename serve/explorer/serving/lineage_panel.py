@@ -1,4 +1,4 @@
-"""Lineage: from the data that versions of a policy learned from to the decisions they made."""
+"""Lineage: from the data that policy versions learned from to the decisions they made."""
 
 from __future__ import annotations
 
@@ -21,15 +21,23 @@ _RECENT_S: Final = 30.0
 _STAGES: Final = ("Data", "Run", "Version", "Decisions")
 
 
-def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs: Set[str]) -> Panel:
-    """Draw data, runs, versions and decision logs of a policy, and what led to what.
+def draw_lineage(
+    visit: Visit,
+    entries: Sequence[Mapping[str, Any]],
+    known_runs: Set[str],
+    *,
+    title: str = "Lineage",
+    max_versions: int = _MAX_VERSIONS,
+) -> Panel:
+    """Draw data, runs, versions and decision logs of policies, and what led to what.
 
-    entries: the versions of the policy, the newest first. known_runs: the runs that have a page.
+    entries: policy versions, the newest first; so many of them are drawn, and those with an alias.
+    known_runs: the runs that have a page.
     """
-    name = visit.path["name"]
-    aliased = [entry for entry in entries[_MAX_VERSIONS:] if entry["aliases"]]
-    shown = [*entries[:_MAX_VERSIONS], *aliased]
-    logs: dict[str, dict[int, int]] = {}
+    aliased = [entry for entry in entries[max_versions:] if entry["aliases"]]
+    shown = [*entries[:max_versions], *aliased]
+    names = {entry["policy"] for entry in shown}
+    logs: dict[str, dict[str, int]] = {}
     unreadable = []
     for dataset in visit.lake.datasets():
         try:
@@ -37,27 +45,35 @@ def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs:
         except ReplayLakeError as error:
             unreadable.append(tag("p", f"Decisions of {dataset}: {error}", class_="wrong"))
             continue
-        if own := {arm["policy_version"]: arm["num"] for arm in arms if arm["policy"] == name}:
+        if own := {
+            f"{arm['policy']}:{arm['policy_version']}": arm["num"]
+            for arm in arms
+            if arm["policy"] in names
+        }:
             logs[dataset] = own
     stages: list[dict[str, FlowNode]] = [{} for _ in _STAGES]
     links: set[tuple[int, str, str]] = set()
     for entry in shown:
-        version = str(entry["version"])
+        name = entry["policy"]
+        version = f"{name}:{entry['version']}"
         aliases = ", ".join(entry["aliases"])
-        stages[2][version] = FlowNode(f"{name}:{version}", aliases)
+        is_own_page = visit.path.get("name") == name
+        page = None if is_own_page else visit.link("policies", name)
+        stages[2][version] = FlowNode(version, aliases or "no alias", page)
         run_id = entry["run_id"] or ""
         address = visit.link("runs", run_id) if run_id in known_runs else None
         algorithm = str(entry["lineage"].get("algorithm") or "")
         data = _find_data(visit, entry)
         # Versions that learned from other data have a box of their own, also of the same run.
         run = json.dumps([run_id, sorted(data)])
-        stages[1].setdefault(run, FlowNode(run_id or "not recorded", algorithm, address))
+        node = FlowNode(run_id or "not recorded", algorithm, address, is_id=bool(run_id))
+        stages[1].setdefault(run, node)
         links.add((1, run, version))
-        for key, node in data.items():
-            stages[0].setdefault(key, node)
+        for key, source in data.items():
+            stages[0].setdefault(key, source)
             links.add((0, key, run))
         for dataset, nums in logs.items():
-            num = nums.get(entry["version"])
+            num = nums.get(version)
             if num is None:
                 continue
             address = visit.link("serving", dataset)
@@ -66,11 +82,12 @@ def draw_lineage(visit: Visit, entries: Sequence[Mapping[str, Any]], known_runs:
             links.add((2, version, dataset))
     note = "Each line leads from a source to a result. Each decision's page has its own lineage."
     if len(entries) > len(shown):
-        note = f"The newest {_MAX_VERSIONS} versions, and those with an alias. {note}"
+        note = f"The newest {max_versions} versions, and those with an alias. {note}"
     titled = list(zip(_STAGES, stages, strict=True))
-    chart = flow_chart(titled, sorted(links), label=f"Lineage of {name}")
+    label = f"Lineage of {', '.join(sorted(names))}"
+    chart = flow_chart(titled, sorted(links), label=label)
     visit.take_queries()
-    return Panel("Lineage", [chart, unreadable], note=note)
+    return Panel(title, [chart, unreadable], note=note)
 
 
 def _read_recent_arms(visit: Visit, dataset: str) -> list[dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Rollouts of language agents: dialogues of a model with an environment."""
