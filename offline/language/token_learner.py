@@ -635,6 +635,8 @@ class TokenLearner:
             mask=pad(masks, batch_first=True)[:, :limit],
             images=data.images,
         )
+        # A sequence without a token in the mask has no prompt that could precede the other.
+        found.mask[:, 0] = False
         found.reference = self._evaluate_reference(found)
         return found
 

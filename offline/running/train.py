@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replaylake.datastore.errors import CommitConflictError, NotFoundError, SchemaMismatchError
+from replaylake.datastore.errors import SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
@@ -23,7 +23,7 @@ from replaylake.datastore.lake.runs.summary import EVALUATION
 from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.names import new_ulid
 from replaylake.offline.algorithms.catalog import check_algorithm, require
-from replaylake.offline.callbacks import Callbacks, RunStart
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.evaluation.evaluate import Evaluation
 from replaylake.offline.learning.learner import torch_threads
 from replaylake.offline.learning.process_group import (
@@ -34,12 +34,17 @@ from replaylake.offline.learning.process_group import (
 from replaylake.offline.running.distributed import run_distributed
 from replaylake.offline.running.training.config import TrainConfig, TrainRequest
 from replaylake.offline.running.training.data import check_same_data, find_needs
-from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
+from replaylake.offline.running.training.interruption import Interruption
 from replaylake.offline.running.training.job import TrainingJob, make_final_evaluation, prepare
 from replaylake.offline.running.training.lake_observer import LakeObserver, NullObserver
 from replaylake.offline.running.training.packaging import build_package
 from replaylake.offline.running.training.process_group import sync_stop
-from replaylake.offline.running.training.run_record import RunRecord, find_run
+from replaylake.offline.running.training.run_loop import (
+    follow_updates,
+    record_lost_leader,
+    run_updates,
+)
+from replaylake.offline.running.training.run_record import KIND, RunRecord, find_run
 from replaylake.offline.running.training.trainer import Trainer
 
 
@@ -184,11 +189,7 @@ def _run_distributed(lake: Lake, work: _RunSpec, callbacks: Callbacks) -> TrainR
     try:
         run_distributed(_run_process, (lake.url, work), config.learners, config.device, callbacks)
     except BaseException as error:
-        # Of a leader that was killed the record still says that it runs.
-        with suppress(NotFoundError, CommitConflictError), RunLease(lake.storage, work.run_id):
-            record = find_run(lake.registry, work.run_id)
-            if record["status"] == "running":
-                RunRecord(lake.registry, work.run_id, record).record_error(error)
+        record_lost_leader(lake, work.run_id, KIND, error)
         raise
     record = find_run(lake.registry, work.run_id)
     ref = lake.registry.resolve(f"{record['policy']}:{record['policy_version']}")
@@ -243,21 +244,17 @@ def _run(
             ),
             timings=timings,
         )
-        if resumed:
-            if (checkpoint := run.load_latest()) is not None:
-                job.learner.load_state_dict(checkpoint.arrays)
-                trainer.load_state_dict(checkpoint.update, checkpoint.state)
-            record.record_resume(trainer.update)
-        group.broadcast(trainer.update)
-        if callbacks.on_start is not None:
-            callbacks.on_start(RunStart(record.run_id, trainer.update, resumed, job.data.remarks))
-        try:
-            with interruption.handle_signals():
-                is_complete = trainer.run()
-        except KeyboardInterrupt as error:
-            raise RunInterrupted(record.run_id, run.last_saved) from error
-        if not is_complete:
-            raise RunInterrupted(record.run_id, trainer.update)
+        run_updates(
+            trainer,
+            job.learner,
+            run,
+            record,
+            callbacks=callbacks,
+            interruption=interruption,
+            group=group,
+            resumed=resumed,
+            remarks=job.data.remarks,
+        )
         return _register_policy(lake, job, record, lease, trainer, run)
 
 
@@ -388,11 +385,4 @@ def follow_leader(lake: Lake, request: TrainRequest, run_id: str, group: Process
         should_end=sync_stop(job.learner, lambda: False),
     )
     with torch_threads(request.config.threads):
-        update = int(group.broadcast(0))
-        if update == ALREADY_FINISHED:
-            return
-        if update > 0:
-            checkpoint = Checkpoints(lake.storage, run_id).load(update)
-            job.learner.load_state_dict(checkpoint.arrays)
-            trainer.load_state_dict(checkpoint.update, checkpoint.state)
-        trainer.run()
+        follow_updates(trainer, job.learner, lake, run_id, group)

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.errors import (
     AlreadyExistsError,
-    CommitConflictError,
     ConfigInvalidError,
     NotFoundError,
     SchemaMismatchError,
@@ -41,7 +40,7 @@ from replaylake.datastore.replay.tokens.sequence_images import SequenceImages
 from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
-from replaylake.offline.callbacks import Callbacks, RunStart
+from replaylake.offline.callbacks import Callbacks
 from replaylake.offline.language.pretrained import (
     ORIGIN,
     ModelFolder,
@@ -70,8 +69,13 @@ from replaylake.offline.learning.process_group import (
     ProcessGroup,
 )
 from replaylake.offline.running.distributed import run_distributed
-from replaylake.offline.running.training.interruption import Interruption, RunInterrupted
+from replaylake.offline.running.training.interruption import Interruption
 from replaylake.offline.running.training.lake_observer import LakeObserver, NullObserver
+from replaylake.offline.running.training.run_loop import (
+    follow_updates,
+    record_lost_leader,
+    run_updates,
+)
 from replaylake.offline.running.training.run_record import RunRecord, find_run
 from replaylake.offline.running.training.trainer import MetricSums, Observer, TrainProgress
 
@@ -144,6 +148,8 @@ class LanguageConfig:
                 f"{near_matches(self.method, METHODS)}.",
                 parameter="method",
             )
+        has_others = self.method != "kto" or self.batch_size > 1
+        expect(has_others, "language training: batch_size", self.batch_size, "2 or more for kto")
         if (self.max_staleness is None) != (self.policy_version is None):
             raise ConfigInvalidError(
                 "language training: found one of max_staleness and policy_version, expected both "
@@ -276,16 +282,13 @@ class _RunSpec:
 def _execute(lake: Lake, spec: _RunSpec, callbacks: Callbacks) -> LanguageResult:
     """Execute a run in this process, or in several."""
     config = spec.config
+    _check_launcher()
     if config.learners == 1:
         return _lead(lake, spec, callbacks, SINGLE_PROCESS)
     try:
         run_distributed(_run_process, (lake.url, spec), config.learners, config.device, callbacks)
     except BaseException as error:
-        # The record of a leader that was killed still has the status `running`.
-        with suppress(NotFoundError, CommitConflictError), RunLease(lake.storage, spec.run_id):
-            record = find_run(lake.registry, spec.run_id, kind=KIND)
-            if record["status"] == "running":
-                RunRecord(lake.registry, spec.run_id, record, kind=KIND).record_error(error)
+        record_lost_leader(lake, spec.run_id, KIND, error)
         raise
     return _make_result(lake, find_run(lake.registry, spec.run_id, kind=KIND), config)
 
@@ -334,14 +337,7 @@ def _follow(lake: Lake, spec: _RunSpec, group: ProcessGroup) -> None:
     job = _prepare(lake, spec, Callbacks(), group)
     loop = _Loop(job, NullObserver(), Callbacks(), Interruption())
     with job, torch_threads(spec.config.threads):
-        update = int(group.broadcast(0))
-        if update == ALREADY_FINISHED:
-            return
-        if update > 0:
-            checkpoint = Checkpoints(lake.storage, spec.run_id).load(update)
-            job.learner.load_state_dict(checkpoint.arrays)
-            loop.load_state_dict(checkpoint.update, checkpoint.state)
-        loop.run()
+        follow_updates(loop, job.learner, lake, spec.run_id, group)
 
 
 def _load_finished_result(lake: Lake, record: Mapping[str, Any]) -> LanguageResult:
@@ -522,21 +518,17 @@ def _run(
         stack.enter_context(closing(observer))
         stack.enter_context(torch_threads(config.threads))
         loop = _Loop(job, observer, callbacks, interruption)
-        if resumed:
-            if (checkpoint := observer.load_latest()) is not None:
-                job.learner.load_state_dict(checkpoint.arrays)
-                loop.load_state_dict(checkpoint.update, checkpoint.state)
-            record.record_resume(loop.update)
-        job.group.broadcast(loop.update)
-        if callbacks.on_start is not None:
-            callbacks.on_start(RunStart(record.run_id, loop.update, resumed, job.remarks))
-        try:
-            with interruption.handle_signals():
-                is_complete = loop.run()
-        except KeyboardInterrupt as error:
-            raise RunInterrupted(record.run_id, observer.last_saved) from error
-        if not is_complete:
-            raise RunInterrupted(record.run_id, loop.update)
+        run_updates(
+            loop,
+            job.learner,
+            observer,
+            record,
+            callbacks=callbacks,
+            interruption=interruption,
+            group=job.group,
+            resumed=resumed,
+            remarks=job.remarks,
+        )
         observer.close()
         lease.confirm()
         folder = _write_model(job, record)
@@ -662,6 +654,25 @@ def _check_device(device: str) -> None:
             f"machine has, such as cpu ({text}).",
             parameter="device",
         ) from error
+
+
+def _check_launcher() -> None:
+    """Refuse a launcher's configuration, which would be ignored. Raises: ConfigInvalidError."""
+    num = os.environ.get("WORLD_SIZE", "1")
+    if num != "1":
+        # Each of its processes would train the whole run.
+        raise ConfigInvalidError(
+            f"language training: found WORLD_SIZE {num}, which accelerate and torchrun set for "
+            "processes that train together, expected one process. Start it without a launcher, "
+            f"with learners = {num}: it starts the others itself.",
+            parameter="learners",
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision != "no":
+        raise ConfigInvalidError(
+            f"language training: found mixed precision {precision} in the configuration of "
+            "accelerate, expected no: training is in float32. Start it without a launcher."
+        )
 
 
 def _is_written(folder: Path, run_id: str) -> bool:

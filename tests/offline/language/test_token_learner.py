@@ -166,6 +166,14 @@ def test_preferences_are_relative_to_the_first_model(model_folder, batch, curren
     assert second == pytest.approx(losses.mean(), rel=1e-4)
 
 
+def test_a_sequence_that_was_not_sampled_takes_no_part_in_the_divergence(model_folder, batch):
+    mask = batch.loss_mask.copy()
+    mask[1] = False
+    metrics = make_learner(model_folder, "kto").update(replace(batch, loss_mask=mask))
+    assert metrics["loss"] == pytest.approx(0.5)
+    assert metrics["kl_mismatched"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_a_reward_model_begins_with_equal_scores_and_learns_the_order(model_folder, batch):
     ranked = replace(batch, episode_returns=np.arange(len(batch), dtype=np.float32))
     learner = make_learner(model_folder, "reward", learning_rate=0.01, center_coef=0.01)

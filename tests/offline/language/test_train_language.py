@@ -185,6 +185,7 @@ def test_nothing_begins_that_could_not_end(recorded, model_folder, tmp_path):
         ({"device": "tpux"}, ConfigInvalidError, "device: found 'tpux'"),
         ({"device": "meta"}, ConfigInvalidError, "device: found 'meta'"),
         ({"device": "cuda:9"}, ConfigInvalidError, "device: found 'cuda:9'"),
+        ({"method": "kto", "batch_size": 1}, ConfigInvalidError, "batch_size: found 1, expected 2"),
         ({"max_staleness": 2}, ConfigInvalidError, "max_staleness and policy_version"),
         ({"updates": 0}, ConfigInvalidError, "updates: found 0, expected 1 or more"),
     ):
@@ -193,6 +194,22 @@ def test_nothing_begins_that_could_not_end(recorded, model_folder, tmp_path):
             train_language(recorded, "agents", config(**values))
     assert len(recorded.registry.runs()) == num_runs
     assert list(tmp_path.iterdir()) == [tmp_path / "taken"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("WORLD_SIZE", "2", "found WORLD_SIZE 2, .* with learners = 2"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed precision bf16"),
+    ],
+)
+def test_the_configuration_of_a_launcher_is_not_ignored(
+    recorded, model_folder, tmp_path, monkeypatch, variable, value, text
+):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigInvalidError, match=text):
+        train_language(recorded, "agents", config(model_folder, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_only_sequences_that_are_selected_have_to_fit(model_folder, tmp_path):
