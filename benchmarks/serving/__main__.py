@@ -62,11 +62,11 @@ def _peer(system: str, scratch: Path, seconds: int) -> Iterator[tuple[str, float
 
 def _ours(system: str, scratch: Path, seconds: int) -> Iterator[tuple[str, float, str]]:
     lake = scratch / "lake"
-    _register(lake, scratch / "package")
+    register_policy(lake, scratch / "package")
     for workers in (1, 2):
         dataset = f"live_{workers}"
         port = free_port()
-        command = _serve(lake, dataset, port, OURS[system], workers)
+        command = ours_command(lake, dataset, port, OURS[system], workers)
         with running(command, port, ONE_BODY, {"OMP_NUM_THREADS": "1"}) as server:
             if workers == 2:
                 load = run_wrk(server.url, ONE_BODY, connections=16, seconds=seconds)
@@ -98,13 +98,13 @@ def _one_at_a_time(
     yield "memory of all processes", server.resident_mib(), "MiB"
 
 
-def _serve(lake: Path, dataset: str, port: int, server: str, workers: int) -> Sequence[str]:
+def ours_command(lake: Path, dataset: str, port: int, server: str, workers: int) -> Sequence[str]:
     command = [str(Path(sys.executable).with_name("replaylake")), "serve", "bench"]
     command += ["--lake", str(lake), "--log-to", dataset, "--explore", "epsilon=0.05"]
     return [*command, "--port", str(port), "--server", server, "--workers", str(workers)]
 
 
-def _register(lake_folder: Path, package: Path) -> None:
+def register_policy(lake_folder: Path, package: Path) -> None:
     from replaylake.datastore.episodes.spaces import Box, Discrete
     from replaylake.datastore.lake.lake import open_lake
     from replaylake.datastore.lake.policies.package import save_package

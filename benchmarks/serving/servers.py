@@ -28,7 +28,7 @@ class Running:
 
     def resident_mib(self) -> float:
         """Return the memory of all its processes; what they share counts once (PSS)."""
-        return sum(_pss_mib(pid) for pid in _tree(self.pid))
+        return sum(_pss_mib(pid) for pid in list_processes(self.pid))
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _answers(port: int, body: str) -> bool:
         connection.close()
 
 
-def _tree(root: int) -> list[int]:
+def list_processes(root: int) -> list[int]:
     """Return a process and all that it started."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
