@@ -46,8 +46,8 @@ class Callbacks:
     - `on_reading(shards decoded, shards)`: `train`, `train_language` and their `resume` functions,
       while the episodes are read.
     - `on_start(start)`: once before the first update or step. It receives a `RunStart` from
-      `train`, `train_online`, `train_language`, their `resume` functions and `rollout_language`,
-      and a `SweepStart` from `tune` and `resume_sweep`.
+      `train`, `train_online`, `train_language`, `train_language_online`, their `resume`
+      functions and `rollout_language`, and a `SweepStart` from `tune` and `resume_sweep`.
     - `on_progress(progress)`: about four times a second, and at the end. It receives a
       `TrainProgress` from `train`, `train_language` and their `resume` functions; an
       `OnlineProgress` from `train_online` and `resume_online`; a `TrialProgress` from `tune` and

@@ -406,8 +406,10 @@ class _Run:
         )
 
     async def _make_all(self) -> None:
-        async with self._environment.serve():
-            await self._make_left()
+        # The model's connections are those of this event loop.
+        with closing(self._model):
+            async with self._environment.serve():
+                await self._make_left()
 
     async def _make_left(self) -> None:
         left = iter(self._left)

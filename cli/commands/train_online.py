@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 _COLLECTING: Final = "Collection options"
 _LEARNING: Final = "Learning options"
 _MONITORING: Final = "Monitoring options"
+# The kind of runs of language models, and what is shown of a round, if it is known.
+_LANGUAGE: Final = "train language online"
+_LANGUAGE_SHOWN: Final = ("mean_reward", "group_pass_rate", "staleness", "kl_behavior", "entropy")
 # With which a store refuses until there is room.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -91,6 +94,26 @@ def online(
             metavar="NAME",
             help="Name to register the policy under, as its next version; required unless --resume "
             "is given.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="DIR",
+            help="Initial language model, a directory that transformers wrote; the algorithm is "
+            "then grpo, rloo, ppo, ...",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            metavar="DIR",
+            help="Directory to create for the versions of the language model; required with "
+            "--model.",
             show_default=False,
         ),
     ] = None,
@@ -266,11 +289,13 @@ def online(
 
     Workers append every step to the dataset, the learner samples from it, and the best policy is
     registered. --config and --set take options of the run (batch_size, min_size, patience, ...) and
-    of the algorithm. Creates the lake if there is none.
+    of the algorithm. Creates the lake if there is none. With --model, a language model is trained
+    on its own rollouts (docs/LANGUAGE_ROLLOUTS.md).
 
     Example:
       replaylake train online --env CartPole-v1 --algorithm dqn --dataset cartpole --policy dqn
       replaylake train online --env Pendulum-v1 --algorithm sac --dataset pendulum --policy sac
+      replaylake train online --env sums:play --algorithm grpo --model base --output new --dataset d
       replaylake train online --resume 01m7xx37q2a1tjwqb8trpt4zek
     """
     check_project(wandb, mlflow)
@@ -298,8 +323,16 @@ def online(
     }
     values = {key: value for key, value in flags.items() if value is not None}
     if resume is not None:
-        check_no_other_options(dataset, config, assignments, *values.values())
+        check_no_other_options(dataset, config, assignments, model, output, *values.values())
     options = read_options(config, assignments or []) | values
+    if model is not None or "model" in options:
+        named = {"model": model, "output": output}
+        options |= {key: value for key, value in named.items() if value is not None}
+        _check_language(values, {**options, "dataset": dataset})
+        _train_language(CommandOutput(as_json), lake, dataset, options, None, wandb, mlflow)
+        return
+    if output is not None:
+        raise typer.BadParameter("found it without --model.", param_hint="--output")
     if resume is None:
         names = {key: options.get(key) for key in ("env", "policy")}
         _check_required({"--env": names["env"], "--dataset": dataset, "--policy": names["policy"]})
@@ -313,6 +346,9 @@ def online(
 
     report = CommandOutput(as_json)
     store = open_lake(lake, create=resume is None)
+    if resume is not None and find_run(store.registry, resume).get("kind") == _LANGUAGE:
+        _train_language(report, lake, None, {}, resume, wandb, mlflow)
+        return
     settings: OnlineConfig | None = None
     if resume is None:
         if "algorithm" not in options and options.get("start_from"):
@@ -334,6 +370,75 @@ def online(
         with print_resume_hint(report, "train online", without="from what was collected"):
             result = _run_with_progress(report, store, watch, server, run)
     report.print_result(result_body(result), iter_summary(result))
+
+
+def _check_language(values: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuse options of other runs beside a language model. Raises: typer.BadParameter."""
+    allowed = ("algorithm", "env", "env_args", "max_staleness", "seed")
+    for name in values:
+        if name not in allowed:
+            raise typer.BadParameter(
+                "found it beside a language model, expected neither.",
+                param_hint=f"--{name.replace('_', '-')}",
+            )
+    for name in ("env", "dataset", "output"):
+        if options.get(name) is None:
+            raise typer.BadParameter("found none.", param_hint=f"--{name}")
+
+
+def _train_language(
+    report: CommandOutput,
+    lake: str,
+    dataset: str | None,
+    options: Mapping[str, Any],
+    resume: str | None,
+    wandb: str | None,
+    mlflow: str | None,
+) -> None:
+    """Train a language model on its own rollouts, or resume such a run."""
+    from replaylake.cli.output.watch import watchers
+    from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.runs.summary import find_run
+    from replaylake.offline.callbacks import Callbacks
+    from replaylake.online import train_language_online as training
+
+    settings = None if resume is not None else training.online_language_config(options)
+    store = open_lake(lake, create=resume is None)
+    with (
+        watchers(report, store, wandb_project=wandb, mlflow_experiment=mlflow) as watch,
+        print_resume_hint(report, "train online", without="from what was generated"),
+    ):
+
+        def tell_start(start: RunStart) -> None:
+            announce_start(report, watch, start)
+
+        def tell(number: int, values: Mapping[str, float]) -> None:
+            watch(number, values)
+            shown = [f"{n} {number_text(values[n])}" for n in _LANGUAGE_SHOWN if n in values]
+            report.print_message(f"round {number}  {'  '.join(shown)}")
+
+        callbacks = Callbacks(
+            on_start=tell_start,
+            on_metrics=tell,
+            on_remark=lambda text: report.print_message(f"note: {text}"),
+        )
+        if settings is None:
+            run_id = find_run(store.registry, resume or "")["run_id"]
+            result = training.resume_language_online(store, run_id, callbacks=callbacks)
+        else:
+            result = training.train_language_online(
+                store, dataset or "", settings, callbacks=callbacks
+            )
+    body = {
+        "run_id": result.run_id,
+        "output": str(result.output),
+        "rounds": [dict(one) for one in result.rounds],
+        "was_done": result.already_finished,
+    }
+    lines = [f"{count(len(result.rounds), 'round')}; saved model {result.output}"]
+    if result.already_finished:
+        lines.insert(0, f"run {result.run_id} is done already: nothing was changed")
+    report.print_result(body, lines)
 
 
 def _shares(texts: Sequence[str]) -> dict[str, float]:

@@ -65,7 +65,7 @@ class LanguageModel(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the model holds."""
+        """Release what the model holds; may be called twice."""
         ...
 
 

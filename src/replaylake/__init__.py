@@ -36,6 +36,7 @@ __all__ = [
     "MultiBinary",
     "MultiDiscrete",
     "OnlineConfig",
+    "OnlineLanguageConfig",
     "PolicyClient",
     "QueryLimits",
     "ReadOptions",
@@ -80,6 +81,7 @@ __all__ = [
     "record_language",
     "resume",
     "resume_language",
+    "resume_language_online",
     "resume_online",
     "resume_sweep",
     "rollout",
@@ -90,6 +92,7 @@ __all__ = [
     "to_torch",
     "train",
     "train_language",
+    "train_language_online",
     "train_online",
     "trim",
     "tune",
@@ -167,6 +170,11 @@ if TYPE_CHECKING:
     from replaylake.online.rollout import rollout
     from replaylake.online.rollout_language import LanguageRolloutConfig, rollout_language
     from replaylake.online.train import resume_online, train_online
+    from replaylake.online.train_language_online import (
+        OnlineLanguageConfig,
+        resume_language_online,
+        train_language_online,
+    )
     from replaylake.online.training.config import OnlineConfig
     from replaylake.serve.client import AsyncPolicyClient, PolicyClient
     from replaylake.serve.fallback import FallbackPolicy
@@ -200,6 +208,7 @@ _LOCATIONS = {
     "MultiBinary": ("datastore.episodes.spaces", "MultiBinary"),
     "MultiDiscrete": ("datastore.episodes.spaces", "MultiDiscrete"),
     "OnlineConfig": ("online.training.config", "OnlineConfig"),
+    "OnlineLanguageConfig": ("online.train_language_online", "OnlineLanguageConfig"),
     "PolicyClient": ("serve.client", "PolicyClient"),
     "QueryLimits": ("datastore.query.untrusted", "QueryLimits"),
     "ReadOptions": ("datastore.interchange.formats.format", "ReadOptions"),
@@ -243,6 +252,7 @@ _LOCATIONS = {
     "record_language": ("online.recorders.language_recorder", "record_language"),
     "resume": ("offline.running.train", "resume"),
     "resume_language": ("offline.running.train_language", "resume_language"),
+    "resume_language_online": ("online.train_language_online", "resume_language_online"),
     "resume_online": ("online.train", "resume_online"),
     "resume_sweep": ("offline.running.tune", "resume_sweep"),
     "rollout": ("online.rollout", "rollout"),
@@ -253,6 +263,7 @@ _LOCATIONS = {
     "to_torch": ("datastore.replay.to_torch", "to_torch"),
     "train": ("offline.running.train", "train"),
     "train_language": ("offline.running.train_language", "train_language"),
+    "train_language_online": ("online.train_language_online", "train_language_online"),
     "train_online": ("online.train", "train_online"),
     "trim": ("datastore.maintenance.trim", "trim"),
     "tune": ("offline.running.tune", "tune"),

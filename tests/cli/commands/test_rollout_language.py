@@ -83,3 +83,19 @@ def test_what_is_not_there_is_named_and_nothing_is_written(run: Any, lake: Any) 
     assert ran.code == 2
     assert "--upstream: found 'ftp://x', expected a URL" in ran.err
     assert not lake.exists()
+
+
+def test_train_online_names_options_that_are_missing_or_of_other_runs(run: Any) -> None:
+    train = ("train", "online", "--env", "sums_of_cli:play", "--model", "absent")
+    for command, option in (
+        ((*train, "--dataset", "sums"), "--output"),
+        ((*train, "--output", "new"), "--dataset"),
+        ((*train, "--output", "new", "--dataset", "d", "--workers", "2"), "--workers"),
+        (("train", "online", "--output", "new"), "--output"),
+    ):
+        ran = run(*command)
+        assert ran.code == 2, command
+        assert option in ran.err
+    ran = run(*train, "--output", "new", "--dataset", "sums", "--set", "rounds=0")
+    ran.failed("rounds: found 0")
+    run(*train, "--output", "new", "--dataset", "sums").failed("absent has no config.json")

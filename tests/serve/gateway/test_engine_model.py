@@ -8,10 +8,13 @@ from contextlib import suppress
 
 import pytest
 
+import replaylake as rl
 from replaylake.datastore.errors import ConfigInvalidError, GenerationError, RolloutError
 from replaylake.serve.gateway.engine_model import EngineModel
 
 ENGINES = ["vllm", "sglang", "llama.cpp", "openai"]
+# Of a dialogue of two turns: its ids are those of letters, with one before and after each message.
+MASK = [*[0] * 5, *[1] * 3, *[0] * 5, *[1] * 3]
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
 
@@ -173,3 +176,27 @@ def test_arguments_of_another_form_are_refused():
         assert error.value.parameter == parameter
     with pytest.raises(ConfigInvalidError, match="sampling: found stream"):
         generate("http://127.0.0.1:1", "ab", sampling={"stream": True})
+
+
+def test_rollouts_have_the_ids_and_the_version_of_the_engine(engine, tmp_path):
+    async def play(task, chat):
+        messages = [{"role": "user", "content": "ab"}]
+        messages.append(await chat(messages))
+        await chat([*messages, {"role": "user", "content": "cd"}])
+        return 1.0
+
+    lake = rl.open(tmp_path / "lake", create=True)
+    model = EngineModel(engine.url, retry_s=0.0)
+    config = rl.LanguageRolloutConfig(env=play, tasks=[{}], samples=2, seed=0)
+    receipt = rl.rollout_language(lake, "talks", model, config)
+    assert (receipt.num_rollouts, receipt.num_turns, receipt.num_failed) == (2, 4, 0)
+    rows = lake.sql("select * from talks.steps order by episode_id, step").to_pylist()[:2]
+    assert [row["action"] for row in rows] == ["AB", "CD"]
+    assert [row["policy"] for row in rows] == ["tiny", "tiny"]
+    if engine.kind in ("vllm", "sglang"):
+        # The engine goes on where its answer ended, so the two turns are one sequence.
+        sequences = lake.sql("select loss_mask from talks.sequences").to_pylist()
+        assert [one["loss_mask"] for one in sequences] == [MASK] * 2
+        assert rows[1]["policy_version"] == (7 if engine.kind == "sglang" else None)
+    else:
+        assert [row["action_tokens"] for row in rows] == [None, None]
