@@ -700,6 +700,7 @@ _PAGES: dict[str, Page] = {
     "docs/LABELS.md": Page(),
     "docs/LANGUAGE.md": Page(),
     "docs/LANGUAGE_ROLLOUTS.md": Page(not_run=1),
+    "docs/LANGUAGE_SERVING.md": Page(not_run=5, slow=False),
     "docs/LANGUAGE_TRAINING.md": Page(),
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(not_run=2),

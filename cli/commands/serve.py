@@ -444,7 +444,7 @@ def _serve_language(
     from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded
     from replaylake.serve.gateway.config import GatewayConfig
     from replaylake.serve.gateway.openai_api import AUTO, VLLM
-    from replaylake.serve.language.server import LanguageServer, run_language_server
+    from replaylake.serve.language.server import LanguageServeConfig, run_language_server
 
     keep_pandas_unloaded()
     name = f"{served.name}:{served.version}"
@@ -470,7 +470,7 @@ def _serve_language(
             f"note: the engine at {url} has to run {name}. Its calls are recorded as this version, "
             "also if the alias moves: start the server again with the new version then."
         )
-    config = LanguageServer(
+    config = LanguageServeConfig(
         GatewayConfig(
             upstream=url or "",
             lake=lake,

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LanguageServer:
+class LanguageServeConfig:
     """One server of a language policy.
 
     policy: `name:version`, `name@alias`, `name`, or the path of a package; version: what it means
@@ -51,7 +51,7 @@ class LanguageServer:
 
 
 def run_language_server(
-    config: LanguageServer, on_ready: Callable[[GatewayConfig], None] | None = None
+    config: LanguageServeConfig, on_ready: Callable[[GatewayConfig], None] | None = None
 ) -> int:
     """Answer and record calls until SIGINT or SIGTERM, then return 0.
 
@@ -83,7 +83,7 @@ def run_language_server(
 
 
 @contextmanager
-def _open_engines(config: LanguageServer, lake: Lake) -> Iterator[Router[ServedEngine]]:
+def _open_engines(config: LanguageServeConfig, lake: Lake) -> Iterator[Router[ServedEngine]]:
     """Start the engines of all arms, follow the aliases, and stop the engines at the end."""
     running: list[ServedEngine] = []
     follower: AliasFollower[ServedEngine] | None = None
@@ -138,7 +138,7 @@ def _open_engines(config: LanguageServer, lake: Lake) -> Iterator[Router[ServedE
 
 
 def _follow(
-    config: LanguageServer,
+    config: LanguageServeConfig,
     lake: Lake,
     router: Router[ServedEngine],
     load: Callable[[str, int, str], ServedEngine],

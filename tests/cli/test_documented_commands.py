@@ -34,6 +34,7 @@ _PAGES = (
     "docs/LABELS.md",
     "docs/LANGUAGE.md",
     "docs/LANGUAGE_ROLLOUTS.md",
+    "docs/LANGUAGE_SERVING.md",
     "docs/LANGUAGE_TRAINING.md",
     "docs/MAINTENANCE.md",
     "docs/NIGHTLY.md",

@@ -8,7 +8,7 @@ from pathlib import Path
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.serve.gateway import server as gateway_server
 from replaylake.serve.gateway.config import GatewayConfig
-from replaylake.serve.language.server import LanguageServer, run_language_server
+from replaylake.serve.language.server import LanguageServeConfig, run_language_server
 from replaylake.serve.recording import outcome_log
 
 # Calls and rewards are committed at once, as tests would wait for them.
@@ -26,7 +26,7 @@ def command(policy, descriptor):
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of engine.py
 lake, policy, *canary = sys.argv[1:]
 ref = open_lake(lake).registry.resolve(policy)
-config = LanguageServer(
+config = LanguageServeConfig(
     GatewayConfig("", lake, "agents", port=0, engine="vllm"),
     policy,
     ref.name,
