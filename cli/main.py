@@ -48,6 +48,7 @@ from replaylake.cli.commands import (
     profile_run,
     promote,
     quarantine,
+    register_policy,
     replay_decisions,
     retention,
     rollout,
@@ -260,6 +261,7 @@ _register(_policies, "protect", policies.protect_policy)
 _register(_policies, "unprotect", policies.unprotect_policy)
 _register(_policies, "delete", policies.delete_policy)
 _register(_policies, "import", import_policy.import_policy)
+_register(_policies, "register", register_policy.register_policy)
 _register(_policies, "package", package.package)
 _register(app, "serve", serve.serve)
 app.add_typer(_webhooks, name="webhooks")

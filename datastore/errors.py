@@ -20,6 +20,7 @@
     ├── TrainingError               a loss or parameter that is no longer finite
     ├── RolloutError                an environment that raised, or a rollout worker that died
     ├── PackageInvalidError         a policy package with missing, altered or unreadable files
+    ├── PolicyKindError             a language model where actions are needed, or the reverse
     ├── StorageError                the disk or object store said no
     │   └── TransientStorageError    for now: a full disk, a store out of reach
     ├── ServeError                  the server could not start
@@ -125,6 +126,10 @@ class RolloutError(ReplayLakeError):
 
 class PackageInvalidError(ReplayLakeError):
     """A policy package that is not whole."""
+
+
+class PolicyKindError(ReplayLakeError):
+    """A language model where a policy of actions is needed, or the other way around."""
 
 
 class StorageError(ReplayLakeError):

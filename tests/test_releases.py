@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import importlib
 import json
 import os
@@ -20,8 +21,10 @@ import pyarrow as pa
 import pytest
 
 import replaylake as rl
+from replaylake.datastore.lake.policies.manifest import describe_model
 from replaylake.datastore.maintenance.compact import compact
 from replaylake.datastore.maintenance.fsck.fsck import fsck
+from replaylake.datastore.version import VERSION
 
 _FIXTURES = Path(__file__).parent / "fixtures"
 _WHEELS = sorted((_FIXTURES / "releases").glob("*.whl"))
@@ -197,6 +200,28 @@ def test_a_release_refuses_media_of_messages_and_reads_other_datasets(
     assert done.returncode == 1
     assert not target.exists()
     assert release.run("show", "agents", "--lake", lake.path).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_release_refuses_a_language_model_by_name(release: Release, tmp_path: Path) -> None:
+    """They came after 0.1.0, which has no graph to act with."""
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.iterdir()}
+    lake = rl.open(tmp_path / "lake", create=True)
+    manifest = describe_model(model, files, {})
+    lake.registry.register_model("agent", model, manifest, run_id="", lineage={})
+    listed = release.run("policies", "list", "--json", "--lake", lake.path)
+    assert json.loads(listed.stdout)["policies"][0]["policy"] == "agent"
+    for command in (("policies", "show", "agent"), ("serve", "agent", "--port", "0")):
+        done = release.run(*command, "--lake", lake.path)
+        assert done.returncode == 1
+        assert "found policy package format 3" in done.stderr
+        assert f"Install ReplayLake {VERSION} or later" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -183,11 +183,15 @@ def _selection_lines(data: Mapping[str, Any], indent: str) -> Iterator[str]:
             f"an unknown number of {what}s"
             if data[f"num_{what}s"] is None
             else count(data[f"num_{what}s"], what)
-            for what in ("episode", "step")
+            for what in (
+                ("episode", "step")
+                if data["num_sequences"] is None
+                else ("episode", "sequence", "token")
+            )
         ]
         yield f"{indent}{name}: {', '.join(numbers)}"
         yield f"{indent}  content {data['content_hash'] or 'unknown'}"
-    for key in ("where", "where_steps", "reward"):
+    for key in ("where", "where_steps", "where_sequences", "reward"):
         if data[key] is not None:
             value = describe_where(data[key]) if key == "where" else data[key]
             yield f"{indent}  {key} {value}"

@@ -20,7 +20,7 @@ from replaylake.cli.options import (
     PolicyArgument,
     user_name,
 )
-from replaylake.cli.output.command_output import CommandOutput, cell_text, table_lines
+from replaylake.cli.output.command_output import CommandOutput, cell_text, count, table_lines
 from replaylake.cli.output.run_lines import record_lines
 
 if TYPE_CHECKING:
@@ -353,7 +353,12 @@ def _policy_lines(ref: str, body: Mapping[str, Any]) -> Iterator[str]:
     yield f"  aliases  {', '.join(body['aliases']) or 'none'}"
     yield f"  run      {body['run_id']}"
     yield f"  created  {body['created_at']}"
-    yield f"  head     {body['manifest']['policy']['head']}"
+    contents = body["manifest"]["policy"]
+    if body["manifest"].get("kind") == "language":
+        size = count(contents["vocabulary_size"], "token")
+        yield f"  model    {contents['architecture']}, vocabulary of {size}"
+    else:
+        yield f"  head     {contents['head']}"
     if body["protected"]:
         yield "  protected from deletion"
     for note in body["notes"]:

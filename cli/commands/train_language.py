@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from replaylake.cli.config import read_options
-from replaylake.cli.name_completion import complete_datasets
+from replaylake.cli.name_completion import complete_datasets, complete_policies
 from replaylake.cli.options import DEFAULT_LAKE, DebugOption, JsonOption, LakeOption
 from replaylake.cli.output.command_output import CommandOutput, count, number_text
 from replaylake.cli.output.progress import time_left
@@ -58,6 +58,16 @@ def language(
             metavar="DIR",
             help="Directory to create for the trained model. Required unless --resume is given.",
             show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            autocompletion=complete_policies,
+            show_default=False,
+            help="Name to register the model under, as its next version.",
         ),
     ] = None,
     method: Annotated[
@@ -133,18 +143,20 @@ def language(
     """Train a language model on stored token sequences.
 
     Tokens that other policies sampled get importance weights from their recorded log-probs. Writes
-    the model to --output, with its lineage in replaylake.json. --config and --set take options of
+    the model to --output, with its lineage in replaylake.json; with --policy, it is also registered
+    as a policy version, which `serve` serves. --config and --set take options of
     the training and of the method (learning_rate, correction, kl_coef, ...):
     docs/LANGUAGE_TRAINING.md.
 
     Example:
-      replaylake train language agents --model base --output agent-1 --method grpo
+      replaylake train language agents --model base --output agent-1 --policy agent
       replaylake train language agents@3 --model base --output cloned --method sft --updates 200
       replaylake train language --resume 01m7xx37q2a1tjwqb8trpt4zek
     """
     given: dict[str, Any] = {
         "model": model,
         "output": output,
+        "policy": policy,
         "method": method,
         "where": where,
         "where_sequences": where_sequences,
@@ -219,6 +231,8 @@ def language(
         f"{result.updates_per_s:,.1f} updates/s",
         f"saved model {result.output}",
     ]
+    if result.policy is not None:
+        lines.append(f"saved policy {result.policy}")
     if result.already_finished:
         lines.insert(0, f"run {result.run_id} is done already: nothing was changed")
     body = {
@@ -231,6 +245,8 @@ def language(
         "updates_per_s": result.updates_per_s,
         "output": str(result.output),
         "sha256": result.sha256,
+        "policy": None if result.policy is None else result.policy.name,
+        "version": None if result.policy is None else result.policy.version,
         "was_done": result.already_finished,
     }
     report.print_result(body, lines)

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from replaylake.datastore.errors import ExtraMissingError, NotFoundError, SourceInvalidError
+from replaylake.datastore.lake.policies.manifest import MANIFEST
 
 Task = Literal["sequence classifier", "causal language model"]
 TOKENIZER: Final = "tokenizer.json"
@@ -61,7 +62,7 @@ def check_model_folder(path: str | Path) -> ModelFolder:
     _refuse_code(folder)
     files = {}
     found = {path for pattern in _PATTERNS for path in folder.rglob(pattern)}
-    for file_path in sorted(found - {folder / ORIGIN}):
+    for file_path in sorted(found - {folder / ORIGIN, folder / MANIFEST}):
         with file_path.open("rb") as file:
             files[file_path.relative_to(folder).as_posix()] = hashlib.file_digest(
                 file, "sha256"

@@ -6,13 +6,14 @@ that transformers loads, with its lineage in `replaylake.json`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,19 +25,23 @@ from numpy.typing import NDArray
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     ConfigInvalidError,
+    NotFoundError,
     SchemaMismatchError,
     StorageError,
     TrainingError,
 )
 from replaylake.datastore.lake.lake import Lake
+from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.lake.runs.checkpoints import Checkpoints
 from replaylake.datastore.lake.runs.lease import RunLease
-from replaylake.datastore.names import new_ulid
+from replaylake.datastore.lake.snapshot import Snapshot
+from replaylake.datastore.names import check_policy_name, new_ulid
 from replaylake.datastore.replay.tokens.token_sampler import TokenSampler
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.datastore.storage.storage import fsync_folder
 from replaylake.offline.callbacks import Callbacks, RunStart
 from replaylake.offline.language.pretrained import ORIGIN, ModelFolder, check_model_folder
+from replaylake.offline.language.registration import register_trained_model
 from replaylake.offline.language.token_learner import (
     METHODS,
     TokenLearner,
@@ -77,7 +82,8 @@ class LanguageConfig:
     """Options of a language training run; the lake and its dataset are arguments.
 
     model: folder of the initial causal language model. output: folder to create for the trained
-    model. method: a key of METHODS. where: SQL condition over `episodes`; where_sequences: SQL
+    model. policy: name to register it under, as the next version of this policy; None: it is not
+    registered. method: a key of METHODS. where: SQL condition over `episodes`; where_sequences: SQL
     condition over `sequences`. batch_size: sequences in a batch, or groups of sequences if the
     method compares samples of one prompt. max_tokens: largest number of tokens in a batch, padding
     included. policy_version: the version that is trained; max_staleness: largest difference between
@@ -86,6 +92,7 @@ class LanguageConfig:
 
     model: str = ""
     output: str = ""
+    policy: str | None = None
     method: str = "grpo"
     where: str | None = None
     where_sequences: str | None = None
@@ -112,6 +119,8 @@ class LanguageConfig:
             value = getattr(self, name)
             is_given = isinstance(value, str) and bool(value)
             expect(is_given, f"language training: {name}", value, "a folder")
+        if self.policy is not None:
+            check_policy_name(self.policy)
         expect(0 <= self.seed < 2**63, "language training: seed", self.seed, "0 to 2^63 - 1")
         if self.method not in METHODS:
             raise ConfigInvalidError(
@@ -158,14 +167,16 @@ def language_config(options: Mapping[str, Any]) -> LanguageConfig:
 class LanguageResult:
     """The result of a run.
 
-    output: the folder of the model; sha256: over its files. dataset: name, version, and counts of
-    sequences and tokens. metrics: means over the updates since the last recorded point.
+    output: the folder of the model; sha256: over its files. policy: the version that it was
+    registered as, if it was. dataset: name, version, conditions, and counts of episodes, sequences
+    and tokens. metrics: means over the updates since the last recorded point.
     """
 
     run_id: str
     config: LanguageConfig
     output: Path
     sha256: str
+    policy: PolicyRef | None
     dataset: Mapping[str, Any]
     metrics: Mapping[str, float]
     updates_per_s: float
@@ -188,9 +199,9 @@ def train_language(
     first.
 
     Raises: NotFoundError, SourceInvalidError, SchemaMismatchError, EmptyReplayError,
-    ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything is recorded;
-    TrainingError that names the update if a metric is not finite; StorageError; RunInterrupted. In
-    each case, no model is written.
+    InvalidNameError, ConfigInvalidError, AlreadyExistsError and ExtraMissingError before anything
+    is recorded; TrainingError that names the update if a metric is not finite; StorageError;
+    RunInterrupted. In each case, no model is written.
     """
     snapshot, run_id = lake.snapshot(dataset), new_ulid()
     # Whoever resumes the run may be in another folder.
@@ -223,7 +234,7 @@ def resume_language(
         config = LanguageConfig(**record["request"])
         if record["status"] == "done":
             Checkpoints(lake.storage, run_id).remove()
-            return _make_result(record, config, was_done=True)
+            return _make_result(lake, record, config, was_done=True)
         (one,) = record["datasets"]
         job = _prepare(lake, f"{one['dataset']}@{one['version']}", config, run_id, callbacks)
         if job.folder.sha256 != record["model"]["sha256"]:
@@ -246,6 +257,7 @@ class _Job:
     sampler: TokenSampler
     learner: TokenLearner
     episodes: NDArray[np.int64]
+    content_hash: str
     remarks: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
@@ -262,6 +274,10 @@ class _Job:
                 {
                     "dataset": self.sequences.dataset,
                     "version": self.sequences.version,
+                    "where": self.config.where,
+                    "where_sequences": self.config.where_sequences,
+                    "content_hash": self.content_hash,
+                    "num_episodes": len(np.unique(self.episodes[self.sampler.sequences])),
                     "num_sequences": len(self.sampler.sequences),
                     "num_tokens": int(self.sampler.lengths.sum()),
                 }
@@ -279,7 +295,8 @@ def _prepare(
     _check_device(config.device)
     folder = check_model_folder(config.model)
     on_reading = None if callbacks is None else callbacks.on_reading
-    sequences = lake.snapshot(dataset).token_sequences(config.where, on_progress=on_reading)
+    snapshot = lake.snapshot(dataset)
+    sequences = snapshot.token_sequences(config.where, on_progress=on_reading)
     is_weighted = method.loss == "policy_gradient" and options.correction != "none"
     if is_weighted and not sequences.has_log_probs:
         raise SchemaMismatchError(
@@ -322,7 +339,19 @@ def _prepare(
     learner = TokenLearner(
         folder, config.method, options, max_tokens=int(sampler.lengths.max()), device=config.device
     )
-    return _Job(config, folder, sequences, sampler, learner, episodes, tuple(remarks))
+    content_hash = _hash_content(snapshot, sequences, sampler)
+    return _Job(config, folder, sequences, sampler, learner, episodes, content_hash, tuple(remarks))
+
+
+def _hash_content(snapshot: Snapshot, sequences: TokenSequences, sampler: TokenSampler) -> str:
+    """Return sha256 over the sorted shard hashes and the keys of the selected sequences."""
+    digest = hashlib.sha256()
+    for entry in sorted(snapshot.files, key=lambda one: one.sha256):
+        digest.update(entry.sha256.encode())
+    rows = sequences.table.select(["episode_id", "agent_id", "first_step", "last_step"])
+    keys = sorted(tuple(row.values()) for row in rows.take(sampler.sequences).to_pylist())
+    digest.update(json.dumps(keys).encode())
+    return digest.hexdigest()
 
 
 def _has_groups(sequences: TokenSequences, sampler: TokenSampler) -> bool:
@@ -371,18 +400,31 @@ def _run(
             raise RunInterrupted(record.run_id, loop.update)
         observer.close()
         lease.confirm()
-        sha256 = _write_model(job, record)
+        folder = _write_model(job, record)
         finished = record.to_finished(
             {
                 "update": loop.update,
                 "metrics": dict(loop.means),
                 "updates_per_s": loop.updates_per_s,
-                "output": {"path": config.output, "sha256": sha256},
+                "output": {"path": config.output, "sha256": folder.sha256},
             }
         )
-        lake.registry.record_run(record.run_id, finished, replaces=record.body)
+        if config.policy is None:
+            lake.registry.record_run(record.run_id, finished, replaces=record.body)
+        else:
+            # The policy and the end of its run are one commit.
+            ref = register_trained_model(
+                lake,
+                config.policy,
+                folder,
+                record.run_id,
+                finished,
+                run=finished,
+                replaces=record.body,
+            )
+            finished |= {"policy": ref.name, "policy_version": ref.version}
         observer.checkpoints.remove()
-    return _make_result({**finished, "run_id": record.run_id}, config)
+    return _make_result(lake, {**finished, "run_id": record.run_id}, config)
 
 
 class _Loop:
@@ -501,11 +543,11 @@ def _check_output(folder: Path, run_id: str) -> None:
         )
 
 
-def _write_model(job: _Job, record: RunRecord) -> str:
-    """Write the folder atomically; return the sha256 over its files."""
+def _write_model(job: _Job, record: RunRecord) -> ModelFolder:
+    """Write the folder atomically, and return it."""
     output = Path(job.config.output)
     if _is_written(output, record.run_id):
-        return check_model_folder(output).sha256
+        return check_model_folder(output)
     # Of this run: one that was killed while it wrote has left it behind.
     temporary = output.parent / f".{output.name}.{record.run_id}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -520,7 +562,6 @@ def _write_model(job: _Job, record: RunRecord) -> str:
                 continue
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        sha256 = check_model_folder(temporary).sha256
         temporary.rename(output)
         fsync_folder(output.parent)
     except OSError as error:
@@ -530,18 +571,23 @@ def _write_model(job: _Job, record: RunRecord) -> str:
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return sha256
+    return check_model_folder(output)
 
 
 def _make_result(
-    record: Mapping[str, Any], config: LanguageConfig, *, was_done: bool = False
+    lake: Lake, record: Mapping[str, Any], config: LanguageConfig, *, was_done: bool = False
 ) -> LanguageResult:
-    output = record["output"]
+    output, policy = record["output"], None
+    if (name := record.get("policy")) is not None:
+        # A version that was deleted since is none any more.
+        with suppress(NotFoundError):
+            policy = lake.registry.resolve(f"{name}:{record['policy_version']}")
     return LanguageResult(
         run_id=record["run_id"],
         config=config,
         output=Path(output["path"]),
         sha256=output["sha256"],
+        policy=policy,
         dataset=record["datasets"][0],
         metrics=record["metrics"],
         updates_per_s=record["updates_per_s"],

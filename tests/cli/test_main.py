@@ -75,6 +75,7 @@ COMMANDS = [
     "policies unprotect",
     "policies delete",
     "policies import",
+    "policies register",
     "policies package",
     "serve",
     "webhooks add",

@@ -6,6 +6,8 @@
                           every other file. Its own is in the registry of the lake
     learner.safetensors   for resuming: weights, optimizer and random state (optional)
 
+That of a language model has the files that transformers wrote instead of the graph.
+
 It is saved, checked and loaded here, and holds no pickle. Checking and acting need numpy and
 onnxruntime alone: a served policy imports this module.
 """
@@ -49,6 +51,7 @@ from replaylake.datastore.lake.policies.manifest import (
     hash_manifest,
     manifest_bytes,
     read_verified,
+    verify_package,
 )
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.names import new_ulid
@@ -176,7 +179,7 @@ def check_package(directory: Path, manifest_sha256: str | None = None) -> Manife
     Raises: NotFoundError if there is no package, FormatTooNewError if a newer ReplayLake wrote it,
     PackageInvalidError naming the file that is missing, altered or unreadable.
     """
-    return read_verified(Path(directory), manifest_sha256)[0]
+    return verify_package(Path(directory), manifest_sha256)
 
 
 def find_package(path: Path, sha256: str | None = None) -> tuple[Path, Manifest]:
@@ -201,7 +204,7 @@ def load_policy(directory: Path, manifest_sha256: str | None = None) -> Packaged
     """Verify a package and return its policy, which acts as the trained learner does.
 
     manifest_sha256: as in check_package. Raises: as check_package; also PackageInvalidError if the
-    graph does not fit its spec.
+    graph does not fit its spec, PolicyKindError if it is a language model.
     """
     directory = Path(directory)
     manifest, files = read_verified(directory, manifest_sha256)

@@ -17,7 +17,12 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from replaylake.datastore.errors import CommitConflictError, NotFoundError, StorageError
+from replaylake.datastore.errors import (
+    CommitConflictError,
+    NotFoundError,
+    PackageInvalidError,
+    StorageError,
+)
 from replaylake.datastore.lake.policies.aliases import Aliases, Move
 from replaylake.datastore.lake.policies.annotations import VersionNotes, is_protected, read_notes
 from replaylake.datastore.lake.policies.entries import (
@@ -33,10 +38,13 @@ from replaylake.datastore.lake.policies.entries import (
 )
 from replaylake.datastore.lake.policies.evaluations import Evaluations
 from replaylake.datastore.lake.policies.manifest import (
+    LANGUAGE,
     MANIFEST,
+    Manifest,
     fetch_package,
-    read_verified,
+    iter_verified,
     stamp_manifest,
+    verify_package,
 )
 from replaylake.datastore.names import LAKE_ROOT, check_alias, check_policy_name, new_ulid
 from replaylake.datastore.storage.log.commit_file import Intent
@@ -133,14 +141,48 @@ class Registry:
         `package` is not one, before anything is copied.
         """
         check_policy_name(name)
-        manifest, files = read_verified(Path(package))
+        manifest = verify_package(Path(package))
+        return self._register(name, Path(package), manifest, run_id, lineage, run, replaces)
+
+    def register_model(
+        self,
+        name: str,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        run_id: str,
+        lineage: Mapping[str, Any],
+        run: Mapping[str, Any] | None = None,
+        replaces: Mapping[str, Any] | None = None,
+    ) -> PolicyRef:
+        """Copy a language model into the lake as the next version of `name`, durably.
+
+        directory: the files that the manifest lists, which `describe_model` made; it need not have
+        a manifest.json. run_id: empty for a model that no run of this lake trained. Otherwise, and
+        in what it raises, as `register`.
+        """
+        check_policy_name(name)
+        return self._register(name, directory, manifest, run_id, lineage, run, replaces)
+
+    def _register(
+        self,
+        name: str,
+        directory: Path,
+        manifest: Manifest,
+        run_id: str,
+        lineage: Mapping[str, Any],
+        run: Mapping[str, Any] | None,
+        replaces: Mapping[str, Any] | None,
+    ) -> PolicyRef:
         folder = f"{LAKE_ROOT}/policies/{name}/{new_ulid()}"
-        self._put(folder, files)
+        self._put(folder, directory, manifest)
         body = {
             "path": folder,
             "run_id": run_id,
             "created_ms": now_ms(),
             "lineage": dict(lineage),
+            # So that a reader need not copy a large model to see what it is.
+            **({"kind": LANGUAGE} if manifest.is_language else {}),
         }
         version, sha256 = 0, ""
 
@@ -193,14 +235,14 @@ class Registry:
             )
         )
 
-    def _put(self, folder: str, files: Mapping[str, bytes]) -> None:
-        """Write a package's files; where the store refuses one, the others go again."""
+    def _put(self, folder: str, directory: Path, manifest: Manifest) -> None:
+        """Write a package's files; if one cannot be read or written, the others are removed."""
         try:
-            for file, data in files.items():
+            for file, data in iter_verified(directory, manifest):
                 self._storage.put(f"{folder}/{file}", data)
-        except StorageError:
+        except (StorageError, PackageInvalidError):
             with suppress(StorageError):
-                self._storage.delete(f"{folder}/{file}" for file in files)
+                self._storage.delete(f"{folder}/{file}" for file in manifest.body["files"])
             raise
 
     def resolve(self, text: str) -> PolicyRef:
@@ -250,7 +292,10 @@ class Registry:
         return replace(self.resolve(f"{name}:{version}"), selected_by="newest")
 
     def show(self, ref: PolicyRef) -> dict[str, Any]:
-        """Return the registry's entry: lineage, run, aliases, notes, whether it is protected."""
+        """Return the registry's entry: lineage, run, aliases, notes, whether it is protected.
+
+        `kind` is LANGUAGE of a language model, else None.
+        """
         return self.entry(ref.name, ref.version)
 
     def entry(self, name: str, version: int) -> dict[str, Any]:
@@ -269,6 +314,7 @@ class Registry:
         return {
             **make_row(state, name, version, entry),
             "manifest_sha256": entry.get("manifest_sha256"),
+            "kind": entry.get("kind"),
             "lineage": entry["lineage"],
             "notes": [asdict(note) for note in read_notes(state, name, version)],
             "protected": is_protected(state, name, version),

@@ -192,7 +192,7 @@ def _check_lake(lake: Lake, check: DatasetCheck, horizon_ms: int, *, repair: boo
             ref = lake.registry.resolve(name)
             folder = ref.folder
             # What the store has is checked, and not a copy of this machine's.
-            storage.forget(f"{folder}/{file}" for file in storage.names(folder))
+            storage.forget(file.path for file in storage.files(folder))
             manifest = check_package(ref.path, ref.manifest_sha256)
             if ref.manifest_sha256 is None:
                 _check_unrecorded(lake, check, ref, manifest, repair=repair)

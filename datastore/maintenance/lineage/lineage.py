@@ -154,6 +154,7 @@ def _selection(
         "named",
         "where",
         "where_steps",
+        "where_sequences",
         "reward",
         "columns",
         "float64",
@@ -161,6 +162,8 @@ def _selection(
         "content_hash",
         "num_episodes",
         "num_steps",
+        "num_sequences",
+        "num_tokens",
     )
     purges = lake.purges.list(selection["dataset"])
     name = f"{policy['policy']}:{policy['version']}"

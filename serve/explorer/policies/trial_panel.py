@@ -22,7 +22,7 @@ from replaylake.datastore.episodes.spaces import (
     num_elements,
 )
 from replaylake.datastore.errors import ReplayLakeError, SpaceUnsupportedError
-from replaylake.datastore.lake.policies.manifest import GRAPH, read_manifest
+from replaylake.datastore.lake.policies.manifest import GRAPH, LANGUAGE, read_manifest
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.datastore.lake.profile.column_statistics import Histogram
 from replaylake.datastore.names import parse_version
@@ -76,6 +76,12 @@ def build_trial(visit: Visit, entries: Sequence[Mapping[str, Any]]) -> Trial:
     chosen = parse_version(visit.values.get("try", ""))
     version = chosen if chosen in versions else versions[0]
     entry = entries[versions.index(version)]
+    if entry["kind"] == LANGUAGE:
+        empty = draw_empty(
+            "A language model takes messages, from any client of OpenAI's API:",
+            command=f"`replaylake serve {name}:{version} --log-to DATASET`",
+        )
+        return Trial(Panel("Try it", empty))
     text = visit.values.get("observation", "")
     answer: Child = None
     data: Mapping[str, Any] | None = None

@@ -241,8 +241,8 @@ def test_a_graph_without_the_state_that_its_manifest_names_is_refused(tmp_path):
 def test_a_newer_format_is_refused_with_the_version_needed(package):
     path = package / MANIFEST
     body = json.loads(path.read_text())
-    path.write_text(json.dumps({**body, "format_version": 3, "written_by": "9.8.7"}))
-    with pytest.raises(FormatTooNewError, match=r"format 3.*up to 2.*9\.8\.7"):
+    path.write_text(json.dumps({**body, "format_version": 4, "written_by": "9.8.7"}))
+    with pytest.raises(FormatTooNewError, match=r"format 4.*up to 3.*9\.8\.7"):
         load_policy(package)
 
 

@@ -1,5 +1,6 @@
 """The form on a policy's page: the action of an observation, against the policy itself."""
 
+import hashlib
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ from replaylake.datastore.episodes.encoding import CATEGORY, NUMBER, Encoding, F
 from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.episodes.spaces import Box, Dict, Discrete, MultiBinary
 from replaylake.datastore.lake.lake import open_lake
+from replaylake.datastore.lake.policies.manifest import describe_model
 from replaylake.datastore.lake.policies.package import load_policy, save_package
 from replaylake.datastore.lake.policies.policy import PolicySpec
 from replaylake.serve.explorer.visits.request_queue import RequestQueue
@@ -221,6 +223,22 @@ def test_a_broken_package_names_the_fault_and_a_command(tmp_path, kit, reader_ty
     page = reader_type(lake).page("/policies/p?observation=[0,0,0,0]", 400)
     assert "policy.onnx" in page.text
     assert "replaylake serve p:1" in page.texts
+
+
+def test_a_language_model_has_no_form(tmp_path, reader_type):
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"architectures": ["<b>Llama"], "vocab_size": 8}
+    files = {"config.json": json.dumps(config), "tokenizer.json": "{}", "m.safetensors": "0"}
+    for name, text in files.items():
+        (model / name).write_text(text)
+    sha256s = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    lake = open_lake(tmp_path / "lake", create=True)
+    manifest = describe_model(model, sha256s, {})
+    lake.registry.register_model("agent", model, manifest, run_id="", lineage={})
+    page = reader_type(lake).page("/policies/agent?observation=[0,1]")
+    assert "replaylake serve agent:1 --log-to DATASET" in page.texts
+    assert not any(name == "textarea" for name, _ in page.tags)
 
 
 def test_the_explorer_starts_without_onnxruntime_and_acts_without_torch(served_lake):
