@@ -30,6 +30,7 @@ from replaylake.cli.commands import (
     delete,
     diff,
     doctor,
+    engine,
     evaluate,
     explore,
     export,
@@ -91,7 +92,7 @@ GROUPS: Final = {
         "ope",
         "replay-decisions",
     ),
-    "Manage and serve policies": ("policies", "serve", "webhooks"),
+    "Manage and serve policies": ("policies", "serve", "engine", "webhooks"),
     "Maintain a lake": ("maintain", "fsck"),
     "Set up": ("doctor", "completion"),
 }
@@ -264,6 +265,7 @@ _register(_policies, "import", import_policy.import_policy)
 _register(_policies, "register", register_policy.register_policy)
 _register(_policies, "package", package.package)
 _register(app, "serve", serve.serve)
+_register(app, "engine", engine.engine)
 app.add_typer(_webhooks, name="webhooks")
 _register(_webhooks, "add", webhooks.add_webhook)
 _register(_webhooks, "list", webhooks.list_webhooks)

@@ -6,7 +6,7 @@ For small models on one machine. An engine (vLLM, SGLang) does the same behind t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,6 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
-@torch.inference_mode()
 def sample_completions(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -54,6 +53,49 @@ def sample_completions(
     """
     if not prompts:
         return []
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=model.device)
+    is_open = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
+    tokens, log_probs = [], []
+    for ids, taken in iter_tokens(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=generator,
+    ):
+        # -1: no token, because the row has ended.
+        tokens.append(torch.where(is_open, ids, -1))
+        log_probs.append(taken)
+        is_open = is_open & ~torch.isin(ids, stops)
+        if not is_open.any():
+            break
+    all_tokens = torch.stack(tokens, dim=1).tolist()
+    all_log_probs = torch.stack(log_probs, dim=1).tolist()
+    found = []
+    for row, (sampled, scored) in enumerate(zip(all_tokens, all_log_probs, strict=True)):
+        kept = [token for token in sampled if token >= 0]
+        reason: Literal["stop", "length"] = "length" if bool(is_open[row]) else "stop"
+        found.append(Completion(kept, scored[: len(kept)], reason))
+    return found
+
+
+def iter_tokens(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the next token of every prompt, ids int64 [B], and their log-probs float32 [B].
+
+    Arguments and errors as of `sample_completions`; the caller stops at the tokens that it wants to
+    stop at. top_k: tokens are sampled among this number of the most likely ones; 0: among all.
+    top_p: among the most likely ones that have this probability together (Holtzman et al. 2020).
+    The log-probs are under the distribution after both.
+    """
     if not all(prompts) or max_new_tokens < 1 or temperature < 0:
         raise ConfigInvalidError(
             "sampling: found an empty prompt, max_new_tokens below 1 or a negative temperature, "
@@ -73,41 +115,45 @@ def sample_completions(
     lengths = torch.tensor([len(one) for one in prompts], device=device)
     mask = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
     positions = (torch.cumsum(mask, dim=1) - 1).clamp(min=0)
-    is_open = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     # transformers 5.24 renamed it.
     parameters = inspect.signature(model.forward).parameters
     cached = "cache" if "cache" in parameters else "past_key_values"
-    tokens, log_probs, cache = [], [], None
+    cache = None
     for _ in range(max_new_tokens):
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            **{cached: cache},
-        )
-        cache, logits = output[cached], output.logits[:, -1].float()
-        if temperature:
-            scores = torch.log_softmax(logits / temperature, dim=-1)
-            ids = torch.multinomial(scores.exp(), 1, generator=generator)
-            taken = scores.gather(1, ids)[:, 0]
-        else:
-            ids = logits.argmax(dim=-1, keepdim=True)
-            taken = torch.zeros(len(prompts), device=device)
-        # -1: no token, because the row has ended.
-        tokens.append(torch.where(is_open, ids[:, 0], -1))
-        log_probs.append(taken)
-        is_open = is_open & ~torch.isin(ids[:, 0], stops)
-        if not is_open.any():
-            break
-        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-        positions = positions[:, -1:] + 1
-    all_tokens = torch.stack(tokens, dim=1).tolist()
-    all_log_probs = torch.stack(log_probs, dim=1).tolist()
-    found = []
-    for row, (sampled, scored) in enumerate(zip(all_tokens, all_log_probs, strict=True)):
-        kept = [token for token in sampled if token >= 0]
-        reason: Literal["stop", "length"] = "length" if bool(is_open[row]) else "stop"
-        found.append(Completion(kept, scored[: len(kept)], reason))
-    return found
+        # Not around the loop: between two tokens, the caller's code runs.
+        with torch.inference_mode():
+            output = model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                **{cached: cache},
+            )
+            cache, logits = output[cached], output.logits[:, -1].float()
+            if temperature:
+                scores = _limit_scores(logits / temperature, top_k, top_p)
+                ids = torch.multinomial(scores.exp(), 1, generator=generator)
+                taken = scores.gather(1, ids)[:, 0]
+            else:
+                ids = logits.argmax(dim=-1, keepdim=True)
+                taken = torch.zeros(len(prompts), device=device)
+            mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+            positions = positions[:, -1:] + 1
+        yield ids[:, 0], taken
+
+
+def _limit_scores(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Return log-probs [B, V] of the tokens that may be sampled, -inf for the others."""
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    scores = torch.log_softmax(logits, dim=-1)
+    if top_p < 1:
+        ordered, order = scores.sort(dim=-1, descending=True)
+        probs = ordered.exp()
+        # The most likely token stays, whatever its probability.
+        is_left_out = torch.cumsum(probs, dim=-1) - probs >= top_p
+        is_left_out[:, 0] = False
+        scores = scores.masked_fill(is_left_out.scatter(1, order, is_left_out), -torch.inf)
+        scores = torch.log_softmax(scores, dim=-1)
+    return scores

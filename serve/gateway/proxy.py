@@ -111,7 +111,7 @@ _NOT_PASSED: Final = frozenset(
 )
 _NOT_PASSED_BACK: Final = _NOT_PASSED | {b"date", b"server"}
 # Owners in the engines' lists of models.
-_OWNERS: Final = {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}
+_OWNERS: Final = {"vllm": VLLM, "replaylake": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_CPP}
 _DETECT_TIMEOUT_S: Final = 5.0
 # For how long an engine that does not list its models in time, or at all, is not asked again.
 _DETECT_AGAIN_S: Final = 30.0

@@ -77,18 +77,24 @@ def open_server(
     on_ready: Callable[[_Config], None] | None,
     *,
     check_exposure: Callable[[str], object],
+    listener: socket.socket | None = None,
 ) -> Iterator[ListeningServer[_Config]]:
     """Open the port of a single-process server, and configure its log.
 
     name: the server's name in each line of its log. check_exposure: called with the address before
-    it is opened; raises if other machines must not reach it.
+    it is opened; raises if other machines must not reach it. listener: a listening socket to use
+    instead of the host and port of the config.
     Raises: ServeError if the host has no address or the port is in use; whatever `check_exposure`
     raises.
     """
     begun_s = time.monotonic()
-    address = resolve_host(config.host)
+    if listener is not None:
+        address = listener.getsockname()[0]
+        config = replace(config, host=address)
+    else:
+        address = resolve_host(config.host)
     check_exposure(address)
-    with open_listener(address, config.port) as listener:
+    with listener or open_listener(address, config.port) as listener:
         log_format = f"%(asctime)s [%(levelname)s] [{name}] %(message)s"
         logging.basicConfig(format=log_format, datefmt="%Y-%m-%dT%H:%M:%S%z")
         port = listener.getsockname()[1]

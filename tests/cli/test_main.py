@@ -78,6 +78,7 @@ COMMANDS = [
     "policies register",
     "policies package",
     "serve",
+    "engine",
     "webhooks add",
     "webhooks list",
     "webhooks remove",
