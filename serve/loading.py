@@ -169,8 +169,8 @@ def _promotion(registry: Registry, name: str, version: int) -> dict[str, Any] | 
 
 
 def _follower(
-    lake: Lake, config: ServeConfig, router: Router, exploration: Exploration
-) -> AliasFollower | None:
+    lake: Lake, config: ServeConfig, router: Router[ServedPolicy], exploration: Exploration
+) -> AliasFollower[ServedPolicy] | None:
     """Return what keeps the router where its aliases are, having looked once; None for never.
 
     A worker that is started again, long after its server, so begins where the others are.

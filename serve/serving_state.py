@@ -22,7 +22,7 @@ from replaylake.serve.safety.hosts import AllowedHosts
 from replaylake.serve.safety.limits import Limits
 from replaylake.serve.safety.tokens import Tokens
 from replaylake.serve.versions.alias_follower import AliasFollower
-from replaylake.serve.versions.router import Router
+from replaylake.serve.versions.router import Router, ServedPolicy
 from replaylake.serve.versions.state_tokens import StateSigner
 
 _logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class ServingState:
     registry is that of the lake, None without one.
     """
 
-    router: Router
+    router: Router[ServedPolicy]
     signer: DecisionSigner
     log: DecisionLog | None = None
     exploration: Exploration = field(default_factory=Exploration)
@@ -45,7 +45,7 @@ class ServingState:
     tokens: Tokens = field(default_factory=Tokens)
     hosts: AllowedHosts = field(default_factory=AllowedHosts)
     access_log: AccessLog | None = None
-    follower: AliasFollower | None = None
+    follower: AliasFollower[ServedPolicy] | None = None
     feedback_join: FeedbackJoinProcess | None = None
     received: ReceivedLog | None = None  # opened with the first episode that was acted elsewhere
     states: StateSigner = field(default_factory=lambda: StateSigner(os.urandom(32)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -29,6 +31,7 @@ from replaylake.cli.output.command_output import CommandOutput, result_stream
 if TYPE_CHECKING:
     from replaylake.serve.collecting.collector import CollectorConfig
     from replaylake.serve.config import ServeConfig
+    from replaylake.serve.safety.limits import Safety
 
 _LIMITS: Final = "Limit options"
 
@@ -64,7 +67,18 @@ def serve(
             "--log-to",
             metavar="DATASET",
             autocompletion=complete_datasets,
-            help="Dataset to log decisions and rewards to; created if it does not exist.",
+            help="Dataset to log decisions and rewards to; created if it does not exist. Required "
+            "for a language model, whose calls are recorded there.",
+        ),
+    ] = None,
+    engine_url: Annotated[
+        str | None,
+        typer.Option(
+            "--engine-url",
+            metavar="URL",
+            show_default=False,
+            help="Base URL of an engine that runs this version of a language model, instead of one "
+            "that is started.",
         ),
     ] = None,
     collect: Annotated[
@@ -237,12 +251,15 @@ def serve(
 
     Runs until interrupted. With --log-to, decisions and the rewards reported for them are logged.
     If the policy is named by an alias, the server switches version when the alias moves.
+    A language model is served behind OpenAI's API, by engines that the server starts; its calls are
+    recorded in --log-to with the version that answered.
     With --collect, the server has no policy, and collects episodes, spans and rewards that other
     programs send.
 
     Example:
       replaylake serve clone --port 3000 --log-to live --explore epsilon=0.05
       replaylake serve clone@champion --canary clone@challenger=0.1
+      replaylake serve agent@champion --log-to agents
       curl localhost:3000/act -H 'content-type: application/json' -d '{"observation": [0, 0]}'
       replaylake serve --collect agents
     """
@@ -297,6 +314,7 @@ def serve(
         of_policy = {
             "--canary": canary,
             "--check": check,
+            "--engine-url": engine_url,
             "--explore": explore,
             "--join-every": join_every,
             "--log-to": log_to,
@@ -318,6 +336,22 @@ def serve(
         )
         raise typer.Exit(_collect(collector, report))
     served = _find_package(policy, lake, sha256)
+    if served.is_language:
+        refused = {
+            "--check": check,
+            "--explore": explore,
+            "--join-every": join_every,
+            "--workers": workers > 1,
+        }
+        options = _LanguageOptions(
+            engine_url, tuple(canary or ()), follow, log_to, on_log_failure, host, port, safety
+        )
+        raise typer.Exit(_serve_language(served, policy, lake, options, refused, report))
+    if engine_url is not None:
+        raise typer.BadParameter(
+            f"found it with {served.name}:{served.version}, which is no language model",
+            param_hint="--engine-url",
+        )
     # A package from elsewhere needs a lake only for what it is logged to, or beside.
     is_in_lake = served.reference is not None
     config = ServeConfig(
@@ -387,6 +421,101 @@ def _collect(config: CollectorConfig, report: CommandOutput) -> int:
 
 
 @dataclass(frozen=True)
+class _LanguageOptions:
+    engine_url: str | None
+    canary: tuple[str, ...]
+    follow_s: float
+    log_to: str | None
+    on_log_failure: str
+    host: str
+    port: int
+    safety: Safety
+
+
+def _serve_language(
+    served: _ServedPackage,
+    policy: str,
+    lake: str,
+    options: _LanguageOptions,
+    refused: Mapping[str, object],
+    report: CommandOutput,
+) -> int:
+    """Serve a language model until interrupted; return the exit code. Raises: ReplayLakeError."""
+    from replaylake.datastore.storage.arrow_values import keep_pandas_unloaded
+    from replaylake.serve.gateway.config import GatewayConfig
+    from replaylake.serve.gateway.openai_api import AUTO, VLLM
+    from replaylake.serve.language.server import LanguageServeConfig, run_language_server
+
+    keep_pandas_unloaded()
+    name = f"{served.name}:{served.version}"
+    if wrong := [option for option, value in refused.items() if value]:
+        raise typer.BadParameter(
+            f"found it with {name}, a language model, which is served without it", param_hint=wrong
+        )
+    if options.log_to is None:
+        raise typer.BadParameter(
+            f"found none with {name}, a language model, expected a dataset to record its calls to",
+            param_hint="--log-to",
+        )
+    url = options.engine_url
+    if url is not None and options.canary:
+        raise typer.BadParameter(
+            "found it with --engine-url, whose engine runs one version", param_hint="--canary"
+        )
+    report.print_message(f"policy {name} ({served.selected_by})")
+    if served.warning:
+        report.print_message(f"warning: {served.warning}")
+    if url is not None and served.selected_by.startswith("alias"):
+        report.print_message(
+            f"note: the engine at {url} has to run {name}. Its calls are recorded as this version, "
+            "also if the alias moves: start the server again with the new version then."
+        )
+    config = LanguageServeConfig(
+        GatewayConfig(
+            upstream=url or "",
+            lake=lake,
+            dataset=options.log_to,
+            host=options.host,
+            port=options.port,
+            engine=VLLM if url is None else AUTO,
+            on_record_failure="pass" if options.on_log_failure == "serve" else "refuse",
+            safety=options.safety,
+        ),
+        policy,
+        served.name,
+        served.version,
+        partial(_engine_command, lake),
+        url,
+        options.canary,
+        options.follow_s,
+    )
+
+    def answer(ready: GatewayConfig) -> None:
+        body = {
+            "policy": served.name,
+            "version": served.version,
+            "selected_by": served.selected_by,
+            "package_sha256": served.sha256,
+            "host": ready.host,
+            "port": ready.port,
+            "url": ready.url,
+            "log_to": ready.dataset,
+            "engine_url": url,
+        }
+        report.print_result(body, [])
+        result_stream().flush()
+
+    return run_language_server(config, answer)
+
+
+def _engine_command(lake: str, policy: str, descriptor: int) -> list[str]:
+    """Return the command line of an engine that ends with this process."""
+    launch = [sys.executable, "-m", "replaylake.serve.processes.launch"]
+    words = ["replaylake.cli.main", "engine", policy, "--fd", str(descriptor), "--json"]
+    return [*launch, *words, "--lake", lake]
+
+
+@dataclass(frozen=True)
 class _ServedPackage:
     """The package to serve; `reference` is None for one outside a lake."""
 
@@ -397,15 +526,18 @@ class _ServedPackage:
     reference: str | None
     sha256: str
     warning: str
+    is_language: bool = False
 
 
 def _find_package(policy: str, lake: str, sha256: str | None) -> _ServedPackage:
     """Resolve POLICY in the lake, or as a path. Raises: ReplayLakeError."""
     from replaylake.datastore.lake.lake import open_lake
+    from replaylake.datastore.lake.policies.manifest import LANGUAGE
     from replaylake.datastore.lake.policies.package import find_package
 
     if "/" not in policy:
-        ref = open_lake(lake).registry.resolve(policy)
+        registry = open_lake(lake).registry
+        ref = registry.resolve(policy)
         directory, expected, warning = ref.path, ref.manifest_sha256, ""
         if sha256 is not None or expected is None:
             expected = find_package(directory, sha256)[1].sha256
@@ -421,6 +553,7 @@ def _find_package(policy: str, lake: str, sha256: str | None) -> _ServedPackage:
             policy,
             expected,
             "" if sha256 else warning,
+            registry.show(ref)["kind"] == LANGUAGE,
         )
     directory, manifest = find_package(Path(policy), sha256)
     name, version = _name_package(Path(policy), manifest.body)
@@ -429,7 +562,14 @@ def _find_package(policy: str, lake: str, sha256: str | None) -> _ServedPackage:
         f"{manifest.sha256}. Give --sha256 {manifest.sha256} to refuse any other."
     )
     return _ServedPackage(
-        directory, name, version, "path", None, manifest.sha256, "" if sha256 else warning
+        directory,
+        name,
+        version,
+        "path",
+        None,
+        manifest.sha256,
+        "" if sha256 else warning,
+        manifest.is_language,
     )
 
 

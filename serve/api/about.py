@@ -11,7 +11,7 @@ from replaylake.serve.messages import Request, Response, json_response
 from replaylake.serve.monitoring.metrics import CONTENT_TYPE, Metrics
 from replaylake.serve.serving_state import ServingState
 from replaylake.serve.versions.alias_follower import AliasFollower
-from replaylake.serve.versions.router import Arm
+from replaylake.serve.versions.router import Arm, ServedPolicy
 
 
 class About:
@@ -71,7 +71,7 @@ def describe_serving(serving: ServingState) -> dict[str, Any]:
     }
 
 
-def _version(arm: Arm) -> dict[str, Any]:
+def _version(arm: Arm[ServedPolicy]) -> dict[str, Any]:
     served = arm.served
     promotion = served.promotion
     return {
@@ -96,7 +96,7 @@ def _snapshot(about: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(one) for one in datasets] if isinstance(datasets, list) else []
 
 
-def _describe_follower(follower: AliasFollower | None) -> list[dict[str, Any]]:
+def _describe_follower(follower: AliasFollower[ServedPolicy] | None) -> list[dict[str, Any]]:
     if follower is None:
         return []
     return [

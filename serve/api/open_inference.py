@@ -170,7 +170,7 @@ class OpenInference:
     ) -> None:
         self._serving, self._is_ready, self._act = serving, is_ready, act
         # What is served seldom changes, and specs of tensors take longer to make than an action.
-        self._models: tuple[tuple[Arm, ...], dict[str, Model]] = ((), {})
+        self._models: tuple[tuple[Arm[ServedPolicy], ...], dict[str, Model]] = ((), {})
         self._latencies = {is_json: LatencyEstimate() for is_json in (True, False)}
 
     def endpoints(self) -> dict[str, tuple[str, Endpoint]]:
@@ -236,7 +236,7 @@ class OpenInference:
         body, groups = self._act.act_on_batch(serving, fields, model.served)
         return _encode_answer(serving, model, asked, body, groups)
 
-    def _find_model(self, router: Router, path: str) -> Model:
+    def _find_model(self, router: Router[ServedPolicy], path: str) -> Model:
         """Return the model that a path names. Raises: RequestRefusedError (404)."""
         arms, models = self._models
         if arms is not router.arms:
@@ -262,7 +262,7 @@ class OpenInference:
         return model.by_version[version]
 
 
-def find_models(arms: tuple[Arm, ...]) -> dict[str, Model]:
+def find_models(arms: tuple[Arm[ServedPolicy], ...]) -> dict[str, Model]:
     """Return the models of a server by name, the one that is shared with canaries first."""
     every = tuple(arm.served for arm in arms)
     main = every[0]

@@ -64,9 +64,10 @@ from replaylake.datastore.interchange.formats.generations.rows import (
     EXTRAS,
     PROMPT_MESSAGES,
 )
-from replaylake.datastore.lake.dataset import Dataset
+from replaylake.datastore.lake.dataset import Dataset, new_episode_id
 from replaylake.serve.gateway.calls import COMPLETED, CallAnswer, CallRequest, Message, Sample
 from replaylake.serve.gateway.conversations import (
+    PRODUCER,
     REDACTED,
     CallIdentity,
     Conversations,
@@ -82,6 +83,7 @@ from replaylake.serve.gateway.retained_answers import (
     RetainedAnswer,
     RetainedAnswers,
 )
+from replaylake.serve.gateway.routes import CallVersion
 from replaylake.serve.recording.decision_log import Clock
 
 REFUSE: Final = "refuse"
@@ -103,6 +105,8 @@ class PassedCall:
 
     begun_s, first_byte_s and ended_s: time.monotonic(). status: completed, aborted or failed.
     retained: the complete answer as the client gets it, of a request with an idempotency key.
+    version: the policy version that is known to have answered, whatever the answer says.
+    make_episode_id: names an episode that begins with the call.
     """
 
     api: str
@@ -115,6 +119,8 @@ class PassedCall:
     ended_s: float
     idempotency_key: str | None = None
     retained: RetainedAnswer | None = None
+    version: CallVersion | None = None
+    make_episode_id: Callable[[], str] = lambda: new_episode_id(PRODUCER)
 
 
 class CallLog:
@@ -220,6 +226,17 @@ class CallLog:
         for generation in reversed(added):
             self.conversations.undo(generation)
 
+    def find_episode(self, identity: CallIdentity, request: CallRequest) -> str | None:
+        """Return a name of the episode that a call belongs to; None if it begins one."""
+        if identity.episode is not None:
+            return identity.source_episode_id
+        try:
+            hashes, _ = hash_contexts(request.messages, self._key)
+        except (AttributeError, RecursionError, TypeError, ValueError):
+            return None  # such messages are recorded, if at all, as an episode of their own
+        found = self.conversations.find(identity, hashes, request.previous)
+        return None if found is None else found.episode.episode_id
+
     def close_reported(self, report: Mapping[str, Any]) -> str | None:
         """Return the id of the episode that a report is of, None if it is not known here.
 
@@ -310,6 +327,7 @@ class CallLog:
             time.time(),
             previous=request.previous,
             is_sample=prompt.is_answered,
+            make_episode_id=call.make_episode_id,
         )
         tree = place.episode
         empty = {"role": "assistant", "content": None}
@@ -320,10 +338,14 @@ class CallLog:
         if answer.model == request.model:
             del metadata["requested_model"]
         metadata |= request.metadata
+        if (known := call.version) is not None:
+            metadata["served"] = known.to_json()
         metadata = {name: value for name, value in metadata.items() if value is not None}
         if tokens.get(ACTION_TOKENS) is None and not _has_all_log_probs(answer):
             tokens[BEHAVIOR_LOG_PROB] = None
         version = answer.policy_version
+        if version is None:
+            version = identity.policy_version
         has_tools = not place.is_next or self._redact is not None
         first_byte = None if call.first_byte_s is None else call.first_byte_s - call.begun_s
         row = {
@@ -334,8 +356,8 @@ class CallLog:
             REWARD: None,
             TERMINATED: False,
             TRUNCATED: False,
-            POLICY: answer.model or request.model,
-            POLICY_VERSION: identity.policy_version if version is None else version,
+            POLICY: (answer.model or request.model) if known is None else known.policy,
+            POLICY_VERSION: version if known is None else known.version,
             TIMESTAMP: self.clock.now(),
             SOURCE_EPISODE_ID: tree.source_episode_id,
             **texts,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -197,12 +197,14 @@ class Conversations:
         *,
         previous: str | None = None,
         is_sample: bool = False,
+        make_episode_id: Callable[[], str] = lambda: new_episode_id(PRODUCER),
     ) -> Placement:
         """Return where a call belongs; the index changes only with `add`.
 
         hashes: of the context after each message that a model wrote and "" after the others.
         previous: the id of the answer that the client continues. is_sample: one of
         several answers to one request, not the first: without a parent it is an episode of its own.
+        make_episode_id: names an episode that begins here.
         """
         self.expire(now_s)
         scope = identity.hash_scope(self._key)
@@ -217,7 +219,7 @@ class Conversations:
         agent = identity.agent or ""
         if named is None:
             source = identity.source_episode_id
-            tree = EpisodeTree(new_episode_id(PRODUCER), scope, now_s, source)
+            tree = EpisodeTree(make_episode_id(), scope, now_s, source)
             return Placement(tree, agent, 0, 0, None, False, False)
         if agent not in named.lasts and (identity.agent is not None or is_sample):
             parent = _find_last(named, identity.parent_agent)
@@ -225,6 +227,14 @@ class Conversations:
             parent = None if is_sample else _find_last(named, _base(agent))
         name = self._fork(named, agent)
         return Placement(named, name, 0, 0, parent, False, parent is not None)
+
+    def find(
+        self, identity: CallIdentity, hashes: Sequence[str], previous: str | None = None
+    ) -> Generation | None:
+        """Return the step that a call continues; arguments as of `place`."""
+        scope = identity.hash_scope(self._key)
+        named = self._by_scope.get(scope) if identity.episode is not None else None
+        return self._find(identity, scope, named, hashes, previous)[0]
 
     def add(
         self,

@@ -58,8 +58,9 @@ from replaylake.serve.gateway.openai_api import (
 )
 from replaylake.serve.gateway.responses_api import ResponsesApi
 from replaylake.serve.gateway.retained_answers import RetainedAnswer
+from replaylake.serve.gateway.routes import Route, Routes
 from replaylake.serve.gateway.sse import EventSplitter, EventTooLongError
-from replaylake.serve.gateway.upstream import Headers, Upstream, UpstreamAnswer, UpstreamError
+from replaylake.serve.gateway.upstream import Headers, UpstreamAnswer, UpstreamError
 from replaylake.serve.http.connections import CONNECTION, LimitedProtocol
 from replaylake.serve.http.deadlines import Deadlines, RequestDeadline
 from replaylake.serve.http.request_handler import write_response, write_stream_start
@@ -140,6 +141,7 @@ class _Exchange:
     begun_s: float = field(default_factory=time.monotonic)
     first_byte_s: float | None = None
     status: int = _CLIENT_GONE
+    url: str = ""
     is_begun: bool = False
     is_client_gone: bool = False
     retained: RetainedAnswer | None = None
@@ -155,7 +157,7 @@ class Proxy:
     def __init__(
         self,
         config: GatewayConfig,
-        upstream: Upstream,
+        routes: Routes,
         log: CallLog,
         outcomes: OutcomeLog,
         metrics: GatewayMetrics,
@@ -164,7 +166,7 @@ class Proxy:
         telemetry: OtlpExport | None = None,
     ) -> None:
         self._access_log, self._telemetry = access_log, telemetry
-        self._config, self._upstream, self._log = config, upstream, log
+        self._config, self._routes, self._log = config, routes, log
         self._outcomes, self._metrics, self._tokens = outcomes, metrics, tokens
         self._hosts = config.allowed_hosts
         self._key = config.read_upstream_key()
@@ -195,7 +197,7 @@ class Proxy:
             await self._refuse(exchange, error)
         except UpstreamError as error:
             self._metrics.upstream_failures.inc()
-            self._complaints.error(f"{self._config.upstream}: {error}")
+            self._complaints.error(f"{exchange.url}: {error}")
             message = f"the engine gave no answer: {error}"
             await self._refuse(exchange, RequestRefusedError(502, "upstream", message))
         except Exception as error:
@@ -216,6 +218,8 @@ class Proxy:
             failure = self._log.journal.failure
             if path == "/readyz" and failure is not None and self._config.on_record_failure != PASS:
                 raise RequestRefusedError(503, "record", f"no call can be recorded: {failure}")
+            if path == "/readyz" and self._routes.failure is not None:
+                raise RequestRefusedError(503, "engine", self._routes.failure)
             await self._respond(exchange, 200, b'{"status":"ok"}', JSON)
             return
         server = scope.get("server")
@@ -343,9 +347,11 @@ class Proxy:
         target = _target(path, exchange.scope)
         headers = self._passed_headers(exchange)
         method = exchange.scope["method"]
+        route = self._routes.begin_other()
+        exchange.url = route.url
         with _DisconnectWatch(exchange):
             try:
-                answer = await self._upstream.request(method, target, headers, body)
+                answer = await route.upstream.request(method, target, headers, body)
                 try:
                     if 200 <= answer.status < 300:
                         self._check_unrecorded(method, path, unread)
@@ -358,6 +364,8 @@ class Proxy:
             except asyncio.CancelledError:
                 if not exchange.is_client_gone:
                     raise
+            finally:
+                route.end()
 
     def _check_unrecorded(self, method: str, path: str, unread: Exception | None) -> None:
         """Refuse or count an answered call that is not recorded. Raises: RequestRefusedError."""
@@ -397,9 +405,15 @@ class Proxy:
                 added = {}
             sent = _add_fields(body, added, fields)
             reader = api.reader(request, frozenset(added), engine)
-            call = _Call(exchange, api, identity, request, reader, key)
-            with _DisconnectWatch(exchange, ends=key is None):
-                await self._call_engine(call, path, body, sent, about, engine)
+            episode = self._log.find_episode(identity, request) if self._routes.is_split else None
+            route = self._routes.begin(episode)
+            exchange.url = route.url
+            call = _Call(exchange, api, identity, request, reader, route, key)
+            try:
+                with _DisconnectWatch(exchange, ends=key is None):
+                    await self._call_engine(call, path, body, sent, about, engine)
+            finally:
+                route.end()
         finally:
             if exchange.retained is not None:
                 self._log.answers.settle(exchange.retained)
@@ -416,12 +430,13 @@ class Proxy:
         target = _target(path, exchange.scope)
         try:
             headers = self._passed_headers(exchange)
-            answer = await self._upstream.request("POST", target, headers, sent)
+            upstream = call.route.upstream
+            answer = await upstream.request("POST", target, headers, sent)
             if answer.status in _REFUSALS and sent is not body:
                 refusal = await answer.read_all()
                 answer.close()
                 call.reader = call.api.reader(call.request, frozenset(), engine)
-                answer = await self._upstream.request("POST", target, headers, body)
+                answer = await upstream.request("POST", target, headers, body)
                 if 200 <= answer.status < 300:
                     self._refused[about] = time.monotonic() + _REFUSED_FOR_S
                     self._complaints.warning(
@@ -440,7 +455,7 @@ class Proxy:
             if not exchange.is_begun:
                 raise
             self._metrics.upstream_failures.inc()
-            self._complaints.error(f"{self._config.upstream}: {error} within an answer")
+            self._complaints.error(f"{exchange.url}: {error} within an answer")
             self._record_partial(call, FAILED)
             self._cut(exchange)
 
@@ -607,6 +622,8 @@ class Proxy:
             exchange.first_byte_s,
             time.monotonic(),
             None if key is None else key.decode("latin-1"),
+            version=call.route.version,
+            make_episode_id=call.route.make_episode_id,
         )
 
     def _count_call(self, call: _Call, passed: PassedCall, num: int) -> None:
@@ -696,7 +713,7 @@ class Proxy:
             except _DetectionError as error:
                 failure, again_s = str(error), error.again_s
             else:
-                _logger.info("%s: engine %s", self._config.upstream, self._engine)
+                _logger.info("%s: engine %s", exchange.url, self._engine)
                 self._metrics.engine.clear()
                 self._metrics.engine.labels(self._engine).set(1)
                 return self._engine
@@ -714,11 +731,16 @@ class Proxy:
         Raises: UpstreamError, _DetectionError.
         """
         headers = [one for one in self._passed_headers(exchange) if one[0] != b"content-type"]
-        answer = await self._upstream.request("GET", "/v1/models", headers)
+        route = self._routes.begin_other()
+        exchange.url = route.url
         try:
-            data = await answer.read_all()
+            answer = await route.upstream.request("GET", "/v1/models", headers)
+            try:
+                data = await answer.read_all()
+            finally:
+                answer.close()
         finally:
-            answer.close()
+            route.end()
         if answer.status != 200:
             is_absent = answer.status in (404, 405, 501)
             raise _DetectionError(f"status {answer.status}", _DETECT_AGAIN_S if is_absent else 0.0)
@@ -836,6 +858,7 @@ class _Call:
     identity: CallIdentity
     request: CallRequest
     reader: AnswerReader
+    route: Route
     idempotency_key: bytes | None
     is_recorded: bool = False
 

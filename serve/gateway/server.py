@@ -23,6 +23,7 @@ from replaylake.serve.gateway.call_log import CallLog
 from replaylake.serve.gateway.config import GatewayConfig
 from replaylake.serve.gateway.metrics import GatewayMetrics
 from replaylake.serve.gateway.proxy import Proxy
+from replaylake.serve.gateway.routes import Routes, SingleRoute
 from replaylake.serve.gateway.upstream import Upstream
 from replaylake.serve.http.connections import limit_connections
 from replaylake.serve.http.listener import open_server, run_app, shorten_thread_turns
@@ -42,13 +43,22 @@ _logger = logging.getLogger(__name__)
 
 
 def create_gateway(
-    config: GatewayConfig, log: CallLog, on_ready: Callable[[], None] = lambda: None
+    config: GatewayConfig,
+    log: CallLog,
+    on_ready: Callable[[], None] = lambda: None,
+    make_routes: Callable[[], Routes] | None = None,
 ) -> Starlette:
-    """Return the ASGI app, which closes `log` when it ends."""
+    """Return the ASGI app, which closes `log` when it ends.
+
+    make_routes: returns the engines, in the event loop; None: that of the config's `upstream`.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        upstream = Upstream(config.upstream, silence_s=config.silence_s)
+        if make_routes is None:
+            routes: Routes = SingleRoute(config.upstream, config.silence_s)
+        else:
+            routes = make_routes()
         metrics = GatewayMetrics(lambda: log.journal.num_pending, lambda: len(log.conversations))
         tokens = config.safety.tokens(config.dataset)
         outcomes = await run_in_threadpool(
@@ -75,7 +85,7 @@ def create_gateway(
         target = config.safety.access_log
         access_log = None if target is None else AccessLog(target)
         app.state.proxy = Proxy(
-            config, upstream, log, outcomes, metrics, tokens, access_log, telemetry
+            config, routes, log, outcomes, metrics, tokens, access_log, telemetry
         )
         # What is loaded stays: a collection need not walk through it.
         gc.collect()
@@ -85,7 +95,7 @@ def create_gateway(
         try:
             yield
         finally:
-            upstream.close()
+            routes.close()
             await outcomes.stop()
             try:
                 await run_in_threadpool(log.close)

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol
 
 from replaylake.datastore.errors import ReplayLakeError, StorageError
 from replaylake.datastore.lake.policies.registry import CHAMPION
-from replaylake.serve.versions.router import Router, ServedPolicy
+from replaylake.serve.versions.router import Router, ServedT
 
 _logger = logging.getLogger(__name__)
 _STOP_TIMEOUT_S: Final = 5.0
@@ -63,18 +63,18 @@ class FollowedAlias:
     unreachable: str | None = None
 
 
-Load = Callable[[str, int, str], ServedPolicy]
+Load = Callable[[str, int, str], ServedT]
 """From (name, version, reference) to a policy that has passed every check."""
 
 
-class AliasFollower:
+class AliasFollower(Generic[ServedT]):
     """Keeps a router where the aliases are."""
 
     def __init__(
         self,
         aliases: AliasReader,
-        router: Router,
-        load: Load,
+        router: Router[ServedT],
+        load: Load[ServedT],
         followed: Sequence[FollowedAlias],
         interval_s: float,
     ) -> None:
@@ -155,9 +155,7 @@ class AliasFollower:
             took_s,
         )
 
-    def _refuse(
-        self, following: FollowedAlias, version: int, served: ServedPolicy, reason: str
-    ) -> None:
+    def _refuse(self, following: FollowedAlias, version: int, served: ServedT, reason: str) -> None:
         following.last_refusal = VersionRefusal(version, _now_ms(), reason)
         following.num_refusals += 1
         _logger.error(

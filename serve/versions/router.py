@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.policies.policy import Policy
@@ -42,11 +42,30 @@ class ServedPolicy:
     sha256: str | None = None
 
 
+class Served(Protocol):
+    """A policy version that answers: a ServedPolicy, or an engine that runs a language model."""
+
+    @property
+    def name(self) -> str:
+        """Name of the policy."""
+
+    @property
+    def version(self) -> int:
+        """Its version."""
+
+    @property
+    def reference(self) -> str:
+        """What was asked for, such as `clone@champion`, of which the version is what it meant."""
+
+
+ServedT = TypeVar("ServedT", bound=Served)
+
+
 @dataclass(frozen=True)
-class Arm:
+class Arm(Generic[ServedT]):
     """What answers a share `weight` of the episodes, in (0, 1]."""
 
-    served: ServedPolicy
+    served: ServedT
     weight: float
 
 
@@ -58,33 +77,31 @@ class Canary:
     weight: float
 
 
-class Router:
+class Router(Generic[ServedT]):
     """Holds what is served now, and what was until lately.
 
     Any thread may replace an arm; whoever has been handed a policy goes on with it.
     """
 
-    def __init__(
-        self, one: ServedPolicy, canaries: Sequence[tuple[ServedPolicy, float]] = ()
-    ) -> None:
+    def __init__(self, one: ServedT, canaries: Sequence[tuple[ServedT, float]] = ()) -> None:
         """Serve `one`, but the canaries (policy, weight) to their share of the episodes."""
         self.one = one
         self.on_change: Callable[[], None] = lambda: None
         main = 1.0 - fsum(weight for _, weight in canaries)
         self.arms = (Arm(one, main), *(Arm(served, weight) for served, weight in canaries))
-        self._before: list[tuple[ServedPolicy, ...]] = [()] * len(self.arms)
+        self._before: list[tuple[ServedT, ...]] = [()] * len(self.arms)
         self._key = hashlib.blake2b(one.name.encode(), digest_size=32).digest()
-        self._known: dict[tuple[str, int], ServedPolicy] = {}
+        self._known: dict[tuple[str, int], ServedT] = {}
         self._index()
 
     @property
-    def held(self) -> tuple[ServedPolicy, ...]:
+    def held(self) -> tuple[ServedT, ...]:
         """What `find_version` finds."""
         return tuple(self._known.values())
 
     def assign_rows(
         self, episode_ids: Sequence[str | None], seed: int | None = None
-    ) -> list[tuple[ServedPolicy, Sequence[int]]]:
+    ) -> list[tuple[ServedT, Sequence[int]]]:
         """Return which policy acts for which rows of a request; a row without an id is drawn.
 
         seed: where there is one, the same rows are drawn the same way again.
@@ -103,11 +120,15 @@ class Router:
             rows.setdefault(self._arm_of(episode_id, arms, draw), []).append(row)
         return [(arms[number].served, row_numbers) for number, row_numbers in rows.items()]
 
-    def find_version(self, policy: str, version: int) -> ServedPolicy | None:
+    def find_arm(self, episode_id: str | None) -> int:
+        """Return the number of the arm that an episode has; without an id it is drawn."""
+        return self._arm_of(episode_id, self.arms, random.random)
+
+    def find_version(self, policy: str, version: int) -> ServedT | None:
         """Return a policy that is still held, or None."""
         return self._known.get((policy, version))
 
-    def replace(self, number: int, served: ServedPolicy) -> None:
+    def replace(self, number: int, served: ServedT) -> None:
         """Serve another policy in an arm, 0 being the main one; the one before is held a while."""
         arm = self.arms[number]
         # Back and forth between two versions does not push out what was there before them.
@@ -121,7 +142,7 @@ class Router:
         self.on_change()
 
     def _arm_of(
-        self, episode_id: str | None, arms: tuple[Arm, ...], draw: Callable[[], float]
+        self, episode_id: str | None, arms: tuple[Arm[ServedT], ...], draw: Callable[[], float]
     ) -> int:
         place = draw() if episode_id is None else self._hash_position(episode_id)
         # Canaries from 0 upwards, the main arm above them all: of a canary that is given more
@@ -146,7 +167,7 @@ class Router:
         self._known = {_version(one): one for one in served}
 
 
-def _version(served: ServedPolicy) -> tuple[str, int]:
+def _version(served: Served) -> tuple[str, int]:
     return served.name, served.version
 
 

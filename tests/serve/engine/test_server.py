@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
-from pathlib import Path
 
-import httpx
-import openai
 import pytest
 from starlette.testclient import TestClient
 
@@ -176,32 +170,3 @@ def test_bodies_hosts_and_tokens_are_checked(client, model, tmp_path):
         assert [(one["id"], one["owned_by"]) for one in models] == [("agent", "replaylake")]
         large = guarded.post("/v1/completions", content=b"x" * 101, headers=key)
         assert large.status_code == 413
-
-
-def test_the_command_serves_a_directory_to_openais_client(byte_model, tmp_path):
-    """With one request at a time: what a client leaves behind must not hold up the next one."""
-    command = [str(Path(sys.executable).with_name("replaylake")), "engine", f"{byte_model}/"]
-    command += ["--port", "0", "--queue", "1", "--json", "--lake", str(tmp_path / "absent")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        ready = json.loads(process.stdout.readline())
-        assert (ready["policy"], ready["version"]) == ("bytes", None)
-        client = openai.OpenAI(base_url=f"{ready['url']}/v1", api_key="none", max_retries=0)
-        fields = {"model": "bytes", "messages": QUESTION, "extra_body": {"top_k": 40}}
-        answer = client.chat.completions.create(**fields, max_tokens=3, seed=1)
-        assert answer.usage.completion_tokens <= 3
-        # For minutes, if nothing ended it.
-        endless = {"messages": QUESTION, "max_tokens": 60_000, "stream": True}
-        url = f"{ready['url']}/v1/chat/completions"
-        with httpx.stream("POST", url, json=endless) as stream:
-            lines = stream.iter_lines()  # kept: without it, the response is closed
-            assert next(lines).startswith("data: ")
-            with pytest.raises(openai.InternalServerError, match="1 requests in progress"):
-                client.chat.completions.create(**fields, max_tokens=3)
-        deadline = time.monotonic() + 60
-        while httpx.post(url, json={"messages": QUESTION, "max_tokens": 3}).status_code == 503:
-            assert time.monotonic() < deadline, "the generation goes on without its client"
-    finally:
-        process.terminate()
-        assert process.wait(40) == 0
-        process.stdout.close()

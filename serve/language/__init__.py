@@ -1,0 +1,1 @@
+"""Language policies: a gateway in front of engines that run the versions of aliases."""
