@@ -42,7 +42,7 @@ from replaylake.datastore.storage.table.shard import FOLDER
 _ULID: Final = "[0-9a-hjkmnp-tv-z]{26}"
 _SHARD: Final = re.compile(rf"{_ULID}\.parquet")
 _TEMPORARY: Final = re.compile(_ULID)
-_PACKAGE: Final = re.compile(rf"(.+/{_ULID})/[^/]+")
+_PACKAGE: Final = re.compile(rf"({LAKE_ROOT}/policies/[^/]+/{_ULID})/.+")
 _CHECKPOINT: Final = re.compile(
     rf"{LAKE_ROOT}/runs/([^/]+)/checkpoints/(?:\d{{12}}\.json|{_ULID}\.safetensors)"
 )

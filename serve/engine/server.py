@@ -19,6 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.engine.answers import AnswerWriter
 from replaylake.serve.engine.generation import EngineModel, Generation, GenerationQueue
 from replaylake.serve.engine.requests import read_completion_request
@@ -33,7 +34,14 @@ from replaylake.serve.safety.tokens import Tokens
 DRAIN_S: Final = 30
 # By this owner in the list of models, a gateway knows which fields to use: vLLM's.
 OWNER: Final = "replaylake"
-_OF_ANY_HOST: Final = ("/health",)
+# Sampling defaults that the engine cannot apply, with the values that change nothing.
+_NEUTRAL: Final = {
+    "min_p": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "repetition_penalty": 1,
+    "typical_p": 1,
+}
 _logger = logging.getLogger(__name__)
 
 
@@ -73,6 +81,7 @@ def create_engine(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        _warn_of_defaults(model)
         on_ready()
         yield
         await run_in_threadpool(engine.queue.close)
@@ -246,11 +255,32 @@ async def _answer_whole(request: Request, generation: Generation, writer: Answer
         if not collection.done():
             return Response(status_code=499)  # nobody reads it
         await collection
+    except ConfigInvalidError as error:
+        raise RequestRefusedError(400, error.parameter or "prompt", str(error)) from error
+    except Exception as error:
+        _logger.exception("generation failed")
+        message = f"{type(error).__name__}: {error}"
+        raise RequestRefusedError(500, "engine", message) from error
     finally:
         for task in (collection, departure):
             task.cancel()
         await asyncio.gather(collection, departure, return_exceptions=True)
     return _respond(writer.make_body())
+
+
+def _warn_of_defaults(model: EngineModel) -> None:
+    """Log the sampling defaults of a model that are not applied."""
+    generation = model.spec.generation
+    found = {
+        name: generation[name]
+        for name, neutral in _NEUTRAL.items()
+        if generation.get(name) not in (None, neutral)
+    }
+    if found:
+        _logger.warning(
+            "defaults of generation_config.json that are not applied: %s",
+            ", ".join(f"{name} {value}" for name, value in found.items()),
+        )
 
 
 async def _wait_for_departure(request: Request) -> None:

@@ -126,12 +126,16 @@ class EngineProcess:
             )
             if self._stopping.wait(pause_s):
                 return
-            with self._lock:
-                # `stop` ends the process that it finds, so none is started after it looked.
-                if self._stopping.is_set():
-                    return
-                if self._process.stdout is not None:
-                    self._process.stdout.close()
-                self._begun_s = time.monotonic()
-                self._process = self._start()
+            try:
+                with self._lock:
+                    # `stop` ends the process that it finds, so none is started after it looked.
+                    if self._stopping.is_set():
+                        return
+                    self._begun_s = time.monotonic()
+                    ended, self._process = self._process, self._start()
+            except OSError as error:  # such as no memory for a process: it may have some later
+                _logger.error("the engine of %s cannot be started: %s", self._policy, error)
+                continue
+            if ended.stdout is not None:
+                ended.stdout.close()
             self._is_ready = self._read_ready()

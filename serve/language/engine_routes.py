@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from replaylake.datastore.lake.dataset import new_episode_id
 from replaylake.serve.gateway.conversations import PRODUCER
@@ -15,6 +17,10 @@ from replaylake.serve.gateway.routes import CallVersion, Route
 from replaylake.serve.gateway.upstream import Upstream
 from replaylake.serve.language.engine_process import EngineProcess
 from replaylake.serve.versions.router import Router
+
+# Of ids until one lies in an arm, 5 us each. An arm with a smaller share than one in so many may
+# lose a conversation to another after its first call.
+_MAX_DRAWS: Final = 100_000
 
 
 @dataclass(eq=False)
@@ -82,10 +88,11 @@ class EngineRoutes:
 
         def make_episode_id() -> str:
             # Its hash decides the arm of all later calls: also after a restart.
-            while True:
+            for _ in range(_MAX_DRAWS):
                 episode_id = new_episode_id(PRODUCER)
                 if not self.is_split or self._router.find_arm(episode_id) == number:
-                    return episode_id
+                    break
+            return episode_id
 
         def end() -> None:
             engine.num_calls -= 1
@@ -107,4 +114,5 @@ class EngineRoutes:
 
     def _call_soon(self, function: Callable[[], None]) -> None:
         """Call a function in the event loop; from the thread that follows aliases."""
-        self._loop.call_soon_threadsafe(function)
+        with suppress(RuntimeError):  # the loop has ended: all engines are stopped
+            self._loop.call_soon_threadsafe(function)

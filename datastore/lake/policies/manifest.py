@@ -340,7 +340,9 @@ def describe_model(
     config = _read_json(directory / MODEL_CONFIG)
     # Models of several parts have the numbers of the language model in a config of its own.
     text = {**config, **(config.get("text_config") or {})}
-    architectures, limit = config.get("architectures"), text.get("max_position_embeddings")
+    # The second is GPT-2's name for it.
+    limits = (text.get(name) for name in ("max_position_embeddings", "n_positions"))
+    architectures = config.get("architectures")
     size = text.get("vocab_size")
     if not isinstance(architectures, list) or not architectures or type(size) is not int:
         raise PackageInvalidError(
@@ -352,7 +354,7 @@ def describe_model(
     contents = LanguageSpec(
         str(architectures[0]),
         size,
-        limit if type(limit) is int else None,
+        next((limit for limit in limits if type(limit) is int), None),
         bool(templates or tokenizer.get("chat_template")),
         _read_json(directory / "generation_config.json"),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from starlette.testclient import TestClient
@@ -127,6 +128,30 @@ def test_defaults_are_those_of_the_model(kit, tmp_path):
         same = chat(client, temperature=0.25, top_k=2, top_p=1, max_tokens=7, seed=3).json()
         assert answer["usage"]["completion_tokens"] <= 7
         assert answer["choices"] == same["choices"]
+
+
+def test_defaults_that_are_not_applied_are_in_the_log(model, caplog):
+    class Penalized:
+        spec = replace(model.spec, generation={"repetition_penalty": 1.3, "min_p": 0, "top_k": 3})
+
+    with client_of(Penalized()):
+        (record,) = [one for one in caplog.records if "not applied" in one.message]
+    assert record.message.endswith("not applied: repetition_penalty 1.3")
+
+
+def test_a_model_that_fails_is_an_error_and_not_an_answer(model, monkeypatch):
+    def fail(*arguments, **options):
+        yield from ()
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(model, "iter_tokens", fail)
+    with client_of(model) as client:
+        answer = chat(client)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "engine: RuntimeError: no memory"
+        events = chat(client, stream=True).text.split("\n\n")
+        assert "no memory" in events[-2]
+        assert "[DONE]" not in "".join(events)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from replaylake.datastore.lake.policies.manifest import (
 from replaylake.datastore.lake.policies.package import check_package, find_package, load_policy
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.maintenance.fsck.fsck import fsck
+from replaylake.datastore.maintenance.vacuum import vacuum
 
 FILES = {
     "config.json": {
@@ -110,6 +112,15 @@ def test_an_added_file_is_found(lake: Lake, model: Path) -> None:
         check_package(ref.path, ref.manifest_sha256)
 
 
+def test_vacuum_takes_all_files_of_a_deleted_version(lake: Lake, model: Path) -> None:
+    first, second = register(lake, model), register(lake, model)
+    lake.registry.marks.delete("agent", first.version)
+    vacuum(lake, delete=True, now_ms=time.time_ns() // 1_000_000 + 8 * 86_400_000)
+    assert not list(lake.storage.files(first.folder))
+    assert len(sha256s(second.path)) == len(sha256s(model)) + 1
+    check_package(second.path, second.manifest_sha256)
+
+
 def test_a_file_that_changes_while_it_is_registered_is_refused(lake: Lake, model: Path) -> None:
     manifest = describe_model(model, sha256s(model), {})
     (model / "model.safetensors").write_bytes(b"others")
@@ -153,6 +164,22 @@ def test_no_file_of_a_model_may_be_missing(
 def test_a_later_field_is_ignored(lake: Lake, model: Path, tmp_path: Path) -> None:
     copy = rewritten(lake, model, tmp_path, lambda body: body["policy"].update(later=1))
     assert read_manifest(copy).language.vocabulary_size == 24
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"vocab_size": 8}, None),
+        ({"vocab_size": 8, "n_positions": 64}, 64),
+        ({"text_config": {"vocab_size": 8, "max_position_embeddings": 48}}, 48),
+    ],
+)
+def test_the_context_is_found_under_each_of_its_names(
+    model: Path, config: dict[str, Any], expected: int | None
+) -> None:
+    (model / "config.json").write_text(json.dumps({"architectures": ["A"], **config}))
+    contents = describe_model(model, sha256s(model), {}).language
+    assert (contents.context_tokens, contents.vocabulary_size) == (expected, 8)
 
 
 def test_a_config_of_another_kind_is_refused(model: Path) -> None:

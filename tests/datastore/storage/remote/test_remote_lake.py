@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +21,9 @@ from replaylake.datastore.episodes.episode import Episode
 from replaylake.datastore.errors import NotFoundError, PackageInvalidError, ShardCorruptError
 from replaylake.datastore.feedback.segments import journal_folder
 from replaylake.datastore.lake.lake import Lake, open_lake
-from replaylake.datastore.lake.policies.manifest import read_verified
+from replaylake.datastore.lake.policies.manifest import describe_model, read_verified
+from replaylake.datastore.lake.policies.package import check_package
+from replaylake.datastore.maintenance.fsck.fsck import fsck
 from replaylake.datastore.maintenance.lineage import lineage
 from replaylake.datastore.names import new_ulid
 from replaylake.datastore.storage.remote.shard_cache import trim_cache
@@ -232,6 +236,23 @@ def test_policies_are_copied_when_they_are_loaded_and_not_before(
     assert s3.requests == []
     (again.path / "policy.onnx").unlink()
     assert (again.path / "policy.onnx").read_bytes() == b"graph"
+
+
+def test_a_language_model_is_copied_with_its_folders(s3_lake: Lake, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "additional_chat_templates").mkdir(parents=True)
+    config = json.dumps({"architectures": ["Tiny"], "vocab_size": 8})
+    files = {"config.json": config, "tokenizer.json": "{}", "model.safetensors": "weights"}
+    files["additional_chat_templates/tools.jinja"] = "{{ tools }}"
+    for name, text in files.items():
+        (model / name).write_text(text)
+    sha256s = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    manifest = describe_model(model, sha256s, {})
+    s3_lake.registry.register_model("agent", model, manifest, run_id="", lineage={})
+    ref = open_lake(s3_lake.url).registry.resolve("agent")
+    assert check_package(ref.path, ref.manifest_sha256).is_language
+    assert {name: (ref.path / name).read_text() for name in files} == files
+    assert fsck(s3_lake).is_clean
 
 
 def test_a_policy_damaged_in_the_store_is_not_copied(s3_lake: Lake, package: Path) -> None:
