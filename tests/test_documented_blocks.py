@@ -690,6 +690,7 @@ _PAGES: dict[str, Page] = {
     "docs/HTTP.md": Page(),
     "docs/LABELS.md": Page(),
     "docs/LANGUAGE.md": Page(),
+    "docs/LANGUAGE_SERVING.md": Page(not_run=5, slow=False),
     "docs/LANGUAGE_TRAINING.md": Page(),
     "docs/MAINTENANCE.md": Page(),
     "docs/MONITORING.md": Page(not_run=2),

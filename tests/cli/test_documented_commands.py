@@ -33,6 +33,7 @@ _PAGES = (
     "docs/IMPORT.md",
     "docs/LABELS.md",
     "docs/LANGUAGE.md",
+    "docs/LANGUAGE_SERVING.md",
     "docs/LANGUAGE_TRAINING.md",
     "docs/MAINTENANCE.md",
     "docs/NIGHTLY.md",
