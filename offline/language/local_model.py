@@ -6,30 +6,24 @@ For small models on one machine. An engine does the same behind `EngineModel` of
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalidError, GenerationError
 from replaylake.datastore.interchange.rollout_rows import Generation
+from replaylake.offline.language.chat_tokenizer import ChatTokenizer, Message, read_text
 from replaylake.offline.language.pretrained import check_model_folder, load_pretrained
 from replaylake.offline.language.sampling import sample_completions
 from replaylake.offline.learning.options import expect
-
-Message = Mapping[str, Any]
 
 _TEMPERATURE: Final = "temperature"
 _MAX_TOKENS: Final = "max_tokens"
 _DEFAULTS: Final[Mapping[str, Any]] = {_TEMPERATURE: 1.0, _MAX_TOKENS: 256}
 # Stands for a generated message in a template: no text of a dialogue has it.
 _MARK: Final = "{~generated~7f3a9c5e~}"
-# As Hermes and Qwen write calls, where the tokenizer states no other form.
-_CALL: Final = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +64,11 @@ class LocalModel:
         """
         expect(max_batch_size >= 1, "local model: max_batch_size", max_batch_size, "1 or more")
         folder = check_model_folder(path)
-        self._model, self._tokenizer = load_pretrained(
-            folder, "causal language model", device=device
-        )
+        self._model, tokenizer = load_pretrained(folder, "causal language model", device=device)
+        self._tokenizer = ChatTokenizer(self._model, tokenizer)
         self._path, self._sha256 = folder.path, folder.sha256
         self._policy = policy or folder.path.name
         self._policy_version = policy_version
-        self._stop_ids = _find_stop_ids(self._model, self._tokenizer)
         limit = getattr(self._model.config, "max_position_embeddings", None)
         self._max_positions: float = float("inf") if limit is None else limit
         self._max_batch_size = max_batch_size
@@ -117,6 +109,12 @@ class LocalModel:
         that leaves no room in the model's context, or that the template refuses.
         """
         options = _read_sampling(sampling or {})
+        if tools and not self._tokenizer.has_template:
+            raise ConfigInvalidError(
+                f"tools: found some for {self._path}, whose tokenizer has no chat template, "
+                "expected none. Use a model with a template for tools.",
+                parameter="tools",
+            )
         if previous is None:
             prompt_ids = self._encode(self._render(messages, tools), is_start=True)
         else:
@@ -139,7 +137,7 @@ class LocalModel:
         self._schedule(loop)
         completion = await request.generated
         return Generation(
-            self._parse(completion.token_ids, prompt_ids, tools),
+            self._tokenizer.parse_reply(completion.token_ids, prompt_ids, tools),
             completion.finish_reason,
             prompt_ids,
             completion.token_ids,
@@ -196,7 +194,7 @@ class LocalModel:
             self._model,
             [one.prompt_ids for one in batch],
             max_new_tokens=batch[0].max_tokens,
-            stop_ids=self._stop_ids,
+            stop_ids=self._tokenizer.stop_ids,
             temperature=batch[0].temperature,
             seeds=[one.seed for one in batch],
         )
@@ -217,61 +215,23 @@ class LocalModel:
         if not mark or _MARK in rest:
             return self._encode(self._render(messages, tools), is_start=True)
         sampled = previous.completion_ids
-        if sampled and sampled[-1] in self._stop_ids:
-            rest = rest.removeprefix(self._tokenizer.decode([sampled[-1]]))
+        if sampled and sampled[-1] in self._tokenizer.stop_ids:
+            rest = rest.removeprefix(self._tokenizer.decode([sampled[-1]], keeps_special=True))
         return [*previous.prompt_ids, *sampled, *self._encode(rest, is_start=False)]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-        if not self._tokenizer.chat_template:
-            if tools:
-                raise ConfigInvalidError(
-                    f"tools: found some for {self._path}, whose tokenizer has no chat template, "
-                    "expected none. Use a model with a template for tools.",
-                    parameter="tools",
-                )
-            return "".join(_to_text(one) for one in messages)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [_with_parsed_calls(one) for one in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except Exception as error:  # whatever the template raises: it is a program
-            raise GenerationError(
-                f"messages: the chat template refuses them ({type(error).__name__}: {error}), "
-                "expected roles and fields that it has."
-            ) from error
-        return text
+            if self._tokenizer.has_template:
+                return self._tokenizer.render(messages, tools)
+            texts = map(read_text, messages)
+            return "".join(texts)
+        except ConfigInvalidError as error:
+            raise GenerationError(str(error)) from error
 
     def _encode(self, text: str, *, is_start: bool) -> list[int]:
         # A template writes the tokens of a beginning itself.
-        has_start = is_start and not self._tokenizer.chat_template
-        ids: list[int] = self._tokenizer(text, add_special_tokens=has_start)["input_ids"]
-        return ids
-
-    def _parse(
-        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Any] | None
-    ) -> dict[str, Any]:
-        """Return the message that was generated, with calls of tools if there are any."""
-        ids = list(token_ids)
-        if getattr(self._tokenizer, "response_template", None):
-            try:
-                parsed = self._tokenizer.parse_response(ids, prefix=list(prompt_ids), tools=tools)
-            except Exception:  # not of the template's form, as models do write
-                parsed = None
-            if isinstance(parsed, dict):
-                return _to_message(parsed)
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return _parse_calls(text) if tools else {"role": "assistant", "content": text}
-
-
-def _find_stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the ids that end a completion: of the tokenizer and of the generation config."""
-    found = {tokenizer.eos_token_id}
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    found |= set(configured) if isinstance(configured, list) else {configured}
-    return frozenset(one for one in found if one is not None)
+        has_start = is_start and not self._tokenizer.has_template
+        return self._tokenizer.encode(text, adds_special=has_start)
 
 
 def _read_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,61 +255,3 @@ def _read_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
                 parameter="sampling",
             )
     return options
-
-
-def _to_text(message: Message) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [one.get("text") for one in content if isinstance(one, dict)]
-        content = "".join(part for part in parts if isinstance(part, str))
-    return content if isinstance(content, str) else ""
-
-
-def _with_parsed_calls(message: Message) -> dict[str, Any]:
-    """Return a message with the arguments of calls as objects, which templates write as JSON."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return dict(message)
-    parsed = []
-    for call in calls:
-        function = dict(call.get("function") or {})
-        with suppress(KeyError, TypeError, ValueError):
-            function["arguments"] = json.loads(function["arguments"])
-        parsed.append({**call, "function": function})
-    return {**message, "tool_calls": parsed}
-
-
-def _parse_calls(text: str) -> dict[str, Any]:
-    """Return a message with the calls in a text; one with a malformed call has the text alone."""
-    calls = []
-    for found in _CALL.finditer(text):
-        try:
-            call = json.loads(found[1])
-        except ValueError:
-            return {"role": "assistant", "content": text}
-        if not isinstance(call.get("name"), str):
-            return {"role": "assistant", "content": text}
-        calls.append(call)
-    content = _CALL.sub("", text).strip() or None if calls else text
-    return _to_message({"content": content, "tool_calls": calls})
-
-
-def _to_message(parsed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parsed message as OpenAI's API has it: calls with ids, arguments as JSON text."""
-    message = {"role": "assistant", **parsed, "content": parsed.get("content")}
-    message.pop("tool_calls", None)
-    calls = []
-    for number, call in enumerate(parsed.get("tool_calls") or ()):
-        function = call.get("function", call)
-        arguments = function.get("arguments", {})
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        calls.append(
-            {
-                "id": call.get("id") or f"call_{number}",
-                "type": "function",
-                "function": {"name": function.get("name"), "arguments": text},
-            }
-        )
-    if calls:
-        message["tool_calls"] = calls
-    return message

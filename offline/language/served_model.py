@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from replaylake.datastore.errors import ConfigInvalidError, ReplayLakeError
 from replaylake.datastore.lake.policies.manifest import LanguageSpec, describe_model
+from replaylake.offline.language.chat_tokenizer import ChatTokenizer
 from replaylake.offline.language.pretrained import check_model_folder, load_pretrained
 from replaylake.offline.language.sampling import iter_tokens
 
@@ -32,19 +30,13 @@ class ServedModel:
             torch.set_num_threads(threads)
         folder = check_model_folder(directory)
         self.spec: LanguageSpec = describe_model(folder.path, folder.files, {}).language
-        self._model, self._tokenizer = load_pretrained(
-            folder, "causal language model", device=device
-        )
-        # A tokenizer of transformers has settings that each call changes.
-        self._lock = threading.Lock()
-        ids = self.spec.generation.get("eos_token_id", self._tokenizer.eos_token_id)
-        self.stop_ids = frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        self._model, tokenizer = load_pretrained(folder, "causal language model", device=device)
+        self._tokenizer = ChatTokenizer(self._model, tokenizer)
+        self.stop_ids = self._tokenizer.stop_ids
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of a text, with the tokens that the tokenizer puts around it."""
-        with self._lock:
-            ids: list[int] = self._tokenizer(text)["input_ids"]
-        return ids
+        return self._tokenizer.encode(text, adds_special=True)
 
     def encode_messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
@@ -54,37 +46,11 @@ class ServedModel:
         Raises: ConfigInvalidError if the model has no chat template, or the template refuses the
         messages.
         """
-        if not self.spec.has_chat_template:
-            raise ConfigInvalidError(
-                "messages: the model has no chat template, expected a prompt: send it to "
-                "/v1/completions.",
-                parameter="messages",
-            )
-        try:
-            # A template is a program of the model's author, and raises whatever it likes.
-            text: str = self._tokenizer.apply_chat_template(
-                [_prepare_message(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except ReplayLakeError:
-            raise
-        except Exception as error:
-            raise ConfigInvalidError(
-                f"messages: the model's chat template refuses them: {error}", parameter="messages"
-            ) from error
-        with self._lock:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._tokenizer.encode(self._tokenizer.render(messages, tools))
 
     def decode(self, ids: Sequence[int], *, keeps_special: bool = False) -> str:
         """Return the text of ids; special tokens such as the end's have none, unless kept."""
-        with self._lock:
-            text: str = self._tokenizer.decode(
-                list(ids), skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
-            )
-        return text
+        return self._tokenizer.decode(ids, keeps_special=keeps_special)
 
     def iter_tokens(
         self,
@@ -112,34 +78,3 @@ class ServedModel:
             generator=generator,
         ):
             yield list(zip(ids.tolist(), log_probs.tolist(), strict=True))
-
-
-def _prepare_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: its text as one string, arguments as objects.
-
-    Raises: ConfigInvalidError for parts that are no text.
-    """
-    prepared = dict(message)
-    if isinstance(parts := message.get("content"), list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-        if not all(isinstance(text, str) for text in texts):
-            raise ConfigInvalidError(
-                "messages: found content with parts that are no text, expected text: this engine "
-                "has no models of images or sounds.",
-                parameter="messages",
-            )
-        prepared["content"] = "".join(map(str, texts))
-    if isinstance(calls := message.get("tool_calls"), list):
-        prepared["tool_calls"] = [_prepare_call(call) for call in calls]
-    return prepared
-
-
-def _prepare_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from replaylake.datastore.errors import ConfigInvalidError, GenerationError
-from replaylake.offline.language.local_model import LocalModel, _parse_calls
+from replaylake.offline.language.chat_tokenizer import _parse_calls
+from replaylake.offline.language.local_model import LocalModel
 
 pytestmark = pytest.mark.slow
 
