@@ -33,6 +33,7 @@ def register_language_model(lake: Lake, name: str, directory: str | Path) -> Pol
     """
     check_policy_name(name)
     folder = check_model_folder(directory)
+    _check_generates(folder)
     origin = _read_origin(folder)
     run_id = str(origin.get("run_id") or "")
     runs = {run["run_id"]: run for run in lake.registry.runs()}
@@ -66,6 +67,18 @@ def register_trained_model(
     return lake.registry.register_model(
         name, folder.path, manifest, run_id=run_id, lineage=lineage, run=run, replaces=replaces
     )
+
+
+def _check_generates(folder: ModelFolder) -> None:
+    """Refuse a model that scores sequences. Raises: SourceInvalidError."""
+    config = json.loads((folder.path / "config.json").read_bytes())
+    for name in config.get("architectures") or ():
+        if str(name).endswith("ForSequenceClassification"):
+            raise SourceInvalidError(
+                f"model: {folder.path} has a {name}, expected a causal language model: only a "
+                "model that generates can be a policy. `score` takes a reward model.",
+                parameter="model",
+            )
 
 
 def _read_origin(folder: ModelFolder) -> dict[str, Any]:

@@ -187,3 +187,13 @@ def test_the_commands_of_policies_take_it_or_refuse_it_by_name(
         assert "found a language model (LlamaForCausalLM)" in said.err, (words, said.err)
     assert lake.registry.alias_version("agent", "champion") == 1
     assert not (tmp_path / "bento").exists()
+
+
+def test_a_reward_model_is_no_policy(lake, model_folder, tmp_path):
+    copy = tmp_path / "scores"
+    shutil.copytree(model_folder, copy)
+    body = json.loads((copy / "config.json").read_text())
+    body["architectures"] = ["LlamaForSequenceClassification"]
+    (copy / "config.json").write_text(json.dumps(body))
+    with pytest.raises(SourceInvalidError, match="expected a causal language model"):
+        register_language_model(lake, "agent", copy)
