@@ -122,7 +122,9 @@ def image_arguments(model: Any, ids: torch.Tensor, images: ImageInputs) -> dict[
                 parameter="model",
             )
     arguments = images.concatenate(ids.device)
-    if arguments and "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+    # A model of peft takes any argument and passes it on to the model that it wraps.
+    wrapped = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if arguments and "mm_token_type_ids" in inspect.signature(wrapped.forward).parameters:
         arguments["mm_token_type_ids"] = is_image.long()
     return arguments
 

@@ -72,7 +72,9 @@ def register_trained_model(
 def _check_generates(folder: ModelFolder) -> None:
     """Refuse a model that scores sequences. Raises: SourceInvalidError."""
     config = json.loads((folder.path / "config.json").read_bytes())
-    for name in config.get("architectures") or ():
+    names = config.get("architectures") if isinstance(config, dict) else None
+    # A file of another form is refused by describe_model.
+    for name in names if isinstance(names, list) else ():
         if str(name).endswith("ForSequenceClassification"):
             raise SourceInvalidError(
                 f"model: {folder.path} has a {name}, expected a causal language model: only a "

@@ -108,6 +108,12 @@ def test_parts_of_a_batch_see_their_own_images(lake, folder):
         np.testing.assert_allclose(value, weights[1][name], atol=2e-4, err_msg=name)
 
 
+def test_an_adapter_is_trained_with_images(lake, folder):
+    learner = make_learner(folder, lora_rank=2, learning_rate=0.01)
+    batch, images = read_batch(lake, learner.image_processor)
+    assert learner.update(batch, images=images)["tokens"] == 12
+
+
 def test_images_that_do_not_fit_the_tokens_are_refused(lake, folder):
     learner = make_learner(folder)
     batch, images = read_batch(lake, learner.image_processor)

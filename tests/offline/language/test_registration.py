@@ -12,6 +12,7 @@ from replaylake.cli.main import main
 from replaylake.datastore.errors import (
     InvalidNameError,
     NotFoundError,
+    PackageInvalidError,
     SourceInvalidError,
 )
 from replaylake.datastore.lake.lake import Lake, open_lake
@@ -196,4 +197,13 @@ def test_a_reward_model_is_no_policy(lake, model_folder, tmp_path):
     body["architectures"] = ["LlamaForSequenceClassification"]
     (copy / "config.json").write_text(json.dumps(body))
     with pytest.raises(SourceInvalidError, match="expected a causal language model"):
+        register_language_model(lake, "agent", copy)
+
+
+@pytest.mark.parametrize("config", [[], {"architectures": 5}], ids=["list", "number"])
+def test_a_config_of_another_form_is_refused(lake, model_folder, tmp_path, config):
+    copy = tmp_path / "damaged"
+    shutil.copytree(model_folder, copy)
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises((SourceInvalidError, PackageInvalidError), match=r"config\.json"):
         register_language_model(lake, "agent", copy)
