@@ -129,9 +129,9 @@ def rollout(
         typer.Option(
             "--model",
             rich_help_panel=_LANGUAGE,
-            metavar="DIR|NAME",
-            help="Language model that acts: a directory that transformers wrote; with --upstream, "
-            "the engine's name of it.",
+            metavar="DIR|POLICY|NAME",
+            help="Language model that acts: a directory that transformers wrote, or a policy's "
+            "version, as NAME:VERSION or NAME@ALIAS; with --upstream, the engine's name of it.",
             show_default=False,
         ),
     ] = None,
@@ -370,8 +370,8 @@ def _rollout_language(
 
     values = {key: value for key, value in given.items() if value is not None}
     config = LanguageRolloutConfig(**values)
-    loaded = _load_model(*model)
     store = open_lake(lake, create=True)
+    loaded = _load_model(store, *model)
     with (
         watchers(report, store, wandb_project=None) as watch,
         report.progress("rollouts", "") as progress,
@@ -404,6 +404,7 @@ def _rollout_language(
 
 
 def _load_model(
+    lake: Lake,
     name: str | None,
     upstream: str | None,
     engine: str | None,
@@ -416,8 +417,15 @@ def _load_model(
             "found it without an engine, expected --upstream",
         )
         from replaylake.offline.language.local_model import LocalModel
+        from replaylake.offline.language.registration import find_model
 
-        return LocalModel(name or "", policy_version=policy_version or 0)
+        directory, ref = find_model(lake, name or "")
+        if ref is None:
+            return LocalModel(directory, policy_version=policy_version or 0)
+        _refuse_options(
+            {"--policy-version": policy_version}, "found it beside a version, expected one of both"
+        )
+        return LocalModel(directory, policy=ref.name, policy_version=ref.version)
     from replaylake.serve.gateway.engine_model import EngineModel
 
     key = None

@@ -45,9 +45,9 @@ def language(
         str | None,
         typer.Option(
             "--model",
-            metavar="DIR",
-            help="Initial causal language model: a directory that transformers wrote. "
-            "Required unless --resume is given.",
+            metavar="DIR|POLICY",
+            help="Initial causal language model: a directory that transformers wrote, or a "
+            "policy's version, as NAME:VERSION or NAME@ALIAS. Required unless --resume is given.",
             show_default=False,
         ),
     ] = None,

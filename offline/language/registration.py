@@ -14,6 +14,7 @@ from typing import Any, Final
 from replaylake.datastore.errors import SourceInvalidError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.manifest import describe_model
+from replaylake.datastore.lake.policies.package import check_package
 from replaylake.datastore.lake.policies.registry import PolicyRef
 from replaylake.datastore.names import check_policy_name
 from replaylake.offline.language.pretrained import ORIGIN, ModelFolder, check_model_folder
@@ -21,6 +22,22 @@ from replaylake.offline.language.pretrained import ORIGIN, ModelFolder, check_mo
 # Fields of a run that a version's lineage has.
 _OF_RUN: Final = ("algorithm", "datasets", "seed", "model")
 _IMPORTED: Final = "imported"
+
+
+def find_model(lake: Lake, model: str) -> tuple[Path, PolicyRef | None]:
+    """Return the directory of a model, and its version where `model` names one of the lake.
+
+    model: a directory, or `NAME:VERSION` or `NAME@ALIAS` of a language policy; of two that have one
+    name, the directory.
+    Raises: NotFoundError; PolicyKindError for a policy of another kind; PackageInvalidError,
+    StorageError.
+    """
+    directory = Path(model)
+    if directory.exists() or not (":" in model or "@" in model):
+        return directory, None
+    ref = lake.registry.resolve(model)
+    _ = check_package(ref.path, ref.manifest_sha256).language
+    return ref.path, ref
 
 
 def register_language_model(lake: Lake, name: str, directory: str | Path) -> PolicyRef:

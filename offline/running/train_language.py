@@ -47,7 +47,7 @@ from replaylake.offline.language.pretrained import (
     check_model_folder,
     hash_model_folder,
 )
-from replaylake.offline.language.registration import register_trained_model
+from replaylake.offline.language.registration import find_model, register_trained_model
 from replaylake.offline.language.token_learner import (
     METHODS,
     TokenLearner,
@@ -99,13 +99,14 @@ _FROM_ONE: Final = (
 class LanguageConfig:
     """Options of a language training run; the lake and its dataset are arguments.
 
-    model: folder of the initial causal language model. output: folder to create for the trained
-    model. policy: name to register it under, as the next version of this policy; None: it is not
-    registered. method: a key of METHODS. where: SQL condition over `episodes`; where_sequences: SQL
-    condition over `sequences`. batch_size: sequences in a batch, or groups of sequences if the
-    method compares samples of one prompt. max_tokens: largest number of tokens in a batch, padding
-    included. policy_version: the version that is trained; max_staleness: largest difference between
-    it and the version that sampled a token. learners: processes that make each update together.
+    model: folder of the initial causal language model, or a version of a policy. output: folder to
+    create for the trained model. policy: name to register it under, as the next version of this
+    policy; None: it is not registered. method: a key of METHODS. where: SQL condition over
+    `episodes`; where_sequences: SQL condition over `sequences`. batch_size: sequences in a batch,
+    or groups of sequences if the method compares samples of one prompt. max_tokens: largest number
+    of tokens in a batch, padding included. policy_version: the version that is trained;
+    max_staleness: largest difference between it and the version that sampled a token. learners:
+    processes that make each update together.
     options: options of the method, see TokenOptions.
     """
 
@@ -239,10 +240,11 @@ def train_language(
     died; StorageError; RunInterrupted. In each case, no model is written.
     """
     snapshot, run_id = lake.snapshot(dataset), new_ulid()
-    # Whoever resumes the run may be in another folder.
+    directory, ref = find_model(lake, config.model)
+    # Whoever resumes the run may be in another folder, and an alias may have been moved.
     config = replace(
         config,
-        model=str(Path(config.model).absolute()),
+        model=str(directory.absolute()) if ref is None else str(ref),
         output=str(Path(config.output).absolute()),
     )
     pinned = f"{snapshot.dataset}@{snapshot.version}"
@@ -350,6 +352,8 @@ def _load_finished_result(lake: Lake, record: Mapping[str, Any]) -> LanguageResu
 class _Job:
     config: LanguageConfig
     folder: ModelFolder
+    # The version that the initial model is, if it was named as one.
+    initial: PolicyRef | None
     sequences: TokenSequences
     sampler: TokenSampler
     learner: TokenLearner
@@ -380,7 +384,11 @@ class _Job:
         return {
             "algorithm": self.config.method,
             "seed": self.config.seed,
-            "model": {"path": str(self.folder.path), "sha256": self.folder.sha256},
+            "model": {
+                "path": str(self.folder.path),
+                "sha256": self.folder.sha256,
+                **({} if self.initial is None else {"policy": str(self.initial)}),
+            },
             "config": {
                 **asdict(self.config),
                 "options": to_options(self.config.method_options()),
@@ -407,7 +415,8 @@ def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGro
     method, options = METHODS[config.method], config.method_options()
     _check_output(Path(config.output), spec.run_id)
     _check_device(config.device)
-    folder = check_model_folder(config.model)
+    directory, ref = find_model(lake, config.model)
+    folder = check_model_folder(directory)
     snapshot = lake.snapshot(dataset)
     sequences = snapshot.token_sequences(config.where, on_progress=callbacks.on_reading)
     is_weighted = method.loss == "policy_gradient" and options.correction != "none"
@@ -466,6 +475,7 @@ def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGro
     return _Job(
         config,
         folder,
+        ref,
         sequences,
         sampler,
         learner,

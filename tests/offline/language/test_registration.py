@@ -18,6 +18,7 @@ from replaylake.datastore.errors import (
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.policies.package import check_package
 from replaylake.datastore.lake.policies.registry import Registry
+from replaylake.datastore.lake.runs.summary import find_run
 from replaylake.datastore.maintenance.lineage.episode_lineage import trace_episode
 from replaylake.datastore.maintenance.lineage.lineage import trace_policy
 from replaylake.offline.callbacks import Callbacks
@@ -207,3 +208,15 @@ def test_a_config_of_another_form_is_refused(lake, model_folder, tmp_path, confi
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises((SourceInvalidError, PackageInvalidError), match=r"config\.json"):
         register_language_model(lake, "agent", copy)
+
+
+def test_training_goes_on_from_a_version(lake, model_folder, tmp_path):
+    register_language_model(lake, "agent", model_folder)
+    lake.registry.set_alias("agent", "champion", 1)
+    result = train_language(lake, "agents", config("agent@champion", tmp_path / "out"))
+    record = find_run(lake.registry, result.run_id)
+    assert record["request"]["model"] == "agent:1"  # the alias may move
+    assert record["model"]["policy"] == "agent:1"
+    assert record["model"]["sha256"] == check_model_folder(model_folder).sha256
+    with pytest.raises(NotFoundError, match="agent:7"):
+        train_language(lake, "agents", config("agent:7", tmp_path / "other"))
