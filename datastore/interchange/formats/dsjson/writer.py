@@ -203,9 +203,15 @@ class EventWriter:
             )
         texts = []
         for i, (row, action, value) in enumerate(zip(rows, actions, values, strict=True)):
+            if not isinstance(value, dict):
+                raise SpaceUnsupportedError(
+                    f"dsjson: found {_dump(value)[:60]!r} in {OUTCOMES}[{i}] of episode "
+                    f"{episode.episode_id}, column {DSJSON}, expected an object. Correct the "
+                    "column, or leave the episode out with `where`."
+                )
             outcome = dict(value)
-            reward = row.get(SLOT_REWARD)
-            if reward is not None and -float(outcome.get(COST, math.nan)) != reward:
+            reward = _read_slot_reward(episode, row, i)
+            if reward is not None and not _is_cost_of(outcome.get(COST), reward):
                 outcome[COST] = 0.0 - reward
             if "_a" not in outcome:
                 prob = _find_prob(episode, i, None)
@@ -320,6 +326,30 @@ class EventWriter:
                 "expected JSON. Correct the column, or leave the episode out with `where`."
             ) from error
         return text
+
+
+def _read_slot_reward(episode: Episode, row: Mapping[str, Any], i: int) -> float | None:
+    """Return the reward of one slot; None where it is unknown. Raises: SpaceUnsupportedError."""
+    reward = row.get(SLOT_REWARD)
+    if reward is None or math.isnan(reward):
+        return None
+    if math.isinf(reward):
+        raise SpaceUnsupportedError(
+            f"dsjson: episode {episode.episode_id}, step {i}, column {SLOT_REWARD}: found "
+            f"{reward}, expected a finite number. Correct the column, or leave the episode out "
+            "with `where`."
+        )
+    return float(reward)
+
+
+def _is_cost_of(logged: Any, reward: float) -> bool:
+    """Whether a logged cost, which may be null or a text such as NaN, is that of a reward."""
+    if isinstance(logged, bool) or not isinstance(logged, int | float):
+        return False
+    try:
+        return -float(logged) == reward
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def _find_prob(episode: Episode, i: int, logged: Member | None) -> str | None:

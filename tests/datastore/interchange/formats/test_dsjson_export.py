@@ -134,6 +134,57 @@ def test_a_reward_that_was_annotated_is_the_cost(lake: Lake, tmp_path: Path) -> 
     )
 
 
+_SLOT = {"_a": [0], "_p": [0.5]}
+
+
+@pytest.mark.parametrize("cost", [None, "NaN", 7])
+def test_a_slot_reward_that_was_annotated_replaces_any_logged_cost(
+    lake: Lake, tmp_path: Path, cost: Any
+) -> None:
+    page = {
+        "EventId": "e",
+        "c": {**_CONTEXT, "_slots": [{}]},
+        "_outcomes": [{"_label_cost": cost, **_SLOT}],
+    }
+    ingest(lake, [_write(tmp_path / "log", page)], "log")
+    labels = pa.table({"source_episode_id": ["e"], "score": [2.0]})
+    set_reward, add = {"reward": "score"}, {"slot_reward": "score"}
+    annotate(lake, "log", labels, on="source_episode_id", set=set_reward, add=add)
+    (event,), receipt = _export(lake, tmp_path)
+    assert event["_outcomes"] == [{"_label_cost": -2.0, **_SLOT}]
+    assert receipt.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"dsjson": '{"_outcomes":[1]}'}, r"found '1' in _outcomes\[0\] of episode p/0, column ds"),
+        ({"dsjson": '{"_outcomes":{}}'}, "_outcomes of another number"),
+        ({"slot_reward": math.inf}, "step 0, column slot_reward: found inf, expected a finite"),
+    ],
+)
+def test_slots_that_were_edited_wrongly_are_refused(
+    lake: Lake, tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    extras = {
+        "action_features": pa.array([["{}"]]),
+        "dsjson": [changes.get("dsjson", "{}")],
+        "slot_features": ["{}"],
+        "slot_reward": [changes.get("slot_reward", 1.0)],
+    }
+    episode = Episode(
+        "p/0",
+        np.array(["{}"], object),
+        np.array([0]),
+        np.ones(1),
+        terminated=True,
+        extras=extras,
+    )
+    lake.dataset("log").append([episode])
+    with pytest.raises(SpaceUnsupportedError, match=expected):
+        export(lake, "log", tmp_path / "out", format="dsjson")
+
+
 _NUM = 6
 
 
