@@ -88,9 +88,9 @@ class EventWriter:
                 file.write(line + "\n")
                 num_episodes += 1
                 num_steps += len(episode)
-        return WriteResult(num_episodes, num_steps, tuple(self._notes()))
+        return WriteResult(num_episodes, num_steps, tuple(self._list_notes()))
 
-    def _notes(self) -> Iterator[str]:
+    def _list_notes(self) -> Iterator[str]:
         if self._lost:
             yield f"columns that an event has no place for: {', '.join(sorted(self._lost))}"
         if self._without_prob:
@@ -99,8 +99,9 @@ class EventWriter:
             )
         if self._uneven:
             yield (
-                f"{self._uneven:,} events whose reward is not the sum of {SLOT_REWARD}: written "
-                f"with the costs of {SLOT_REWARD}"
+                f"{self._uneven:,} events with several slots whose reward is not the sum of "
+                f"{SLOT_REWARD}, or with an unknown {SLOT_REWARD}: their reward is not written, "
+                f"only the costs of {SLOT_REWARD}"
             )
 
     def _format(self, episode: Episode) -> str:
@@ -171,6 +172,11 @@ class EventWriter:
         members = {}
         if is_slates:
             members = self._format_cost(reward, known)
+        elif not math.isnan(reward):
+            if len(rows) == 1:
+                # The reward of the event is that of its only slot.
+                rows = [{**rows[0], SLOT_REWARD: reward}]
+            self._uneven += not _is_sum_of_slots(reward, rows)
         outcomes = self._format_outcomes(episode, rows, [action for _, action in own], known)
         members |= self._format_common(episode, rows[0], known)
         members |= {name: one.value_text for name, one in known.items() if name not in members}
@@ -178,13 +184,6 @@ class EventWriter:
         parts = {MULTI: _format_list(candidates), SLOTS: _format_list(slots)}
         members["c"] = self._format_context(episode, parts)
         members[OUTCOMES] = _format_list(outcomes)
-        own_rewards = [row.get(SLOT_REWARD) for row in rows]
-        known_rewards = [float(one) for one in own_rewards if one is not None]
-        if not is_slates and len(known_rewards) == len(rows):
-            total = math.fsum(known_rewards)
-            self._uneven += not math.isnan(reward) and (
-                abs(total - reward) > _REWARD_SLACK * max(1.0, abs(total))
-            )
         return members
 
     def _format_outcomes(
@@ -340,6 +339,14 @@ def _read_slot_reward(episode: Episode, row: Mapping[str, Any], i: int) -> float
             "with `where`."
         )
     return float(reward)
+
+
+def _is_sum_of_slots(reward: float, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a reward is the sum of the rewards of all slots, each of which is known."""
+    rewards = [row.get(SLOT_REWARD) for row in rows]
+    known = [one for one in rewards if one is not None and math.isfinite(one)]
+    total = math.fsum(known)
+    return len(known) == len(rows) and abs(total - reward) <= _REWARD_SLACK * max(1.0, abs(total))
 
 
 def _is_cost_of(logged: Any, reward: float) -> bool:

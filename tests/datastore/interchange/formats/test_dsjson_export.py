@@ -129,9 +129,29 @@ def test_a_reward_that_was_annotated_is_the_cost(lake: Lake, tmp_path: Path) -> 
     # How the event's reward is to be divided among its slots, nothing says.
     assert costs["f"]["_outcomes"] == slots
     assert receipt.notes == (
-        "1 events whose reward is not the sum of slot_reward: written with the costs of "
-        "slot_reward",
+        "1 events with several slots whose reward is not the sum of slot_reward, or with an "
+        "unknown slot_reward: their reward is not written, only the costs of slot_reward",
     )
+
+
+def test_a_late_reward_of_slots_without_costs_is_noted_or_written(
+    lake: Lake, tmp_path: Path
+) -> None:
+    """One slot has the reward of its event; among several, nothing says how to divide it."""
+    slots = [{"_a": [0], "_p": [0.5]}, {"_a": [1], "_p": [0.5]}]
+    half = [{"_label_cost": -1.0, **slots[0]}, slots[1]]
+    events = [
+        {"EventId": name, "c": {**_CONTEXT, "_slots": [{}] * len(outcomes)}, "_outcomes": outcomes}
+        for name, outcomes in (("one", slots[:1]), ("two", slots), ("half", half), ("none", slots))
+    ]
+    ingest(lake, [_write(tmp_path / "log", *events)], "log")
+    labels = pa.table({"source_episode_id": ["one", "two", "half"], "score": [2.0, 3.0, 1.0]})
+    annotate(lake, "log", labels, on="source_episode_id", set={"reward": "score"})
+    exported, receipt = _export(lake, tmp_path)
+    outcomes = {event["EventId"]: event["_outcomes"] for event in exported}
+    assert outcomes["one"] == [{"_label_cost": -2.0, **slots[0]}]
+    assert [outcomes["two"], outcomes["half"], outcomes["none"]] == [slots, half, slots]
+    assert [note[: note.index(" with")] for note in receipt.notes] == ["2 events"]
 
 
 _SLOT = {"_a": [0], "_p": [0.5]}
@@ -158,7 +178,10 @@ def test_a_slot_reward_that_was_annotated_replaces_any_logged_cost(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"dsjson": '{"_outcomes":[1]}'}, r"found '1' in _outcomes\[0\] of episode p/0, column ds"),
+        (
+            {"dsjson": '{"_outcomes":[{},1]}'},
+            r"'1' in _outcomes\[1\] of episode p/0, column dsjson",
+        ),
         ({"dsjson": '{"_outcomes":{}}'}, "_outcomes of another number"),
         ({"slot_reward": math.inf}, "step 0, column slot_reward: found inf, expected a finite"),
     ],
@@ -167,16 +190,16 @@ def test_slots_that_were_edited_wrongly_are_refused(
     lake: Lake, tmp_path: Path, changes: dict[str, Any], expected: str
 ) -> None:
     extras = {
-        "action_features": pa.array([["{}"]]),
-        "dsjson": [changes.get("dsjson", "{}")],
-        "slot_features": ["{}"],
-        "slot_reward": [changes.get("slot_reward", 1.0)],
+        "action_features": pa.array([["{}", "{}"]] * 2),
+        "dsjson": [changes.get("dsjson", "{}"), None],
+        "slot_features": ["{}", "{}"],
+        "slot_reward": [changes.get("slot_reward", 1.0), 0.0],
     }
     episode = Episode(
         "p/0",
-        np.array(["{}"], object),
-        np.array([0]),
-        np.ones(1),
+        np.array(["{}", "{}"], object),
+        np.array([0, 1]),
+        np.array([0.0, 1.0]),
         terminated=True,
         extras=extras,
     )
