@@ -128,8 +128,10 @@ def parse_event(line: bytes) -> tuple[str | None, list[Row]]:
     }
     rows = _read_slots(members, context) if context.slots else [_read_decision(members, context)]
     if common[SKIP_LEARN]:
-        # The action was not taken, so what is logged as its cost is none of it.
+        # The action was not taken: the logged cost is not the cost of this action.
         rows[-1]["reward"] = None
+        for row in rows:
+            row[SLOT_REWARD] = None
     # A reward that is not stored as one, NaN or that of an action not taken, is not lost.
     own = COLUMN_MEMBERS if rows[-1]["reward"] is not None else COLUMN_MEMBERS - {COST}
     rows[0][DSJSON] = _join([member for name, member in members.items() if name not in own])

@@ -13,6 +13,7 @@ import pytest
 
 from replaylake.datastore.episodes.spaces import Text
 from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.export.export import export
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.dsjson.events import ACTION_SPACE, parse_event
 from replaylake.datastore.interchange.ingest.ingest import ingest
@@ -477,6 +478,21 @@ def test_a_page_of_which_one_cost_is_unknown_has_no_reward() -> None:
     outcomes = [_outcome(1), {"_a": [0], "_p": [0.5]}]
     _, rows = parse_event(json.dumps({**_PAGE, "_outcomes": outcomes}).encode())
     assert [(row["reward"], row["slot_reward"]) for row in rows] == [(0.0, 1.0), (None, None)]
+
+
+def test_slots_that_were_not_shown_have_no_rewards(lake: Lake, tmp_path: Path) -> None:
+    _ingest(lake, tmp_path, _PAGE, {**_PAGE, "EventId": "skipped", "_skipLearn": True})
+    rows = _steps(lake, "source_episode_id as id, reward, slot_reward")
+    assert [(row["id"], row["reward"], row["slot_reward"]) for row in rows] == [
+        ("page", 0.0, 1.0),
+        ("page", 0.75, -0.25),
+        ("skipped", 0.0, None),
+        ("skipped", None, None),
+    ]
+    # The export has the costs of the log all the same.
+    export(lake, "log", tmp_path / "out", format="dsjson")
+    events = [*map(json.loads, (tmp_path / "out").read_text().splitlines())]
+    assert [event["_outcomes"] for event in events] == [_PAGE["_outcomes"]] * 2
 
 
 def test_a_stream_has_all_slots_of_an_event_once(lake: Lake) -> None:
