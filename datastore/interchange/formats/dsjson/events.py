@@ -324,6 +324,11 @@ def _read_decision(members: Mapping[str, Member], context: _Context) -> Row:
     base = _find_base(ranking, num, chosen)
     ranked = None if ranking is None or base is None else [action - base for action in ranking]
     if chosen is None:
+        if ranking and not ranked:
+            raise SourceInvalidError(
+                f"a: found {_shorten(members['a'].value_text)}, expected the numbers of some of "
+                f"the {num} candidates, from 1"
+            )
         if not ranked:
             raise SourceInvalidError(
                 f"found neither {ACTION} nor a ranking a of the {num} candidates, expected the "
@@ -423,16 +428,16 @@ def _read_slot(outcome: Any, name: str, candidates: Sequence[str], features: str
 
 
 def _find_base(ranking: Sequence[int] | None, num: int, chosen: int | None) -> int | None:
-    """Return from which number a ranking counts, as its content shows: 1, or else 0.
+    """Return from which number a ranking counts: 1, or 0 if it has a 0 or the label shows it.
 
-    None where both are possible, or it names what is no candidate.
+    None if the label contradicts both, or the ranking names what is no candidate.
     """
     if not ranking:
         return None
     possible = [b for b in (1, 0) if min(ranking) >= b and max(ranking) < num + b]
     if len(possible) == 2 and chosen is not None:
         possible = [b for b in possible if ranking[0] - b == chosen]
-    return possible[0] if len(possible) == 1 else None
+    return possible[0] if possible else None
 
 
 def _spread(

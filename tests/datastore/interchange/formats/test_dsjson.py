@@ -167,6 +167,19 @@ def test_an_event_without_a_label_takes_its_action_from_the_ranking(
     assert row == {"action": 2, "reward": None, "p": pytest.approx(0.1)}
 
 
+@pytest.mark.parametrize(
+    ("ranking", "action"), [([1, 2], 0), ([1], 0), ([2], 1), ([0, 1], 0), ([3, 2], 2)]
+)
+def test_a_ranking_of_some_candidates_counts_from_1_unless_it_has_a_0(
+    ranking: list[int], action: int
+) -> None:
+    labels = ("_label_cost", "_label_probability", "_label_Action", "_labelIndex")
+    probs = [1 / len(ranking)] * len(ranking)
+    _, (row,) = parse_event(json.dumps(_event(*labels, a=ranking, p=probs)).encode())
+    assert (row["action"], row["behavior_prob"]) == (action, probs[0])
+    assert row["action_probs"][action] == probs[0]
+
+
 def test_a_reward_that_is_none_is_unknown(lake: Lake, tmp_path: Path) -> None:
     events = [
         _event(_label_cost="NaN"),
@@ -197,6 +210,8 @@ _FAULTS: list[tuple[Any, str]] = [
     (_event(c={"_multi": []}), "c._multi: found '[]', expected a list of one object"),
     (_event(c={"_multi": [{}, 3]}), "c._multi[1]: found '3', expected an object"),
     (_event("_label_Action", "_labelIndex", "a"), "expected the action that was taken"),
+    (_event("_label_Action", "_labelIndex", a=[4, 1]), "a: found '[4, 1]', expected the numbers"),
+    (_event("_label_Action", "_labelIndex", a=[0, 3]), "a: found '[0, 3]', expected the numbers"),
     (_event("_label_Action", "a", _labelIndex=3), "found 4, expected 1 to 3 candidates"),
     (_event(_label_Action=2), "_labelIndex: found 2 beside _label_Action 2, expected 1"),
     (_event("_labelIndex", _label_Action=1.5), "_label_Action: found 1.5, expected a whole"),
