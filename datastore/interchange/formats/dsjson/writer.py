@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -44,10 +44,13 @@ from replaylake.datastore.interchange.formats.dsjson.events import (
     SLOTS,
     TIMESTAMP,
     Member,
+    list_members,
     parse_time,
     read_members,
 )
 from replaylake.datastore.interchange.formats.format import WriteResult
+
+_T = TypeVar("_T")
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 # A stored log-probability is a float32: nearer to it no logged probability can be told from it.
@@ -128,7 +131,7 @@ class EventWriter:
                 f"an event ({SLOT_FEATURES}). Select such episodes with `where`, or export to "
                 "parquet or jsonl."
             )
-        known = self._read_members(episode, rows[0].get(DSJSON), DSJSON)
+        known = self._index_members(episode, rows[0].get(DSJSON), DSJSON)
         members = (
             self._format_slots(episode, rows, known)
             if has_slots
@@ -251,8 +254,8 @@ class EventWriter:
     def _format_context(self, episode: Episode, parts: Mapping[str, str]) -> str:
         if self._has_candidates and self._is_text:
             text = str(np.asarray(episode.observations)[0])
-            shared = self._read_members(episode, text, "observation")
-            texts = [member.text for member in shared.values()]
+            shared = self._list_members(episode, text, "observation")
+            texts = [member.text for _, member in shared]
         else:
             texts = [f'"observation":{_dump(self._describe_observation(episode))}']
         return "{" + ",".join([*texts, *(f'"{name}":{text}' for name, text in parts.items())]) + "}"
@@ -293,13 +296,23 @@ class EventWriter:
         return checked, action
 
     def _with_slot_id(self, episode: Episode, text: str, slot: int) -> str:
-        members = self._read_members(episode, text, ACTION_FEATURES)
-        texts = [member.text for name, member in members.items() if name != SLOT_ID]
+        members = self._list_members(episode, text, ACTION_FEATURES)
+        texts = [member.text for name, member in members if name != SLOT_ID]
         return "{" + ",".join([f'"{SLOT_ID}":{slot}', *texts]) + "}"
 
-    def _read_members(self, episode: Episode, text: str | None, column: str) -> dict[str, Member]:
+    def _index_members(self, episode: Episode, text: str | None, column: str) -> dict[str, Member]:
+        return self._parse(read_members, episode, text, column)
+
+    def _list_members(
+        self, episode: Episode, text: str | None, column: str
+    ) -> Sequence[tuple[str, Member]]:
+        return self._parse(list_members, episode, text, column)
+
+    def _parse(
+        self, parse: Callable[[str], _T], episode: Episode, text: str | None, column: str
+    ) -> _T:
         try:
-            return read_members(text or "{}")
+            return parse(text or "{}")
         except (ValueError, RecursionError) as error:
             raise SpaceUnsupportedError(
                 f"dsjson: episode {episode.episode_id}, column {column}: found {error}, expected a "
@@ -313,7 +326,7 @@ class EventWriter:
         except (ValueError, RecursionError):
             is_object = False
         if not is_object:
-            self._read_members(episode, text, column)
+            self._list_members(episode, text, column)
         return text or "{}"
 
     def _check_json(self, episode: Episode, text: str, column: str) -> str:

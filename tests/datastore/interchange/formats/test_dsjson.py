@@ -202,6 +202,7 @@ _FAULTS: list[tuple[Any, str]] = [
     ("[CHECKPOINT INFO LINE]", "found '[CHECKPOINT INFO LINE]', expected one JSON object"),
     ('{"a":[1]', "found the end of the line after the member 'a'"),
     ('{"a":[1],"a":[2]}', "found the member 'a' twice"),
+    ('{"c":{"_multi":[{}],"_multi":[{}]}}', "c: found the member '_multi' twice"),
     ('{"a":NaN}', "found NaN, which is not JSON"),
     ('{"RewardValue":1.0,"EventId":"e9"}', "found the reward '1.0' of the event 'e9' without"),
     (_event("c"), "expected the context c"),

@@ -154,6 +154,29 @@ def test_a_late_reward_of_slots_without_costs_is_noted_or_written(
     assert [note[: note.index(" with")] for note in receipt.notes] == ["2 events"]
 
 
+@pytest.mark.parametrize("is_slates", [False, True])
+def test_repeated_namespaces_are_kept_as_vw_reads_them(
+    lake: Lake, tmp_path: Path, is_slates: bool
+) -> None:
+    shared, features = '"U":{"a":1},"V":{"v":1},"U":{"b":1}', '"T":{"t":1},"T":{"u":1}'
+    label = '"_label_cost":-1.0,"_label_probability":0.5,"_label_Action":1,"_labelIndex":0,'
+    candidates = f'"_multi":[{{{features}}},{{{features}}}]'
+    line = f'{{{label}"EventId":"e","a":[1,2],"p":[0.5,0.5],"c":{{{shared},{candidates}}}}}'
+    if is_slates:
+        candidates = f'"_multi":[{{"_slot_id":0,{features}}}],"_slots":[{{}}]'
+        line = (
+            f'{{"_label_cost":-1.0,"EventId":"e","c":{{{shared},{candidates}}},'
+            '"_outcomes":[{"_a":[0],"_p":[1.0]}]}'
+        )
+    source = tmp_path / "log"
+    source.write_text(f"{line}\n")
+    assert ingest(lake, [source], "log", format="dsjson").episodes.committed == 1
+    export(lake, "log", tmp_path / "out", format="dsjson")
+    assert f'"c":{{{shared},{candidates}}}' in (tmp_path / "out").read_text()
+    arguments = "--slates" if is_slates else "--cb_explore_adf"
+    assert _learn(tmp_path / "out", arguments) == _learn(source, arguments)
+
+
 _SLOT = {"_a": [0], "_p": [0.5]}
 
 
