@@ -54,7 +54,7 @@ from replaylake.serve.api.values import (
     read_values,
     shorten,
 )
-from replaylake.serve.messages import Request, RequestRefusedError, Response, json_response
+from replaylake.serve.messages import JSON, Request, RequestRefusedError, Response, json_response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.recording.received_log import ContradictionError, ReceivedLog
@@ -154,9 +154,9 @@ class EpisodesEndpoint:
             raise invalid_value_error(
                 "episodes", items, "a list of at least one episode or piece of one"
             )
-        pieces = _Reader(spec, receiver.limits.steps, receiver.spaces_hint).pieces(
-            items, self._clock.now()
-        )
+        body = request.body if request.content_type == JSON else None
+        reader = _Reader(spec, receiver.limits.steps, receiver.spaces_hint, body)
+        pieces = reader.pieces(items, self._clock.now())
         log = receiver.open_received()
         try:
             log.write(pieces)
@@ -169,10 +169,16 @@ class EpisodesEndpoint:
 
 
 class _Reader:
-    """Reads the episodes of one request into rows of a dataset."""
+    """Reads the episodes of one request into rows of a dataset.
 
-    def __init__(self, spec: DatasetSpec, max_steps: int, spaces_hint: str) -> None:
+    body: the request's body where it is JSON; features of events are stored as it has them.
+    """
+
+    def __init__(
+        self, spec: DatasetSpec, max_steps: int, spaces_hint: str, body: bytes | None
+    ) -> None:
         self._spec, self._num_left, self._max_steps = spec, max_steps, max_steps
+        self._body, self._texts = body, list[str]()
         self._spaces_hint = spaces_hint
         self._tokens, self._fields = list_token_fields(spec), list_episode_fields(spec)
         self._takes_dialogues, self._takes_events = takes_dialogues(spec), takes_events(spec)
@@ -188,7 +194,7 @@ class _Reader:
             if type(fields) is not dict:
                 raise invalid_value_error(place, fields, "an object")
             try:
-                episodes = self._episodes(fields, place)
+                episodes = self._read_episodes(fields, number, place)
             except RequestRefusedError as error:
                 if not error.field.startswith(place):
                     error.field = shorten(f"{place}.{error.field}")
@@ -202,25 +208,25 @@ class _Reader:
                 raise RequestRefusedError(422, place, message) from None
         return pieces_read
 
-    def _episodes(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
+    def _read_episodes(self, fields: Mapping[str, Any], number: int, place: str) -> list[Episode]:
         is_dialogue = "observations" not in fields and is_transcript(fields)
         if is_dialogue and self._takes_dialogues:
-            return self._dialogues(fields, place)
+            return self._read_dialogues(fields, place)
         if is_dialogue:
             message = "a dialogue, but the dataset's steps are not those of dialogues"
             raise RequestRefusedError(422, place, message)
         if "observations" not in fields and self._takes_events and events.is_event(fields):
-            return [self._event(fields, place)]
-        return [self._episode(fields, place)]
+            return [self._read_event(fields, number, place)]
+        return [self._read_episode(fields, place)]
 
-    def _event(self, fields: Mapping[str, Any], place: str) -> Episode:
+    def _read_event(self, fields: Mapping[str, Any], number: int, place: str) -> Episode:
         """Return an event: a step, or one for each of its slots."""
         if fields.get(events.EVENT_ID) is None:
             message = "required field is missing; by it, an event that is sent again is known"
             raise RequestRefusedError(422, events.EVENT_ID, message)
         check_name(fields[events.EVENT_ID], events.EVENT_ID)
         try:
-            name, rows = events.parse_event(json.dumps(fields).encode())
+            name, rows = events.parse_event(self._find_text(fields, number).encode())
         except (SourceInvalidError, RecursionError, TypeError, ValueError) as error:
             raise RequestRefusedError(422, place, shorten(str(error))) from None
         self._count(len(rows), events.OUTCOMES)
@@ -243,12 +249,20 @@ class _Reader:
                 [row["reward"] for row in rows], len(rows), spec.rewards_optional
             ),
             terminated=True,
-            behavior_log_probs=None if None in probs else np.array(log_probs),
+            behavior_log_probs=None if set(probs) == {None} else np.array(log_probs),
             timestamps=None if time is None else _to_microseconds(time, len(rows)),
             extras=columns,
         )
 
-    def _dialogues(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
+    def _find_text(self, fields: Mapping[str, Any], number: int) -> str:
+        """Return the text of an event, as it was sent if that was JSON. Raises: ValueError."""
+        if self._body is None:
+            return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+        if not self._texts:
+            self._texts = events.list_elements(self._body.decode(), "episodes")
+        return self._texts[number]
+
+    def _read_dialogues(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
         """Return the agents of a dialogue, or of one for each completion of a prompt."""
         if fields.get("episode_id") is None:
             message = "required field is missing; by it, a dialogue that is sent again is known"
@@ -307,7 +321,7 @@ class _Reader:
                 raise invalid_value_error(name, raw, f"a list of {num}, one for each step")
         return _known_columns(given)
 
-    def _episode(self, fields: Mapping[str, Any], place: str) -> Episode:
+    def _read_episode(self, fields: Mapping[str, Any], place: str) -> Episode:
         check_fields(fields, self._fields)
         for name in _REQUIRED:
             if fields.get(name) is None:

@@ -172,6 +172,15 @@ def list_members(text: str) -> Sequence[tuple[str, Member]]:
     return pairs
 
 
+def list_elements(text: str, name: str) -> list[str]:
+    """Return the text of each element of the list `name` of an object, to the letter.
+
+    Raises: ValueError, RecursionError.
+    """
+    pairs, _ = _read_members(text, _skip(text, 0), {name: _read_elements})
+    return [element for element, _ in _index(pairs)[name].value]
+
+
 def parse_time(text: str) -> datetime | None:
     """Return a time in UTC, digits beyond the microsecond cut off; None for what is no time."""
     if (match := _TIME.fullmatch(text)) is None:
