@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -91,8 +91,7 @@ _TIME: Final = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A member of an object: its text, from the key on, that of its value, and the value.
 
     The value of `c` is a tuple of its names and members, which may be repeated; that of candidates
