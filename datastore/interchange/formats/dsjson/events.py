@@ -1,7 +1,7 @@
 """Events: one line of dsjson, a decision or several slots, as rows of one step each, and back.
 
-The members of `c` are stored as the text that the log has: a feature may stand there twice, and its
-number may have more digits than float64.
+The members of `c` are stored as the text that the log has: namespaces and features may be repeated,
+and a number may have more digits than float64.
 """
 
 from __future__ import annotations

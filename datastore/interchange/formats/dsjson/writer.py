@@ -151,7 +151,7 @@ class EventWriter:
         members |= {ACTION: str(action + 1), INDEX: str(action)}
         members |= self._format_common(episode, row, known)
         if "a" not in known:
-            ranked, probs = _rank(row.get(ACTION_PROBS), action, prob)
+            ranked, probs = _rank(_read_probs(episode, row, 0), action, prob)
             members["a"] = json.dumps([one + 1 for one in ranked])
             if probs and "_p" not in known:
                 members["p"] = json.dumps(probs)
@@ -218,7 +218,7 @@ class EventWriter:
             if "_a" not in outcome:
                 prob = _find_prob(episode, i, None)
                 self._without_prob += prob is None
-                outcome["_a"], probs = _rank(row.get(ACTION_PROBS), action, prob)
+                outcome["_a"], probs = _rank(_read_probs(episode, row, i), action, prob)
                 if probs:
                     outcome["_p"] = probs
             texts.append(_dump(outcome))
@@ -338,6 +338,22 @@ class EventWriter:
                 "expected JSON. Correct the column, or leave the episode out with `where`."
             ) from error
         return text
+
+
+def _read_probs(episode: Episode, row: Mapping[str, Any], i: int) -> Sequence[float] | None:
+    """Return a step's probabilities of all candidates, if known. Raises: SpaceUnsupportedError."""
+    probs: Sequence[float | None] | None = row.get(ACTION_PROBS)
+    if probs is None:
+        return None
+    known = [one for one in probs if one is not None and math.isfinite(one)]
+    if len(known) < len(probs):
+        wrong = next(one for one in probs if one is None or not math.isfinite(one))
+        raise SpaceUnsupportedError(
+            f"dsjson: episode {episode.episode_id}, step {i}, column {ACTION_PROBS}: found "
+            f"{'null' if wrong is None else wrong} in the list, expected the probability of each "
+            "candidate. Correct the column, or leave the episode out with `where`."
+        )
+    return known
 
 
 def _read_slot_reward(episode: Episode, row: Mapping[str, Any], i: int) -> float | None:

@@ -327,6 +327,8 @@ def test_what_is_no_event_is_refused(lake: Lake, tmp_path: Path) -> None:
         ({"features": ["{}", "[1]"]}, r"column action_features: found '\[1\]'"),
         ({"dsjson": "{"}, "column dsjson: found the end of the line"),
         ({"outcome": "x"}, "column outcome: found 'x', expected JSON"),
+        ({"probs": [0.5, None]}, "step 0, column action_probs: found null in the list"),
+        ({"probs": [math.nan, 0.5]}, "step 0, column action_probs: found nan in the list"),
     ],
 )
 def test_columns_that_are_no_json_are_refused(
@@ -334,6 +336,7 @@ def test_columns_that_are_no_json_are_refused(
 ) -> None:
     extras = {
         "action_features": pa.array([changes.get("features", ["{}", "{}"])]),
+        "action_probs": pa.array([changes.get("probs", [0.5, 0.5])]),
         "dsjson": [changes.get("dsjson", "{}")],
         "outcome": [changes.get("outcome", "[]")],
     }
