@@ -33,6 +33,10 @@ _ARTIFACT_SCHEME: Final = "mlflow-artifacts"
 _PAGE_SIZE: Final = 1000
 
 
+class AliasMovedError(MlflowError):
+    """An alias of the lake is at another version than the one to set in MLflow."""
+
+
 @dataclass(frozen=True)
 class MlflowAlias:
     """An alias in MLflow's registry: `version` of `model`, MLflow's own number.
@@ -62,7 +66,7 @@ class MlflowRegistry:
         stored already; None to upload them. Raises: ConfigInvalidError if MLFLOW_TRACKING_URI, or a
         MLFLOW_REGISTRY_URI that is set, is not an http or https URL.
         """
-        self.model, self._source = model, mlflow_source
+        self.model, self.mlflow_source = model, mlflow_source
         self._tracking = MlflowServer.from_environment()
         self._server = self._tracking
         if os.environ.get(REGISTRY_URI):
@@ -71,20 +75,18 @@ class MlflowRegistry:
     def set_alias(self, registry: Registry, ref: PolicyRef, alias: str) -> MlflowAlias:
         """Set an alias there as it is in the lake, and create the model version if it is missing.
 
-        Raises: MlflowError if a request fails, or if the lake's alias is at another version by now;
-        ConfigInvalidError for a policy that is no pyfunc, because it has a state; StorageError,
-        PackageInvalidError, NotFoundError if the package cannot be read.
+        Raises: MlflowError if a request fails; AliasMovedError if the lake's alias is at another
+        version, or moves to one during the upload; ConfigInvalidError for a policy that is no
+        pyfunc, because it has a state; StorageError, PackageInvalidError, NotFoundError if the
+        package cannot be read.
         """
+        self._check_lake_alias(registry, ref, alias)
         sha256 = ref.manifest_sha256 or check_package(ref.path, None).sha256
         found = self._find_version(ref, sha256)
         version = found or self._create_version(registry, ref, sha256)
-        # An upload takes a while, and whoever moved the alias meanwhile has set it there too.
-        current = registry.alias_version(ref.name, alias)
-        if current != ref.version:
-            raise MlflowError(
-                f"{self._server.url}: alias {alias} of {self.model} is not set: "
-                f"{ref.name}@{alias} is at version {current} by now, no longer at {ref.version}"
-            )
+        # An upload takes a while. MLflow's alias is left as it is where the lake's has moved: the
+        # later move may have set it there, or may be repeated there later.
+        self._check_lake_alias(registry, ref, alias)
         number = self._server.read_text(version, "version")
         source = self._server.read_text(version, "source")
         body = {"name": self.model, "alias": alias, "version": number}
@@ -97,6 +99,15 @@ class MlflowRegistry:
             found is None,
             f"{self._server.url}/#/models/{quote(self.model, safe='')}/versions/{number}",
         )
+
+    def _check_lake_alias(self, registry: Registry, ref: PolicyRef, alias: str) -> None:
+        current = registry.alias_version(ref.name, alias)
+        if current != ref.version:
+            found = "not set" if current is None else f"at version {current}"
+            raise AliasMovedError(
+                f"{self._server.url}: alias {alias} of {self.model} is not set: the lake's "
+                f"{ref.name}@{alias} is {found}, expected version {ref.version}"
+            )
 
     def _find_version(self, ref: PolicyRef, sha256: str) -> dict[str, Any] | None:
         """Return the model version of a package; of several, which two attempts made, the first."""
@@ -119,7 +130,7 @@ class MlflowRegistry:
                 ref.name,
                 str(ref.version),
             )
-            if is_same and self._source in (None, one.get("source")):
+            if is_same and self.mlflow_source in (None, one.get("source")):
                 return one
         return None
 
@@ -127,11 +138,11 @@ class MlflowRegistry:
         tags = {_POLICY_TAG: ref.name, _VERSION_TAG: str(ref.version), _PACKAGE_TAG: sha256}
         body: dict[str, Any] = {
             "name": self.model,
-            "source": self._source,
+            "source": self.mlflow_source,
             "description": f"ReplayLake: {ref}",
             "tags": [{"key": key, "value": value} for key, value in tags.items()],
         }
-        if self._source is None:
+        if self.mlflow_source is None:
             run = self._find_run(registry, ref, sha256) or self._create_run(ref, sha256)
             body |= {
                 "source": self._upload(ref, run),
