@@ -100,7 +100,21 @@ class OnlineLanguageConfig:
                     "none: each round is trained on its own batch.",
                     parameter=name,
                 )
-        if METHODS[self.training.method].needs_groups and self.rollout.samples < 2:
+        method = METHODS[self.training.method]
+        if method.is_reward_model:
+            raise ConfigInvalidError(
+                f"language online: method: found {self.training.method!r}, whose model scores and "
+                "does not generate, expected a method that trains a policy, such as grpo.",
+                parameter="method",
+            )
+        if self.training.method_options().writes_adapter:
+            raise ConfigInvalidError(
+                f"language online: lora_rank: found {self.training.options['lora_rank']} without "
+                "lora_merge, expected both: a version that generates is a whole model. Set "
+                "lora_merge to true.",
+                parameter="lora_rank",
+            )
+        if method.needs_groups and self.rollout.samples < 2:
             raise ConfigInvalidError(
                 f"language online: samples: found {self.rollout.samples}, expected 2 or more for "
                 f"method {self.training.method}, which compares the samples of a task: with one, "

@@ -225,6 +225,12 @@ def test_methods_that_compare_samples_have_several(tmp_path):
     assert made == {"grpo": 8, "rloo": 8, "dpo": 8, "sft": 1, "ppo": 1}
 
 
+def test_a_merged_adapter_is_a_whole_model(config):
+    options = {"lora_rank": 2, "lora_merge": True}
+    merged = replace(config, training=replace(config.training, options=options))
+    assert not merged.training.method_options().writes_adapter
+
+
 def test_a_batch_gets_the_newest_version_up_to_its_own(config):
     assert [online.find_newest(config, number) for number in (0, 1, 4)] == [0, 0, 0]
     for number in (1, 2, 4):  # version 3 is missing: 4 is not of this run
@@ -255,6 +261,8 @@ def test_options_go_to_the_run_its_rollouts_and_its_training(config):
         ({"samples": "many"}, "samples: found 'many'"),
         ({"round": 2}, "found option 'round', expected"),
         ({"producer": "x"}, "found option 'producer'"),
+        ({"algorithm": "reward"}, "method: found 'reward', whose model scores"),
+        ({"lora_rank": 2}, "lora_rank: found 2 without lora_merge, expected both"),
         ({"samples": 1}, "samples: found 1, expected 2 or more for method grpo"),
     ],
 )
