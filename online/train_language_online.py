@@ -12,6 +12,7 @@ may be killed at any point: the trainer starts a dead generator again, and a run
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -26,8 +27,10 @@ from typing import Any, Final
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     ConfigInvalidError,
+    EmptyReplayError,
     ReplayLakeError,
     RolloutError,
+    StorageError,
 )
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.runs.lease import RunLease
@@ -58,6 +61,8 @@ KIND: Final = "train language online"
 _POLL_S: Final = 0.1
 # Deaths in a row, without a rollout between them, after which the generator is not started again.
 _MAX_DEATHS: Final = 3
+# Rounds in a row without a sequence to train on, after which a run ends: the environment is broken.
+_MAX_EMPTY: Final = 3
 _STDERR_CHARS: Final = 600
 _OWN: Final = ("rounds", "tasks_per_round", "max_staleness")
 # Of a method that compares the samples of a task; with 1 there is nothing to compare.
@@ -169,7 +174,10 @@ def train_language_online(
     Each sampled token is recorded with the version that sampled it. What was recorded survives a
     kill of both processes, and `resume_language_online` goes on.
 
-    Raises: as train_language and rollout_language; RolloutError if the generator dies repeatedly.
+    A round without a sequence to train on repeats the version before it, with a remark.
+
+    Raises: as train_language and rollout_language; RolloutError if the generator dies repeatedly;
+    EmptyReplayError if 3 rounds in a row, or all, have no sequence to train on.
     """
     output = Path(config.training.output).absolute()
     if output.exists():
@@ -278,6 +286,7 @@ class _Trainer:
         self._callbacks, self._resumed = callbacks, resumed
         self._dataset = record.body["dataset"]
         self._deaths, self._last_batch = 0, -1
+        self._num_empty = 0
 
     @property
     def num_done(self) -> int:
@@ -315,13 +324,19 @@ class _Trainer:
         self._lake.registry.record_run(record.run_id, finished, replaces=record.body)
         return OnlineLanguageResult(record.run_id, output, tuple(rounds))
 
-    def _train(self, number: int) -> LanguageResult:
-        """Train the version of a round, or go on with it."""
+    def _train(self, number: int) -> LanguageResult | None:
+        """Train the version of a round, or go on with it; None if there is nothing to train on.
+
+        The version is then the one before. Raises: EmptyReplayError after some such rounds in a
+        row.
+        """
         config, output = self._config, _find_version(self._config, number + 1)
         for run in reversed(self._lake.registry.runs()):
             is_ours = run.get("kind") == TRAIN_KIND
             if is_ours and run["request"]["output"] == str(output):
                 return resume_language(self._lake, run["run_id"], callbacks=self._follow(number))
+        if output.is_dir():  # without a training: one that was repeated
+            return None
         training = replace(
             config.training,
             model=str(_find_version(config, number)),
@@ -331,7 +346,40 @@ class _Trainer:
             max_staleness=config.max_staleness,
             seed=config.training.seed + number,
         )
-        return train_language(self._lake, self._dataset, training, callbacks=self._follow(number))
+        try:
+            result = train_language(
+                self._lake, self._dataset, training, callbacks=self._follow(number)
+            )
+        except EmptyReplayError as error:
+            self._repeat_version(number, error)
+            return None
+        self._num_empty = 0
+        return result
+
+    def _repeat_version(self, number: int, reason: EmptyReplayError) -> None:
+        """Copy the version before a round, as that of the round."""
+        self._num_empty += 1
+        if self._num_empty >= min(_MAX_EMPTY, self._config.rounds):
+            raise EmptyReplayError(
+                f"{reason} Found {self._num_empty} rounds in a row without a sequence to train on: "
+                "check in the lake why the rollouts failed or have no reward, then resume run "
+                f"{self._record.run_id}, which skips this round."
+            ) from reason
+        source, output = (_find_version(self._config, one) for one in (number, number + 1))
+        # Of this run: one that was killed while it copied has left it behind.
+        temporary = output.parent / f".{output.name}.{self._record.run_id}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(source, temporary)
+            temporary.rename(output)
+        except OSError as error:
+            raise StorageError(
+                f"{output}: {error.strerror or error} while {source.name} was copied. Free space "
+                f"or correct the permission, then resume run {self._record.run_id}."
+            ) from error
+        self._callbacks.report_remark(
+            f"round {number + 1} has no sequence to train on: its version is the one before"
+        )
 
     def _follow(self, number: int) -> Callbacks:
         """Return the callbacks of a round's training, whose metrics are those of the round."""
@@ -343,12 +391,14 @@ class _Trainer:
         return replace(self._callbacks, on_start=report_start, on_metrics=None)
 
     def _describe(
-        self, number: int, batch: Mapping[str, Any], result: LanguageResult
+        self, number: int, batch: Mapping[str, Any], result: LanguageResult | None
     ) -> dict[str, float]:
         receipt = batch["result"]
         names = ("mean_reward", "pass_rate", "group_pass_rate", "tokens_per_s")
         values = {name: receipt[name] for name in names if receipt[name] is not None}
         values["staleness"] = number - receipt["model"]["policy_version"]
+        if result is None:
+            return values
         return {**values, **result.metrics, "updates_per_s": result.updates_per_s}
 
     def _wait_for_batch(self, number: int) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import replaylake as rl
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     ConfigInvalidError,
+    EmptyReplayError,
     NotFoundError,
     RolloutError,
 )
@@ -27,6 +29,15 @@ RUN = "01m8hm4vnmkz67x9xfeexfwzm0"
 ENV = """
 tasks = [{"text": f"{n}{n}="} for n in range(3)]
 async def play(task, chat):
+    reply = await chat(task["text"])
+    return float(reply["content"].count("7"))
+"""
+
+FAILING_ENV = """
+tasks = [{"text": f"{n}{n}="} for n in range(3)]
+async def play(task, chat):
+    if task["text"] == "11=":
+        raise ConnectionError("the service is down")
     reply = await chat(task["text"])
     return float(reply["content"].count("7"))
 """
@@ -214,6 +225,44 @@ def test_the_training_of_a_round_ends_where_the_run_is_asked_to(lake, config, le
     with pytest.raises(KeyboardInterrupt):
         make_trainer(lake, config, letters_model, callbacks)._train(0)
     assert online._find_version(config, 1).exists() is False
+
+
+@pytest.mark.slow
+def test_a_round_whose_rollouts_fail_is_skipped(lake, tmp_path, config, letters_model):
+    (tmp_path / "sevens_of_tests.py").write_text(FAILING_ENV)
+    changed = replace(
+        config,
+        tasks_per_round=1,
+        training=replace(config.training, model=str(letters_model), batch_size=1),
+    )
+    remarks = []
+    callbacks = rl.Callbacks(on_remark=remarks.append)
+    result = rl.train_language_online(lake, "sevens", changed, callbacks=callbacks)
+    assert ["loss" in values for values in result.rounds] == [True, False, True]
+    assert remarks == ["round 2 has no sequence to train on: its version is the one before"]
+    first, second, third = (hash_weights(result.output.parent, n) for n in (1, 2, 3))
+    assert first == second != third
+
+
+def hash_weights(folder, version):
+    return sha256((folder / f"version-{version}" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_rounds_without_a_sequence_repeat_the_version_before(lake, config, letters_model):
+    for number in range(3):
+        record_batch(lake, number, [[None, None]])
+    remarks = []
+    trainer = make_trainer(lake, config, letters_model, rl.Callbacks(on_remark=remarks.append))
+    assert [trainer._train(0), trainer._train(1)] == [None, None]
+    assert trainer.num_done == 2
+    assert len(remarks) == 2
+    with pytest.raises(EmptyReplayError, match="3 rounds in a row without a sequence"):
+        trainer._train(2)
+    assert trainer.num_done == 2
+    # What a resumed run does: the second round was recorded, or killed before it was.
+    resumed = online._Trainer(lake, trainer._record, trainer._config, rl.Callbacks())
+    assert [resumed._train(1), resumed._train(2)] == [None, None]
+    assert resumed.num_done == 3
 
 
 def test_methods_that_compare_samples_have_several(tmp_path):
