@@ -285,7 +285,7 @@ class _Trainer:
         self._lake, self._record, self._config = lake, record, config
         self._callbacks, self._resumed = callbacks, resumed
         self._dataset = record.body["dataset"]
-        self._deaths, self._last_batch = 0, -1
+        self._deaths = self._num_recorded = 0
         self._num_empty = 0
 
     @property
@@ -404,20 +404,32 @@ class _Trainer:
     def _wait_for_batch(self, number: int) -> Mapping[str, Any]:
         """Return the record of a batch once it is complete. Raises: RolloutError."""
         while True:
+            # Before the batch is looked up: a generator ends after the last one is complete.
+            code = self._process.poll()
             batch = _find_batch(self._lake, self._record.run_id, number)
             if batch is not None and batch["status"] == "done":
-                if number > self._last_batch:
-                    self._deaths, self._last_batch = 0, number
                 return batch
             if self._callbacks.is_end_requested:
                 raise KeyboardInterrupt
-            code = self._process.poll()
             if code is not None:
                 self._restart(code)
             time.sleep(_POLL_S)
 
+    def _count_rollouts(self) -> int:
+        """Return the number of rollouts that are committed."""
+        if self._dataset not in self._lake.datasets():
+            return 0
+        query = (
+            f"SELECT count(DISTINCT episode_id) AS num FROM {self._dataset}.steps "
+            "WHERE starts_with(episode_id, $prefix)"
+        )
+        rows = self._lake.sql(query, {"prefix": f"{self._record.run_id}/"}).to_pylist()
+        return int(rows[0]["num"])
+
     def _restart(self, code: int) -> None:
-        self._deaths += 1
+        num_recorded = self._count_rollouts()
+        self._deaths = 1 if num_recorded > self._num_recorded else self._deaths + 1
+        self._num_recorded = num_recorded
         text = self._errors.read_text(errors="replace").strip()[-_STDERR_CHARS:]
         reason = text.rpartition("\n")[2] or f"exit code {code}"
         if self._deaths >= _MAX_DEATHS:

@@ -280,6 +280,38 @@ def test_a_merged_adapter_is_a_whole_model(config):
     assert not merged.training.method_options().writes_adapter
 
 
+def test_deaths_between_which_rollouts_were_recorded_do_not_end_the_run(
+    lake, config, monkeypatch, tmp_path
+):
+    trainer = make_trainer(lake, config, config.training.model)
+    trainer._errors = tmp_path / "generator.log"
+    trainer._errors.touch()
+    monkeypatch.setattr(trainer, "_start", lambda: None)
+    for number in range(4):
+        trainer._restart(-9)
+        trainer._restart(-9)
+        record_batch(lake, number, [[1.0]])
+    trainer._restart(-9)
+    trainer._restart(-9)
+    with pytest.raises(RolloutError, match="3 deaths in a row, the last one with exit code -9"):
+        trainer._restart(-9)
+
+
+def test_a_generator_that_ends_after_its_last_batch_is_not_dead(lake, config, monkeypatch):
+    batches = []
+
+    class Generator:
+        def poll(self):
+            batches.append({"status": "done"})
+            return 0
+
+    trainer = make_trainer(lake, config, config.training.model)
+    trainer._process = Generator()
+    monkeypatch.setattr(online, "_find_batch", lambda *_: batches[-1] if batches else None)
+    monkeypatch.setattr(trainer, "_restart", lambda code: pytest.fail("it is not dead"))
+    assert trainer._wait_for_batch(0) == {"status": "done"}
+
+
 def test_a_batch_gets_the_newest_version_up_to_its_own(config):
     assert [online.find_newest(config, number) for number in (0, 1, 4)] == [0, 0, 0]
     for number in (1, 2, 4):  # version 3 is missing: 4 is not of this run
