@@ -174,6 +174,9 @@ def train_language_online(
     Each sampled token is recorded with the version that sampled it. What was recorded survives a
     kill of both processes, and `resume_language_online` goes on.
 
+    Divergence, of which kl_coef and beta are weights, is measured in all rounds from the initial
+    model of the run, or from `config.training.reference`.
+
     A round without a sequence to train on repeats the version before it, with a remark.
 
     Raises: as train_language and rollout_language; RolloutError if the generator dies repeatedly;
@@ -186,8 +189,14 @@ def train_language_online(
             "Choose another one, or resume the run.",
             parameter="output",
         )
-    model = str(check_model_folder(config.training.model).path)
+    # Whoever resumes the run may be in another folder.
+    model = str(check_model_folder(config.training.model).path.absolute())
     training = replace(config.training, model=model, output=str(output))
+    if training.needs_reference:
+        # The divergence is measured from the model that the run began with, not from the version
+        # before, from which each round could go as far again.
+        reference = str(check_model_folder(training.reference or model).path.absolute())
+        training = replace(training, reference=reference)
     config = replace(config, training=training)
     with ThreadPoolExecutor(1) as executor:
         _load_tasks(config, executor)

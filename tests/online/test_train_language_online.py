@@ -265,6 +265,31 @@ def test_rounds_without_a_sequence_repeat_the_version_before(lake, config, lette
     assert resumed.num_done == 3
 
 
+def test_divergence_is_measured_from_the_first_model_of_the_run(lake, config, letters_model):
+    options = {"kl_coef": 0.1, "learning_rate": 0.01}
+    training = replace(config.training, options=options, reference=str(letters_model))
+    trainer = make_trainer(lake, replace(config, training=training), letters_model)
+    for number in range(2):
+        record_batch(lake, number, [[0.0, 1.0]])
+    first, second = trainer._train(0), trainer._train(1)
+    run = lake.registry.runs()[-1]
+    assert run["model"]["path"] == str(first.output)
+    assert run["reference"]["path"] == str(letters_model)
+    assert second.metrics["kl_reference"] > first.metrics["kl_reference"] > 0
+
+
+def test_a_run_has_its_first_model_as_the_reference(lake, config, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for number, method in enumerate(("dpo", "grpo")):
+        output = f"{config.training.output}-{number}"
+        training = replace(config.training, method=method, output=output)
+        with pytest.raises(RolloutError):
+            rl.train_language_online(lake, "sevens", replace(config, training=training))
+    trained = [one["request"]["training"] for one in lake.registry.runs()]
+    references = {one["method"]: one["reference"] for one in trained}
+    assert references == {"dpo": config.training.model, "grpo": None}
+
+
 def test_methods_that_compare_samples_have_several(tmp_path):
     options = {"env": "sevens:play", "model": "base", "output": str(tmp_path / "x")}
     made = {
