@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import urllib.request
 from typing import Any
 
 import pytest
+
+from replaylake.online.monitoring import prometheus
 
 SUMS = """
 tasks = [{"id": f"t{n}", "text": f"{n}+1="} for n in range(3)]
@@ -83,6 +86,32 @@ def test_what_is_not_there_is_named_and_nothing_is_written(run: Any, lake: Any) 
     assert ran.code == 2
     assert "--upstream: found 'ftp://x', expected a URL" in ran.err
     assert not lake.exists()
+
+
+@pytest.mark.slow
+def test_rounds_of_train_online_are_metrics_of_prometheus(
+    run: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+
+    class ReadAtItsEnd(prometheus.MetricsServer):
+        def close(self) -> None:
+            with urllib.request.urlopen(self.url) as answer:
+                texts.append(answer.read().decode())
+            super().close()
+
+    monkeypatch.setattr(prometheus, "MetricsServer", ReadAtItsEnd)
+    body = run(
+        *("train", "online", "--env", "sums_of_cli:play", "--algorithm", "rloo", "--model", model),
+        *("--output", "new", "--dataset", "sums", "--set", "rounds=1", "--set", "samples=2"),
+        *("--set", "updates=1", "--metrics-port", "0", "--json"),
+    ).json
+    labels = f'env="sums_of_cli:play",policy="run:{body["run_id"]}",run_id="{body["run_id"]}"'
+    (text,) = texts
+    assert f"replaylake_run_updates_total{{{labels}}} 1.0" in text
+    assert f"replaylake_run_staleness_versions{{{labels}}} 0.0" in text
+    for name in ("tokens_per_s", "mean_reward", "kl_behavior"):
+        assert f'metric="{name}"' in text
 
 
 def test_train_online_names_options_that_are_missing_or_of_other_runs(run: Any) -> None:
