@@ -12,6 +12,7 @@ may be killed at any point: the trainer starts a dead generator again, and a run
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -26,8 +27,10 @@ from typing import Any, Final
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     ConfigInvalidError,
+    EmptyReplayError,
     ReplayLakeError,
     RolloutError,
+    StorageError,
 )
 from replaylake.datastore.lake.lake import Lake, open_lake
 from replaylake.datastore.lake.runs.lease import RunLease
@@ -58,6 +61,8 @@ KIND: Final = "train language online"
 _POLL_S: Final = 0.1
 # Deaths in a row, without a rollout between them, after which the generator is not started again.
 _MAX_DEATHS: Final = 3
+# Rounds in a row without a sequence to train on, after which a run ends: the environment is broken.
+_MAX_EMPTY: Final = 3
 _STDERR_CHARS: Final = 600
 _OWN: Final = ("rounds", "tasks_per_round", "max_staleness")
 # Of a method that compares the samples of a task; with 1 there is nothing to compare.
@@ -100,7 +105,21 @@ class OnlineLanguageConfig:
                     "none: each round is trained on its own batch.",
                     parameter=name,
                 )
-        if METHODS[self.training.method].needs_groups and self.rollout.samples < 2:
+        method = METHODS[self.training.method]
+        if method.is_reward_model:
+            raise ConfigInvalidError(
+                f"language online: method: found {self.training.method!r}, whose model scores and "
+                "does not generate, expected a method that trains a policy, such as grpo.",
+                parameter="method",
+            )
+        if self.training.method_options().writes_adapter:
+            raise ConfigInvalidError(
+                f"language online: lora_rank: found {self.training.options['lora_rank']} without "
+                "lora_merge, expected both: a version that generates is a whole model. Set "
+                "lora_merge to true.",
+                parameter="lora_rank",
+            )
+        if method.needs_groups and self.rollout.samples < 2:
             raise ConfigInvalidError(
                 f"language online: samples: found {self.rollout.samples}, expected 2 or more for "
                 f"method {self.training.method}, which compares the samples of a task: with one, "
@@ -155,7 +174,13 @@ def train_language_online(
     Each sampled token is recorded with the version that sampled it. What was recorded survives a
     kill of both processes, and `resume_language_online` goes on.
 
-    Raises: as train_language and rollout_language; RolloutError if the generator dies repeatedly.
+    Divergence, of which kl_coef and beta are weights, is measured in all rounds from the initial
+    model of the run, or from `config.training.reference`.
+
+    A round without a sequence to train on repeats the version before it, with a remark.
+
+    Raises: as train_language and rollout_language; RolloutError if the generator dies repeatedly;
+    EmptyReplayError if 3 rounds in a row, or all, have no sequence to train on.
     """
     output = Path(config.training.output).absolute()
     if output.exists():
@@ -164,8 +189,14 @@ def train_language_online(
             "Choose another one, or resume the run.",
             parameter="output",
         )
-    model = str(check_model_folder(config.training.model).path)
+    # Whoever resumes the run may be in another folder.
+    model = str(check_model_folder(config.training.model).path.absolute())
     training = replace(config.training, model=model, output=str(output))
+    if training.needs_reference:
+        # The divergence is measured from the model that the run began with, not from the version
+        # before, from which each round could go as far again.
+        reference = str(check_model_folder(training.reference or model).path.absolute())
+        training = replace(training, reference=reference)
     config = replace(config, training=training)
     with ThreadPoolExecutor(1) as executor:
         _load_tasks(config, executor)
@@ -263,7 +294,8 @@ class _Trainer:
         self._lake, self._record, self._config = lake, record, config
         self._callbacks, self._resumed = callbacks, resumed
         self._dataset = record.body["dataset"]
-        self._deaths, self._last_batch = 0, -1
+        self._deaths = self._num_recorded = 0
+        self._num_empty = 0
 
     @property
     def num_done(self) -> int:
@@ -301,13 +333,19 @@ class _Trainer:
         self._lake.registry.record_run(record.run_id, finished, replaces=record.body)
         return OnlineLanguageResult(record.run_id, output, tuple(rounds))
 
-    def _train(self, number: int) -> LanguageResult:
-        """Train the version of a round, or go on with it."""
+    def _train(self, number: int) -> LanguageResult | None:
+        """Train the version of a round, or go on with it; None if there is nothing to train on.
+
+        The version is then the one before. Raises: EmptyReplayError after some such rounds in a
+        row.
+        """
         config, output = self._config, _find_version(self._config, number + 1)
         for run in reversed(self._lake.registry.runs()):
             is_ours = run.get("kind") == TRAIN_KIND
             if is_ours and run["request"]["output"] == str(output):
                 return resume_language(self._lake, run["run_id"], callbacks=self._follow(number))
+        if output.is_dir():  # without a training: one that was repeated
+            return None
         training = replace(
             config.training,
             model=str(_find_version(config, number)),
@@ -317,7 +355,40 @@ class _Trainer:
             max_staleness=config.max_staleness,
             seed=config.training.seed + number,
         )
-        return train_language(self._lake, self._dataset, training, callbacks=self._follow(number))
+        try:
+            result = train_language(
+                self._lake, self._dataset, training, callbacks=self._follow(number)
+            )
+        except EmptyReplayError as error:
+            self._repeat_version(number, error)
+            return None
+        self._num_empty = 0
+        return result
+
+    def _repeat_version(self, number: int, reason: EmptyReplayError) -> None:
+        """Copy the version before a round, as that of the round."""
+        self._num_empty += 1
+        if self._num_empty >= min(_MAX_EMPTY, self._config.rounds):
+            raise EmptyReplayError(
+                f"{reason} Found {self._num_empty} rounds in a row without a sequence to train on: "
+                "check in the lake why the rollouts failed or have no reward, then resume run "
+                f"{self._record.run_id}, which skips this round."
+            ) from reason
+        source, output = (_find_version(self._config, one) for one in (number, number + 1))
+        # Of this run: one that was killed while it copied has left it behind.
+        temporary = output.parent / f".{output.name}.{self._record.run_id}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(source, temporary)
+            temporary.rename(output)
+        except OSError as error:
+            raise StorageError(
+                f"{output}: {error.strerror or error} while {source.name} was copied. Free space "
+                f"or correct the permission, then resume run {self._record.run_id}."
+            ) from error
+        self._callbacks.report_remark(
+            f"round {number + 1} has no sequence to train on: its version is the one before"
+        )
 
     def _follow(self, number: int) -> Callbacks:
         """Return the callbacks of a round's training, whose metrics are those of the round."""
@@ -329,31 +400,45 @@ class _Trainer:
         return replace(self._callbacks, on_start=report_start, on_metrics=None)
 
     def _describe(
-        self, number: int, batch: Mapping[str, Any], result: LanguageResult
+        self, number: int, batch: Mapping[str, Any], result: LanguageResult | None
     ) -> dict[str, float]:
         receipt = batch["result"]
         names = ("mean_reward", "pass_rate", "group_pass_rate", "tokens_per_s")
         values = {name: receipt[name] for name in names if receipt[name] is not None}
         values["staleness"] = number - receipt["model"]["policy_version"]
+        if result is None:
+            return values
         return {**values, **result.metrics, "updates_per_s": result.updates_per_s}
 
     def _wait_for_batch(self, number: int) -> Mapping[str, Any]:
         """Return the record of a batch once it is complete. Raises: RolloutError."""
         while True:
+            # Before the batch is looked up: a generator ends after the last one is complete.
+            code = self._process.poll()
             batch = _find_batch(self._lake, self._record.run_id, number)
             if batch is not None and batch["status"] == "done":
-                if number > self._last_batch:
-                    self._deaths, self._last_batch = 0, number
                 return batch
             if self._callbacks.is_end_requested:
                 raise KeyboardInterrupt
-            code = self._process.poll()
             if code is not None:
                 self._restart(code)
             time.sleep(_POLL_S)
 
+    def _count_rollouts(self) -> int:
+        """Return the number of rollouts that are committed."""
+        if self._dataset not in self._lake.datasets():
+            return 0
+        query = (
+            f"SELECT count(DISTINCT episode_id) AS num FROM {self._dataset}.steps "
+            "WHERE starts_with(episode_id, $prefix)"
+        )
+        rows = self._lake.sql(query, {"prefix": f"{self._record.run_id}/"}).to_pylist()
+        return int(rows[0]["num"])
+
     def _restart(self, code: int) -> None:
-        self._deaths += 1
+        num_recorded = self._count_rollouts()
+        self._deaths = 1 if num_recorded > self._num_recorded else self._deaths + 1
+        self._num_recorded = num_recorded
         text = self._errors.read_text(errors="replace").strip()[-_STDERR_CHARS:]
         reason = text.rpartition("\n")[2] or f"exit code {code}"
         if self._deaths >= _MAX_DEATHS:

@@ -370,8 +370,8 @@ def _rollout_language(
 
     values = {key: value for key, value in given.items() if value is not None}
     config = LanguageRolloutConfig(**values)
+    loaded = _load_model(lake, *model)
     store = open_lake(lake, create=True)
-    loaded = _load_model(store, *model)
     with (
         watchers(report, store, wandb_project=None) as watch,
         report.progress("rollouts", "") as progress,
@@ -404,7 +404,7 @@ def _rollout_language(
 
 
 def _load_model(
-    lake: Lake,
+    lake: str,
     name: str | None,
     upstream: str | None,
     engine: str | None,
@@ -417,11 +417,14 @@ def _load_model(
             "found it without an engine, expected --upstream",
         )
         from replaylake.offline.language.local_model import LocalModel
-        from replaylake.offline.language.registration import find_model
+        from replaylake.offline.language.registration import find_model, is_version_name
 
-        directory, ref = find_model(lake, name or "")
-        if ref is None:
-            return LocalModel(directory, policy_version=policy_version or 0)
+        if not is_version_name(name or ""):
+            return LocalModel(name or "", policy_version=policy_version or 0)
+        from replaylake.datastore.lake.lake import open_lake
+
+        directory, ref = find_model(open_lake(lake), name or "")
+        assert ref is not None
         _refuse_options(
             {"--policy-version": policy_version}, "found it beside a version, expected one of both"
         )

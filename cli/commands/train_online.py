@@ -329,7 +329,9 @@ def online(
         named = {"model": model, "output": output}
         options |= {key: value for key, value in named.items() if value is not None}
         _check_language(values, {**options, "dataset": dataset})
-        _train_language(CommandOutput(as_json), lake, dataset, options, None, wandb, mlflow)
+        _train_language(
+            CommandOutput(as_json), lake, dataset, options, None, wandb, mlflow, metrics_port
+        )
         return
     if output is not None:
         raise typer.BadParameter("found it without --model.", param_hint="--output")
@@ -347,7 +349,7 @@ def online(
     report = CommandOutput(as_json)
     store = open_lake(lake, create=resume is None)
     if resume is not None and find_run(store.registry, resume).get("kind") == _LANGUAGE:
-        _train_language(report, lake, None, {}, resume, wandb, mlflow)
+        _train_language(report, lake, None, {}, resume, wandb, mlflow, metrics_port)
         return
     settings: OnlineConfig | None = None
     if resume is None:
@@ -394,6 +396,7 @@ def _train_language(
     resume: str | None,
     wandb: str | None,
     mlflow: str | None,
+    metrics_port: int | None,
 ) -> None:
     """Train a language model on its own rollouts, or resume such a run."""
     from replaylake.cli.output.watch import watchers
@@ -405,15 +408,23 @@ def _train_language(
     settings = None if resume is not None else training.online_language_config(options)
     store = open_lake(lake, create=resume is None)
     with (
+        ExitStack() as stack,
         watchers(report, store, wandb_project=wandb, mlflow_experiment=mlflow) as watch,
         print_resume_hint(report, "train online", without="from what was generated"),
     ):
+        server = _metrics_server(report, stack, metrics_port)
 
         def tell_start(start: RunStart) -> None:
             announce_start(report, watch, start)
+            if server is not None:
+                request = find_run(store.registry, start.run_id)["request"]
+                policy = request["training"]["policy"] or f"run:{start.run_id}"
+                server.begin(start.run_id, policy=policy, env=request["rollout"]["env"])
 
         def tell(number: int, values: Mapping[str, float]) -> None:
             watch(number, values)
+            if server is not None:
+                server.set(number, values)
             shown = [f"{n} {number_text(values[n])}" for n in _LANGUAGE_SHOWN if n in values]
             report.print_message(f"round {number}  {'  '.join(shown)}")
 

@@ -32,12 +32,16 @@ def find_model(lake: Lake, model: str) -> tuple[Path, PolicyRef | None]:
     Raises: NotFoundError; PolicyKindError for a policy of another kind; PackageInvalidError,
     StorageError.
     """
-    directory = Path(model)
-    if directory.exists() or not (":" in model or "@" in model):
-        return directory, None
+    if not is_version_name(model):
+        return Path(model), None
     ref = lake.registry.resolve(model)
     _ = check_package(ref.path, ref.manifest_sha256).language
     return ref.path, ref
+
+
+def is_version_name(model: str) -> bool:
+    """Whether a model is named as a version of a policy, and no such directory exists."""
+    return (":" in model or "@" in model) and not Path(model).exists()
 
 
 def register_language_model(lake: Lake, name: str, directory: str | Path) -> PolicyRef:

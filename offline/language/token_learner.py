@@ -114,8 +114,12 @@ class TokenMethod:
 
     @property
     def is_relative(self) -> bool:
-        """Whether the loss is defined relative to the initial model."""
+        """Whether the loss is defined relative to a reference model."""
         return self.loss in _RELATIVE
+
+    def needs_reference(self, options: TokenOptions) -> bool:
+        """Whether the divergence from a reference model is part of the loss."""
+        return bool(options.kl_coef) or self.is_relative
 
     @property
     def is_reward_model(self) -> bool:
@@ -193,7 +197,7 @@ class TokenOptions:
     correction, correction_level, low, high: importance weights of tokens; see importance_weights.
     correction_level None: the level of the method's ratio. clip_low, clip_high: clipping of the
     ratio to the policy before the update; None: the method's default. kl_coef: weight of the KL
-    divergence from the initial model. epochs: passes over each batch, each in `minibatches`
+    divergence from the reference model. epochs: passes over each batch, each in `minibatches`
     gradient steps; micro_batch_size: sequences of a step that are in memory at once; None: all.
     lora_rank: of a LoRA adapter, which is trained instead of the model; None: the model is trained.
     lora_alpha, lora_targets: see add_adapter; lora_merge: the output is the model with the adapter
@@ -349,6 +353,7 @@ class TokenLearner:
         options: TokenOptions,
         *,
         max_tokens: int,
+        reference: ModelFolder | None = None,
         seed: int = 0,
         device: str = "cpu",
         group: ProcessGroup = SINGLE_PROCESS,
@@ -360,6 +365,8 @@ class TokenLearner:
             method: a key of METHODS.
             options: options of the method.
             max_tokens: length of the longest sequence, in tokens.
+            reference: the model from which divergence is measured, of the same vocabulary; None:
+                the initial one. It is loaded only if the method needs it.
             seed: of the initial weights of an adapter.
             device: a torch device.
             group: processes that make each update together: all are given the same batches, and
@@ -387,7 +394,9 @@ class TokenLearner:
         self._vocabulary = int(self._model.get_input_embeddings().num_embeddings)
         self.image_processor = ImageProcessor(folder) if has_images(self._model.config) else None
         self._reference: Any = None
-        self._has_reference = bool(options.kl_coef) or self.method.is_relative
+        self._has_reference = self.method.needs_reference(options)
+        if self._has_reference and reference is not None:
+            self._reference = self._load_reference(reference)
         if options.lora_rank is not None:
             self._model = add_adapter(
                 self._model,
@@ -397,7 +406,7 @@ class TokenLearner:
                 targets=options.lora_targets,
                 seed=seed,
             )
-        elif self._has_reference:
+        elif self._has_reference and self._reference is None:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
         self._value_head: torch.nn.Linear | None = None
         groups: list[dict[str, Any]] = [
@@ -422,6 +431,18 @@ class TokenLearner:
             weight_decay=options.weight_decay,
             max_gradient_norm=options.max_gradient_norm,
         )
+
+    def _load_reference(self, folder: ModelFolder) -> Any:
+        """Load a reference model. Raises: as __init__; SchemaMismatchError for other ids."""
+        model, _ = load_pretrained(folder, "causal language model", device=self._device)
+        vocabulary = int(model.get_input_embeddings().num_embeddings)
+        if vocabulary != self._vocabulary:
+            raise SchemaMismatchError(
+                f"reference: found a vocabulary of {vocabulary:,} in {folder.path}, expected "
+                f"{self._vocabulary:,}, as the trained model has. Name an earlier version of it.",
+                parameter="reference",
+            )
+        return model.requires_grad_(False)
 
     @property
     def needs_log_probs(self) -> bool:
@@ -468,7 +489,7 @@ class TokenLearner:
         return means
 
     def state_dict(self) -> dict[str, Array]:
-        """Return the state of training as named arrays; the reference is the initial model."""
+        """Return the state of training as named arrays, without the reference model."""
         return pack_state(
             {
                 "parameters": [p.detach() for p in self._parameters],
@@ -641,7 +662,7 @@ class TokenLearner:
         return found
 
     def _add_divergence(self, data: _Data) -> _Data:
-        """Add the KL divergence of a step's sequences from the initial model, where it is needed.
+        """Add the KL divergence of a step's sequences from the reference, where it is needed.
 
         It is estimated from mismatched sequences, one number for all sequences of the step.
         """
@@ -682,7 +703,7 @@ class TokenLearner:
         data.advantages = advantages
 
     def _evaluate_reference(self, data: _Data) -> torch.Tensor:
-        """Return the log-probs of the initial model, float [B, T]."""
+        """Return the log-probs of the reference model, float [B, T]."""
         if self._reference is not None:
             return self._evaluate(self._reference, data).log_probs
         with self._model.disable_adapter():

@@ -101,19 +101,21 @@ class LanguageConfig:
 
     model: folder of the initial causal language model, or a version of a policy. output: folder to
     create for the trained model. policy: name to register it under, as the next version of this
-    policy; None: it is not registered. method: a key of METHODS. where: SQL condition over
-    `episodes`; where_sequences: SQL condition over `sequences`. batch_size: sequences in a batch,
-    or groups of sequences if the method compares samples of one prompt. max_tokens: largest number
-    of tokens in a batch, padding included. policy_version: the version that is trained;
-    max_staleness: largest difference between it and the version that sampled a token. learners:
-    processes that make each update together.
-    options: options of the method, see TokenOptions.
+    policy; None: it is not registered. method: a key of METHODS. reference: folder of the model
+    from which divergence is measured, if the method measures it; None: the initial model. where:
+    SQL condition over `episodes`; where_sequences: SQL condition over `sequences`. batch_size:
+    sequences in a batch, or groups of sequences if the method compares samples of one prompt.
+    max_tokens: largest number of tokens in a batch, padding included. policy_version: the version
+    that is trained; max_staleness: largest difference between it and the version that sampled a
+    token. learners: processes that make each update together. options: options of the method, see
+    TokenOptions.
     """
 
     model: str = ""
     output: str = ""
     policy: str | None = None
     method: str = "grpo"
+    reference: str | None = None
     where: str | None = None
     where_sequences: str | None = None
     updates: int = 100
@@ -159,6 +161,13 @@ class LanguageConfig:
             )
         options = self.method_options()
         find_weight_level(self.method, options)
+        if self.reference is not None and not self.needs_reference:
+            raise ConfigInvalidError(
+                f"language training: reference: found {self.reference!r} for method {self.method}, "
+                "which measures no divergence from it, expected none. Leave reference out, or set "
+                "kl_coef where the method has it.",
+                parameter="reference",
+            )
         is_generator = not (METHODS[self.method].is_reward_model or options.writes_adapter)
         if self.policy is not None and not is_generator:
             raise ConfigInvalidError(
@@ -171,6 +180,11 @@ class LanguageConfig:
     def method_options(self) -> TokenOptions:
         """Return the options of the method. Raises: ConfigInvalidError."""
         return read_token_options(self.method, self.options)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the divergence from a reference model is part of the loss."""
+        return METHODS[self.method].needs_reference(self.method_options())
 
     @property
     def save_interval_updates(self) -> int:
@@ -246,6 +260,7 @@ def train_language(
         config,
         model=str(directory.absolute()) if ref is None else str(ref),
         output=str(Path(config.output).absolute()),
+        reference=config.reference and str(Path(config.reference).absolute()),
     )
     pinned = f"{snapshot.dataset}@{snapshot.version}"
     return _execute(lake, _RunSpec(run_id, pinned, dataset, config), callbacks or Callbacks())
@@ -322,13 +337,14 @@ def _lead(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGroup)
             group.broadcast(ALREADY_FINISHED)
             return _load_finished_result(lake, record)
         job = _prepare(lake, spec, callbacks, group)
-        if job.folder.sha256 != record["model"]["sha256"]:
-            raise SchemaMismatchError(
-                f"run {run_id}: model: found sha256 {job.folder.sha256[:12]} of "
-                f"{spec.config.model}, expected {record['model']['sha256'][:12]}, as at its "
-                "start. Restore the folder, or start a new run.",
-                parameter="model",
-            )
+        for name, folder in job.folders.items():
+            if folder.sha256 != record[name]["sha256"]:
+                raise SchemaMismatchError(
+                    f"run {run_id}: {name}: found sha256 {folder.sha256[:12]} of {folder.path}, "
+                    f"expected {record[name]['sha256'][:12]}, as at its start. Restore the folder, "
+                    "or start a new run.",
+                    parameter=name,
+                )
         running = RunRecord(lake.registry, run_id, record, kind=KIND)
         with job, running.record_errors():
             return _run(lake, job, running, lease, callbacks, resumed=True)
@@ -351,9 +367,10 @@ def _load_finished_result(lake: Lake, record: Mapping[str, Any]) -> LanguageResu
 @dataclass(frozen=True)
 class _Job:
     config: LanguageConfig
-    folder: ModelFolder
     # The version that the initial model is, if it was named as one.
     initial: PolicyRef | None
+    # By field of the configuration.
+    folders: Mapping[str, ModelFolder]
     sequences: TokenSequences
     sampler: TokenSampler
     learner: TokenLearner
@@ -384,11 +401,11 @@ class _Job:
         return {
             "algorithm": self.config.method,
             "seed": self.config.seed,
-            "model": {
-                "path": str(self.folder.path),
-                "sha256": self.folder.sha256,
-                **({} if self.initial is None else {"policy": str(self.initial)}),
+            **{
+                name: {"path": str(one.path), "sha256": one.sha256}
+                for name, one in self.folders.items()
             },
+            **({} if self.initial is None else {"initial_policy": str(self.initial)}),
             "config": {
                 **asdict(self.config),
                 "options": to_options(self.config.method_options()),
@@ -416,7 +433,9 @@ def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGro
     _check_output(Path(config.output), spec.run_id)
     _check_device(config.device)
     directory, ref = find_model(lake, config.model)
-    folder = check_model_folder(directory)
+    folders = {"model": check_model_folder(directory)}
+    if config.reference is not None:
+        folders["reference"] = check_model_folder(config.reference)
     snapshot = lake.snapshot(dataset)
     sequences = snapshot.token_sequences(config.where, on_progress=callbacks.on_reading)
     is_weighted = method.loss == "policy_gradient" and options.correction != "none"
@@ -460,10 +479,11 @@ def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGro
         effect = "there are no pairs" if method.has_pairs else "all advantages are 0"
         remarks.append(f"no group has two episodes: {effect} in method {config.method}")
     learner = TokenLearner(
-        folder,
+        folders["model"],
         config.method,
         options,
         max_tokens=int(sampler.lengths.max()),
+        reference=folders.get("reference"),
         seed=config.seed,
         device=config.device,
         group=group,
@@ -474,8 +494,8 @@ def _prepare(lake: Lake, spec: _RunSpec, callbacks: Callbacks, group: ProcessGro
         images = SequenceImages(snapshot.table, sequences.table, sampler.sequences)
     return _Job(
         config,
-        folder,
         ref,
+        folders,
         sequences,
         sampler,
         learner,

@@ -22,7 +22,6 @@ from replaylake.datastore.errors import (
     GenerationError,
     NotFoundError,
     ReplayLakeError,
-    RolloutError,
 )
 from replaylake.online.generating.chat import Chat
 
@@ -30,6 +29,10 @@ PREFIX: Final = "verifiers:"
 _SESSION: Final = b"x-session-id"
 _NOT_SAMPLING: Final = frozenset(("messages", "model", "n", "stream", "stream_options", "tools"))
 _MAX_BODY_BYTES: Final = 64 << 20
+
+
+class TraceError(Exception):
+    """An error that verifiers recorded in an episode: as any of an environment's, it fails it."""
 
 
 class ChatEndpoint:
@@ -205,7 +208,10 @@ class VerifiersEnvironment:
             yield
 
     async def play(self, task: Mapping[str, Any], chat: Chat) -> Any:
-        """Play one episode; each of its traces is an agent, with the reward of the trace."""
+        """Play one episode; each of its traces is an agent, with the reward of the trace.
+
+        Raises: TraceError for the last error of the episode or of its traces.
+        """
         vf, name = self._vf, self._endpoint.add(chat)
         client = vf.EvalClientConfig(base_url=self._endpoint.url, api_key_var="REPLAYLAKE_NO_KEY")
         (slot,) = self._env.slots(self._tasks[task["number"]])
@@ -216,7 +222,7 @@ class VerifiersEnvironment:
             agents = self._endpoint.remove(name)
         errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
         if errors:
-            raise RolloutError(f"{errors[-1].type}: {errors[-1].message}")
+            raise TraceError(f"{errors[-1].type}: {errors[-1].message}")
         components: dict[str, Any] = {}
         for trace in episode.traces:
             if (agent := agents.get(trace.id)) is None:

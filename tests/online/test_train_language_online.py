@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import replaylake as rl
 from replaylake.datastore.errors import (
     AlreadyExistsError,
     ConfigInvalidError,
+    EmptyReplayError,
     NotFoundError,
     RolloutError,
 )
@@ -27,6 +29,15 @@ RUN = "01m8hm4vnmkz67x9xfeexfwzm0"
 ENV = """
 tasks = [{"text": f"{n}{n}="} for n in range(3)]
 async def play(task, chat):
+    reply = await chat(task["text"])
+    return float(reply["content"].count("7"))
+"""
+
+FAILING_ENV = """
+tasks = [{"text": f"{n}{n}="} for n in range(3)]
+async def play(task, chat):
+    if task["text"] == "11=":
+        raise ConnectionError("the service is down")
     reply = await chat(task["text"])
     return float(reply["content"].count("7"))
 """
@@ -216,6 +227,69 @@ def test_the_training_of_a_round_ends_where_the_run_is_asked_to(lake, config, le
     assert online._find_version(config, 1).exists() is False
 
 
+@pytest.mark.slow
+def test_a_round_whose_rollouts_fail_is_skipped(lake, tmp_path, config, letters_model):
+    (tmp_path / "sevens_of_tests.py").write_text(FAILING_ENV)
+    changed = replace(
+        config,
+        tasks_per_round=1,
+        training=replace(config.training, model=str(letters_model), batch_size=1),
+    )
+    remarks = []
+    callbacks = rl.Callbacks(on_remark=remarks.append)
+    result = rl.train_language_online(lake, "sevens", changed, callbacks=callbacks)
+    assert ["loss" in values for values in result.rounds] == [True, False, True]
+    assert remarks == ["round 2 has no sequence to train on: its version is the one before"]
+    first, second, third = (hash_weights(result.output.parent, n) for n in (1, 2, 3))
+    assert first == second != third
+
+
+def hash_weights(folder, version):
+    return sha256((folder / f"version-{version}" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_rounds_without_a_sequence_repeat_the_version_before(lake, config, letters_model):
+    for number in range(3):
+        record_batch(lake, number, [[None, None]])
+    remarks = []
+    trainer = make_trainer(lake, config, letters_model, rl.Callbacks(on_remark=remarks.append))
+    assert [trainer._train(0), trainer._train(1)] == [None, None]
+    assert trainer.num_done == 2
+    assert len(remarks) == 2
+    with pytest.raises(EmptyReplayError, match="3 rounds in a row without a sequence"):
+        trainer._train(2)
+    assert trainer.num_done == 2
+    # What a resumed run does: the second round was recorded, or killed before it was.
+    resumed = online._Trainer(lake, trainer._record, trainer._config, rl.Callbacks())
+    assert [resumed._train(1), resumed._train(2)] == [None, None]
+    assert resumed.num_done == 3
+
+
+def test_divergence_is_measured_from_the_first_model_of_the_run(lake, config, letters_model):
+    options = {"kl_coef": 0.1, "learning_rate": 0.01}
+    training = replace(config.training, options=options, reference=str(letters_model))
+    trainer = make_trainer(lake, replace(config, training=training), letters_model)
+    for number in range(2):
+        record_batch(lake, number, [[0.0, 1.0]])
+    first, second = trainer._train(0), trainer._train(1)
+    run = lake.registry.runs()[-1]
+    assert run["model"]["path"] == str(first.output)
+    assert run["reference"]["path"] == str(letters_model)
+    assert second.metrics["kl_reference"] > first.metrics["kl_reference"] > 0
+
+
+def test_a_run_has_its_first_model_as_the_reference(lake, config, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for number, method in enumerate(("dpo", "grpo")):
+        output = f"{config.training.output}-{number}"
+        training = replace(config.training, method=method, output=output)
+        with pytest.raises(RolloutError):
+            rl.train_language_online(lake, "sevens", replace(config, training=training))
+    trained = [one["request"]["training"] for one in lake.registry.runs()]
+    references = {one["method"]: one["reference"] for one in trained}
+    assert references == {"dpo": config.training.model, "grpo": None}
+
+
 def test_methods_that_compare_samples_have_several(tmp_path):
     options = {"env": "sevens:play", "model": "base", "output": str(tmp_path / "x")}
     made = {
@@ -223,6 +297,44 @@ def test_methods_that_compare_samples_have_several(tmp_path):
         for method in ("grpo", "rloo", "dpo", "sft", "ppo")
     }
     assert made == {"grpo": 8, "rloo": 8, "dpo": 8, "sft": 1, "ppo": 1}
+
+
+def test_a_merged_adapter_is_a_whole_model(config):
+    options = {"lora_rank": 2, "lora_merge": True}
+    merged = replace(config, training=replace(config.training, options=options))
+    assert not merged.training.method_options().writes_adapter
+
+
+def test_deaths_between_which_rollouts_were_recorded_do_not_end_the_run(
+    lake, config, monkeypatch, tmp_path
+):
+    trainer = make_trainer(lake, config, config.training.model)
+    trainer._errors = tmp_path / "generator.log"
+    trainer._errors.touch()
+    monkeypatch.setattr(trainer, "_start", lambda: None)
+    for number in range(4):
+        trainer._restart(-9)
+        trainer._restart(-9)
+        record_batch(lake, number, [[1.0]])
+    trainer._restart(-9)
+    trainer._restart(-9)
+    with pytest.raises(RolloutError, match="3 deaths in a row, the last one with exit code -9"):
+        trainer._restart(-9)
+
+
+def test_a_generator_that_ends_after_its_last_batch_is_not_dead(lake, config, monkeypatch):
+    batches = []
+
+    class Generator:
+        def poll(self):
+            batches.append({"status": "done"})
+            return 0
+
+    trainer = make_trainer(lake, config, config.training.model)
+    trainer._process = Generator()
+    monkeypatch.setattr(online, "_find_batch", lambda *_: batches[-1] if batches else None)
+    monkeypatch.setattr(trainer, "_restart", lambda code: pytest.fail("it is not dead"))
+    assert trainer._wait_for_batch(0) == {"status": "done"}
 
 
 def test_a_batch_gets_the_newest_version_up_to_its_own(config):
@@ -255,6 +367,8 @@ def test_options_go_to_the_run_its_rollouts_and_its_training(config):
         ({"samples": "many"}, "samples: found 'many'"),
         ({"round": 2}, "found option 'round', expected"),
         ({"producer": "x"}, "found option 'producer'"),
+        ({"algorithm": "reward"}, "method: found 'reward', whose model scores"),
+        ({"lora_rank": 2}, "lora_rank: found 2 without lora_merge, expected both"),
         ({"samples": 1}, "samples: found 1, expected 2 or more for method grpo"),
     ],
 )

@@ -216,7 +216,7 @@ def test_training_goes_on_from_a_version(lake, model_folder, tmp_path):
     result = train_language(lake, "agents", config("agent@champion", tmp_path / "out"))
     record = find_run(lake.registry, result.run_id)
     assert record["request"]["model"] == "agent:1"  # the alias may move
-    assert record["model"]["policy"] == "agent:1"
+    assert record["initial_policy"] == "agent:1"
     assert record["model"]["sha256"] == check_model_folder(model_folder).sha256
     with pytest.raises(NotFoundError, match="agent:7"):
         train_language(lake, "agents", config("agent:7", tmp_path / "other"))

@@ -16,7 +16,7 @@ import torch
 
 from replaylake.datastore.errors import ConfigInvalidError, SchemaMismatchError, SourceInvalidError
 from replaylake.datastore.lake.lake import Lake
-from replaylake.offline.language.pretrained import check_model_folder
+from replaylake.offline.language.pretrained import check_model_folder, load_pretrained
 from replaylake.offline.language.token_learner import METHODS, TokenLearner, TokenOptions
 
 # transformers alone takes 5 s to import.
@@ -256,6 +256,31 @@ def test_a_penalty_for_the_divergence_of_an_adapter_is_from_its_base(model_folde
     options = {"learning_rate": 0.01, "epochs": 4, "lora_rank": 2, "kl_coef": 0.1}
     learner = make_learner(model_folder, "grpo", **options)
     assert learner.update(batch)["kl_reference"] > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 2}])
+def test_divergence_is_from_the_reference_model(model_folder, batch, tmp_path, options):
+    further = make_learner(model_folder, "sft", learning_rate=0.01)
+    further.update(batch)
+    further.save(tmp_path / "further")
+    start = check_model_folder(tmp_path / "further")
+    settings = TokenOptions(kl_coef=0.1, **options)
+    alone = TokenLearner(start, "grpo", settings, max_tokens=8)
+    assert alone.update(batch)["kl_reference"] == pytest.approx(0.0, abs=1e-9)
+    first = check_model_folder(model_folder)
+    held = TokenLearner(start, "grpo", settings, max_tokens=8, reference=first)
+    assert held.update(batch)["kl_reference"] > 1e-6
+
+
+def test_a_reference_of_another_vocabulary_is_refused(model_folder, tmp_path):
+    first = check_model_folder(model_folder)
+    model, _ = load_pretrained(first, "causal language model")
+    model.resize_token_embeddings(30)
+    shutil.copytree(model_folder, tmp_path / "other")
+    model.save_pretrained(tmp_path / "other")
+    other = check_model_folder(tmp_path / "other")
+    with pytest.raises(SchemaMismatchError, match="reference: found a vocabulary of 30 in"):
+        TokenLearner(first, "dpo", TokenOptions(), max_tokens=8, reference=other)
 
 
 def test_adapters_that_do_not_fit_are_refused(model_folder, batch, tmp_path):

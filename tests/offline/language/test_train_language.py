@@ -186,6 +186,8 @@ def test_nothing_begins_that_could_not_end(recorded, model_folder, tmp_path):
         ({"device": "meta"}, ConfigInvalidError, "device: found 'meta'"),
         ({"device": "cuda:9"}, ConfigInvalidError, "device: found 'cuda:9'"),
         ({"method": "kto", "batch_size": 1}, ConfigInvalidError, "batch_size: found 1, expected 2"),
+        ({"reference": "base"}, ConfigInvalidError, "reference: found 'base' for method grpo"),
+        ({"method": "dpo", "reference": "absent"}, NotFoundError, "has no config.json"),
         ({"max_staleness": 2}, ConfigInvalidError, "max_staleness and policy_version"),
         ({"updates": 0}, ConfigInvalidError, "updates: found 0, expected 1 or more"),
     ):
@@ -240,14 +242,20 @@ def test_a_tokenizer_with_several_templates_is_written(recorded, model_folder, t
     assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").exists()
 
 
-def test_another_model_than_the_run_began_with_is_refused(recorded, model_folder, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(model_folder, model)
+@pytest.mark.parametrize("changed", ["model", "reference"])
+def test_another_model_than_the_run_began_with_is_refused(
+    recorded, model_folder, tmp_path, changed
+):
+    for name in ("model", "reference"):
+        shutil.copytree(model_folder, tmp_path / name)
+    settings = config(
+        tmp_path / "model", tmp_path / "out", method="dpo", reference=str(tmp_path / "reference")
+    )
     ends = Callbacks(should_end=lambda: True)
     with pytest.raises(RunInterrupted) as interrupted:
-        train_language(recorded, "agents", config(model, tmp_path / "out"), callbacks=ends)
-    (model / "generation_config.json").write_text("{}")
-    with pytest.raises(SchemaMismatchError, match="as at its start"):
+        train_language(recorded, "agents", settings, callbacks=ends)
+    (tmp_path / changed / "generation_config.json").write_text("{}")
+    with pytest.raises(SchemaMismatchError, match=f"{changed}: found .* as at its start"):
         resume_language(recorded, interrupted.value.run_id)
 
 

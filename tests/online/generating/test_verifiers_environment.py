@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+import replaylake as rl
 from replaylake.datastore.errors import ConfigInvalidError, ExtraMissingError, GenerationError
+from replaylake.online.generating import environments
 from replaylake.online.generating.chat import Chat
 from replaylake.online.generating.environments import load_environment
-from replaylake.online.generating.verifiers_environment import ChatEndpoint
+from replaylake.online.generating.verifiers_environment import ChatEndpoint, VerifiersEnvironment
 
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
@@ -74,6 +78,49 @@ def test_what_cannot_be_answered_is_an_error(scripted, body, reply, status):
     answers, _ = ask(scripted(lambda messages: reply), (body, "one"))
     assert answers[0].status_code == status
     assert answers[0].json()["error"]["message"]
+
+
+class PlayedEpisodes:
+    """verifiers' environment: a task is its episode, whose program calls the model once."""
+
+    def serving(self):
+        return nullcontext()
+
+    def slots(self, episode):
+        return [episode]
+
+    async def run_slot(self, episode, context):
+        body = {"model": context.model, "messages": [{"role": "user", "content": "ab"}]}
+        async with httpx.AsyncClient() as client:
+            url = f"{context.client.base_url}/chat/completions"
+            (await client.post(url, json=body)).raise_for_status()
+        return episode
+
+
+def test_an_error_of_a_trace_fails_its_rollout_and_no_other(tmp_path, scripted, monkeypatch):
+    error = SimpleNamespace(type="TaskError", message="no such file")
+    trace = SimpleNamespace(id="", reward=2.0, rewards={}, errors=[])
+    episodes = [
+        SimpleNamespace(errors=[error], traces=[]),
+        SimpleNamespace(errors=[], traces=[SimpleNamespace(errors=[error])]),
+        SimpleNamespace(errors=[], traces=[trace]),
+    ]
+    played = object.__new__(VerifiersEnvironment)
+    played._vf = SimpleNamespace(EvalClientConfig=SimpleNamespace, ModelContext=SimpleNamespace)
+    played._env, played._tasks, played._endpoint = PlayedEpisodes(), episodes, ChatEndpoint()
+    played.tasks = [{"id": str(number), "number": number} for number in range(3)]
+    played.digest = "three"
+    monkeypatch.setattr(environments, "VerifiersEnvironment", lambda *_: played)
+    lake = rl.open(tmp_path / "lake", create=True)
+    config = rl.LanguageRolloutConfig(env="verifiers:played", producer="run", concurrency=1)
+    receipt = rl.rollout_language(lake, "words", scripted(lambda messages: "xy"), config)
+    assert (receipt.num_rollouts, receipt.num_failed, receipt.mean_reward) == (3, 2, 2.0)
+    query = "select status, status_reason from words.steps order by episode_id"
+    assert lake.sql(query).to_pylist() == [
+        {"status": "failed", "status_reason": "TraceError: TaskError: no such file"},
+        {"status": "failed", "status_reason": "TraceError: TaskError: no such file"},
+        {"status": "completed", "status_reason": None},
+    ]
 
 
 def test_verifiers_that_is_not_installed_is_named(monkeypatch):

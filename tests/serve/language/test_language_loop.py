@@ -57,7 +57,8 @@ def test_the_loop_of_a_language_policy(byte_model, tmp_path, kit):
         fields = {"model": "agent", "messages": question, "max_tokens": 9}
 
         # What a client leaves behind does not hold up the next call.
-        endless = create(**{**fields, "max_tokens": 60_000}, stream=True)
+        # The likeliest tokens of random weights repeat, and the end is not among them.
+        endless = create(**{**fields, "max_tokens": 60_000}, temperature=0, stream=True)
         next(iter(endless))
         endless.close()
         chunks = list(create(**fields, stream=True, seed=4))
