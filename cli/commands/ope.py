@@ -291,12 +291,15 @@ def _list_sequences(report: SequenceReport) -> Iterator[str]:
     yield f"log mean {_round_digits(one.log_mean):,}"
     if one.value is not None:
         low, high = _round_digits(one.low), _round_digits(one.high)
+        difference = number_text(_round_digits(one.difference))
+        if one.difference_low is not None:
+            difference += (
+                f" ({number_text(_round_digits(one.difference_low))} to "
+                f"{number_text(_round_digits(one.difference_high))})"
+            )
         yield (
             f"sequence_snis {number_text(_round_digits(one.value))}"
-            f"{interval_text(low, high)}; difference "
-            f"{number_text(_round_digits(one.difference))} "
-            f"({number_text(_round_digits(one.difference_low))} to "
-            f"{number_text(_round_digits(one.difference_high))})"
+            f"{interval_text(low, high)}; difference {difference}"
         )
     yield (
         f"weights of whole sequences: mean {number_text(_round_digits(one.mean_weight))} (1 "

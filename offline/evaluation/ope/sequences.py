@@ -196,6 +196,8 @@ def evaluate_sequences(
             f"The model was trained on {snapshot.dataset}: its estimate may be overfitted. "
             "Evaluate it on samples of other tasks."
         )
+        if estimate.assessment.verdict == WEAK:
+            reason = f"{reason} {estimate.assessment.reason}"
         estimate = replace(estimate, assessment=Verdict(WEAK, reason))
     return SequenceReport(
         snapshot.dataset,
@@ -376,17 +378,25 @@ def _judge(
             "Sample with the model itself, or evaluate a model that is closer to the behavior "
             "policy.",
         )
-    if round(size, 1) < FEW_EFFECTIVE:
-        return Verdict(WEAK, f"{found} ({FEW_EFFECTIVE:.0f} needed).")
-    if num_tasks < MIN_EFFECTIVE:
-        return Verdict(WEAK, f"{num_tasks:,} tasks are few ({MIN_EFFECTIVE:.0f} needed).")
+    reasons = []
+    # First, as a wrong log makes all other numbers wrong.
     if abs(deviation) > MEAN_WEIGHT_Z:
-        return Verdict(
-            WEAK,
+        reasons.append(
             f"The mean weight is {mean_weight:.6g}, {abs(deviation):.1f} standard errors from 1: "
             "the log-probs are not those that the tokens were sampled by, for example of another "
-            "temperature, or the model samples what the log lacks.",
+            "temperature, or the model samples what the log lacks."
         )
+    if round(size, 1) < FEW_EFFECTIVE:
+        reasons.append(f"{found} ({FEW_EFFECTIVE:.0f} needed).")
+    if num_tasks < 2:
+        reasons.append(
+            f"All episodes are of one task: an interval needs 2 or more, {MIN_EFFECTIVE:.0f} to be "
+            "supported."
+        )
+    elif num_tasks < MIN_EFFECTIVE:
+        reasons.append(f"{num_tasks:,} tasks are few ({MIN_EFFECTIVE:.0f} needed).")
+    if reasons:
+        return Verdict(WEAK, " ".join(reasons))
     return Verdict(SUPPORTED, f"{found}.")
 
 

@@ -88,6 +88,25 @@ def test_the_command_prints_and_keeps_the_estimate(recorded, model_folder, capfd
     assert saved.report["model"] == "tiny"
 
 
+def test_one_task_has_no_interval(recorded, model_folder, capfd, tmp_path):
+    sequences = recorded.snapshot("agents").token_sequences()
+    batch = sequences.gather(np.arange(len(sequences)), is_packed=False, versions=False)
+    lake = rl.open(tmp_path / "lake", create=True)
+    with rl.record_language(lake, "one", producer="p") as recorder:
+        for row, length in enumerate(batch.lengths):
+            ids, mask = batch.token_ids[row, :length], batch.loss_mask[row, :length]
+            recorder.record(
+                prompt="?", completion="!", reward=float(row % 2), group_id="task",
+                prompt_ids=ids[~mask].tolist(), completion_ids=ids[mask].tolist(),
+                log_probs=batch.log_probs[row, :length][mask].tolist(),
+            )  # fmt: skip
+    assert main(["ope", "one", "--model", str(model_folder), "--lake", str(tmp_path / "lake")]) == 0
+    out = capfd.readouterr().out
+    assert "sequence_snis 0.5; difference " in out
+    assert "unknown" not in out
+    assert "All episodes are of one task" in out
+
+
 def test_a_model_that_was_trained_on_the_data_is_weak(recorded, other_model):
     path = other_model(0.0)
     (path / ORIGIN).write_text('{"datasets": [{"dataset": "agents"}]}')

@@ -83,6 +83,19 @@ def test_weights_whose_mean_is_not_one_are_told():
     assert "standard errors from 1" in one.assessment.reason
 
 
+def test_all_reasons_are_told_a_wrong_mean_weight_first():
+    rng = np.random.default_rng(0)
+    weights, returns = rng.uniform(0.001, 0.004, 64), rng.integers(0, 2, 64)
+    one = estimate_sequences(weighted(weights, returns, np.arange(64) % 16))
+    reason = one.assessment.reason
+    assert reason.startswith("The mean weight is 0.00")
+    assert "of 64 episodes" in reason
+    assert reason.endswith("16 tasks are few (30 needed).")
+    one = estimate_sequences(weighted(np.ones(160), np.tile([0.0, 1.0], 80), np.zeros(160)))
+    assert one.low is None
+    assert one.assessment.reason.startswith("All episodes are of one task: an interval needs 2")
+
+
 def test_weights_that_overflow_are_still_compared():
     one = estimate_sequences(
         WeightedEpisodes(
