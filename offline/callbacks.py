@@ -43,21 +43,22 @@ class Callbacks:
     An exception raised by a callback ends the run. Each callback is called by the functions listed
     here:
 
-    - `on_reading(shards decoded, shards)`: `train`, `train_language` and their `resume` functions,
-      while the episodes are read.
+    - `on_reading(shards decoded, shards)`: `train`, `train_language`, `train_language_online` and
+      their `resume` functions, while the episodes are read.
     - `on_start(start)`: once before the first update or step. It receives a `RunStart` from
       `train`, `train_online`, `train_language`, `train_language_online`, their `resume`
       functions and `rollout_language`, and a `SweepStart` from `tune` and `resume_sweep`.
     - `on_progress(progress)`: about four times a second, and at the end. It receives a
-      `TrainProgress` from `train`, `train_language` and their `resume` functions; an
-      `OnlineProgress` from `train_online` and `resume_online`; a `TrialProgress` from `tune` and
+      `TrainProgress` from `train`, `train_language` and their `resume` functions, and from
+      `train_language_online` for the training of each round; an `OnlineProgress` from
+      `train_online` and `resume_online`; a `TrialProgress` from `tune` and
       `resume_sweep`, at each measurement and end of a trial; an `EpisodeProgress` from `evaluate`,
       `compare` and `rollout`, when episodes end; a `LanguageRolloutProgress` from
       `rollout_language`.
     - `on_metrics(update, values)`: the training functions, for each point of a run's metrics, and
       `rollout_language`, where the update is the number of rollouts.
-    - `on_remark(text)`: `train_online`, `resume_online` and `rollout`, for events that a person
-      should know of, for example a lost worker or a full disk.
+    - `on_remark(text)`: `train_online`, `train_language_online`, their `resume` functions and
+      `rollout`, for events that a person should know of, for example a lost worker or a full disk.
     - `on_frame(episode, frame)`: `evaluate`, for each reset and step of the episodes that it
       renders. frame: uint8 [height, width, 3].
     - `should_end()`: the training functions, between updates. If it returns True, a checkpoint

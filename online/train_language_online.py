@@ -36,6 +36,7 @@ from replaylake.datastore.names import new_ulid
 from replaylake.offline.callbacks import Callbacks, RunStart
 from replaylake.offline.language.local_model import LocalModel
 from replaylake.offline.language.pretrained import check_model_folder
+from replaylake.offline.language.token_learner import METHODS
 from replaylake.offline.learning.options import expect, from_options
 from replaylake.offline.running.train_language import (
     KIND as TRAIN_KIND,
@@ -59,6 +60,8 @@ _POLL_S: Final = 0.1
 _MAX_DEATHS: Final = 3
 _STDERR_CHARS: Final = 600
 _OWN: Final = ("rounds", "tasks_per_round", "max_staleness")
+# Of a method that compares the samples of a task; with 1 there is nothing to compare.
+_GROUP_SAMPLES: Final = 8
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,20 @@ class OnlineLanguageConfig:
                     "none: each round is trained on its own batch.",
                     parameter=name,
                 )
+        if METHODS[self.training.method].needs_groups and self.rollout.samples < 2:
+            raise ConfigInvalidError(
+                f"language online: samples: found {self.rollout.samples}, expected 2 or more for "
+                f"method {self.training.method}, which compares the samples of a task: with one, "
+                "nothing is learned.",
+                parameter="samples",
+            )
 
 
 def online_language_config(options: Mapping[str, Any]) -> OnlineLanguageConfig:
     """Split flat options into those of the run, its rollouts and its training.
 
-    `algorithm` is the method, and `seed` that of both. Raises: ConfigInvalidError.
+    `algorithm` is the method, and `seed` that of both. `samples` is 8 by default if the method
+    compares the samples of a task. Raises: ConfigInvalidError.
     """
     own = {key: options[key] for key in _OWN if key in options}
     names = {one.name for one in fields(LanguageRolloutConfig)} - {"producer"}
@@ -111,10 +122,11 @@ def online_language_config(options: Mapping[str, Any]) -> OnlineLanguageConfig:
     training = {key: value for key, value in options.items() if key not in taken}
     if "algorithm" in options:
         training["method"] = options["algorithm"]
+    trained = language_config(training)
+    if METHODS[trained.method].needs_groups:
+        rollout = {"samples": _GROUP_SAMPLES, **rollout}
     return OnlineLanguageConfig(
-        from_options(LanguageRolloutConfig, rollout, "language online"),
-        language_config(training),
-        **own,
+        from_options(LanguageRolloutConfig, rollout, "language online"), trained, **own
     )
 
 
@@ -137,7 +149,8 @@ def train_language_online(
         lake: the lake of the dataset and of the run's record.
         dataset: the rollouts; created if it does not exist.
         config: environment, model, method, rounds.
-        callbacks: on_start, on_metrics (once a round), on_remark (a generator that died).
+        callbacks: on_start, on_metrics (once a round), on_remark (a generator that died, what is
+            left out of a round), on_reading and on_progress (of each round's training), should_end.
 
     Each sampled token is recorded with the version that sampled it. What was recorded survives a
     kill of both processes, and `resume_language_online` goes on.
@@ -294,7 +307,7 @@ class _Trainer:
         for run in reversed(self._lake.registry.runs()):
             is_ours = run.get("kind") == TRAIN_KIND
             if is_ours and run["request"]["output"] == str(output):
-                return resume_language(self._lake, run["run_id"])
+                return resume_language(self._lake, run["run_id"], callbacks=self._follow(number))
         training = replace(
             config.training,
             model=str(_find_version(config, number)),
@@ -304,7 +317,16 @@ class _Trainer:
             max_staleness=config.max_staleness,
             seed=config.training.seed + number,
         )
-        return train_language(self._lake, self._dataset, training)
+        return train_language(self._lake, self._dataset, training, callbacks=self._follow(number))
+
+    def _follow(self, number: int) -> Callbacks:
+        """Return the callbacks of a round's training, whose metrics are those of the round."""
+
+        def report_start(start: RunStart) -> None:
+            for remark in start.remarks:
+                self._callbacks.report_remark(f"round {number + 1}: {remark}")
+
+        return replace(self._callbacks, on_start=report_start, on_metrics=None)
 
     def _describe(
         self, number: int, batch: Mapping[str, Any], result: LanguageResult

@@ -21,7 +21,7 @@ from replaylake.cli.options import (
     user_name,
 )
 from replaylake.cli.output.command_output import CommandOutput, count, table_lines
-from replaylake.datastore.errors import ReplayLakeError
+from replaylake.datastore.errors import CommitConflictError, ReplayLakeError
 
 if TYPE_CHECKING:
     from replaylake.datastore.lake.policies.aliases import Move
@@ -94,6 +94,14 @@ def promote(
     ] = False,
     mlflow: MlflowOption = None,
     mlflow_source: MlflowSourceOption = None,
+    mlflow_only: Annotated[
+        bool,
+        typer.Option(
+            "--mlflow-only",
+            help="Move nothing in the lake, and set MLflow's alias if the lake's is at this "
+            "version already, for example after a failure of MLflow.",
+        ),
+    ] = False,
     note: NoteOption = None,
     by: ByOption = None,
     dataset: Annotated[
@@ -253,6 +261,8 @@ def promote(
       replaylake promote clone:3 --to challenger --note 'ten times the data'
     """
     _check_gate_options(context, gate=gate, force=force, dataset=dataset, measure=measure)
+    if mlflow_only:
+        _check_mlflow_only(mlflow, gate=gate, note=note, by=by)
     elsewhere = _open_mlflow(mlflow, mlflow_source)
     from replaylake.datastore.lake.policies.exploration import parse_exploration
 
@@ -264,12 +274,17 @@ def promote(
     registry = store.registry
     ref = _candidate(registry, policy)
     now_at = registry.alias_version(ref.name, to)
+    if mlflow_only and now_at != ref.version:
+        found = "not set" if now_at is None else f"{ref.name}:{now_at}"
+        raise CommitConflictError(
+            f"promote: {ref.name}@{to} is {found}, expected {ref}: MLflow's alias is not set. Give "
+            "the version that the lake's alias is at, or promote this one."
+        )
     if now_at == ref.version:
         body = {"promoted": False, "policy": ref.name, "version": ref.version, "alias": to}
         lines = [f"{ref.name}@{to} is {ref} already"]
-        _report_move(
-            report, {**body, "move": None, "gate": None}, lines, registry, ref, to, elsewhere
-        )
+        body |= {"move": None, "gate": None}
+        _report_move(report, body, lines, registry, ref, to, elsewhere, lake)
         return
     who = by or user_name()
     if not gate:
@@ -285,7 +300,7 @@ def promote(
             "gate": None,
             "evaluation_id": None,
         }
-        _report_move(report, body, [_format_move(moved)], registry, ref, to, elsewhere)
+        _report_move(report, body, [_format_move(moved)], registry, ref, to, elsewhere, lake)
         return
     from replaylake.datastore.lake.holdout import Holdout
     from replaylake.offline.evaluation.ope.evaluation_request import (
@@ -336,7 +351,7 @@ def promote(
     if done.move is None:
         report.print_result({**done.to_json(), "mlflow": None}, lines)
         raise typer.Exit(_EXIT_NO)
-    _report_move(report, done.to_json(), lines, registry, ref, to, elsewhere)
+    _report_move(report, done.to_json(), lines, registry, ref, to, elsewhere, lake)
 
 
 def rollback(
@@ -401,7 +416,7 @@ def rollback(
         report.print_result({**body, "mlflow": None}, lines)
         return
     ref = registry.resolve(f"{move.policy}:{move.to_version}")
-    _report_move(report, body, lines, registry, ref, alias, elsewhere)
+    _report_move(report, body, lines, registry, ref, alias, elsewhere, lake)
 
 
 def _open_mlflow(model: str | None, source: str | None) -> MlflowRegistry | None:
@@ -422,6 +437,18 @@ def _open_mlflow(model: str | None, source: str | None) -> MlflowRegistry | None
     return MlflowRegistry(model, source)
 
 
+def _check_mlflow_only(model: str | None, *, gate: bool, note: str | None, by: str | None) -> None:
+    """Refuse options of a move, as there is none. Raises: typer.BadParameter (exit 2)."""
+    if model is None:
+        raise typer.BadParameter("requires --mlflow.", param_hint="--mlflow-only")
+    for option, is_given in (("--gate", gate), ("--note", note), ("--by", by)):
+        if is_given:
+            raise typer.BadParameter(
+                f"found {option} too, which is for a move: with it, nothing moves in the lake.",
+                param_hint="--mlflow-only",
+            )
+
+
 def _report_move(
     report: CommandOutput,
     body: dict[str, Any],
@@ -430,6 +457,7 @@ def _report_move(
     ref: PolicyRef,
     alias: str,
     elsewhere: MlflowRegistry | None,
+    lake: str,
 ) -> None:
     """Print a promotion, and repeat it in MLflow where that is configured.
 
@@ -439,15 +467,25 @@ def _report_move(
     result: dict[str, Any] | None = None
     failure: str | None = None
     if elsewhere is not None:
+        from replaylake.serve.package.mlflow_registry import AliasMovedError
+
         try:
             with report.waiting(f"setting {alias} in MLflow"):
                 found = elsewhere.set_alias(registry, ref, alias)
         except (ReplayLakeError, OSError) as error:
-            words = ["promote", str(ref), "--to", alias, "--mlflow", elsewhere.model]
-            failure = name_options(
-                f"MLflow: {elsewhere.model}@{alias} is not set: {error}. The lake's "
-                f"{ref.name}@{alias} is {ref}. Repeat it for MLflow: replaylake {shlex.join(words)}"
-            )
+            text = f"MLflow: {elsewhere.model}@{alias} is not set: {str(error).rstrip('.')}."
+            # To repeat it would fail again, and is up to whoever moved the alias since.
+            if not isinstance(error, AliasMovedError):
+                words = ["promote", str(ref), "--to", alias, "--mlflow-only"]
+                words += ["--mlflow", elsewhere.model]
+                if elsewhere.mlflow_source is not None:
+                    words += ["--mlflow-source", elsewhere.mlflow_source]
+                words += ["--lake", lake]
+                text += (
+                    f" The lake's {ref.name}@{alias} is {ref}. Repeat it for MLflow: replaylake "
+                    f"{shlex.join(words)}"
+                )
+            failure = name_options(text)
             result = {"error": failure}
         else:
             result = found.to_json()

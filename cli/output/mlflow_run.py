@@ -66,7 +66,8 @@ class MlflowRun:
                 "start_time": _now_ms(),
                 "tags": [{"key": key, "value": value} for key, value in tags.items()],
             }
-            self.run_id = self._server.request("runs/create", body)["run"]["info"]["run_id"]
+            answer = self._server.request("runs/create", body)
+            self.run_id = self._server.read_text(answer, "run", "info", "run_id")
             self._log_parameters(record)
         else:
             self.run_id = known
@@ -144,8 +145,8 @@ class MlflowRun:
             "filter": f"tags.`{RUN_TAG}` = '{run_id}'",
             "max_results": 1,
         }
-        runs = self._server.request("runs/search", body).get("runs") or []
-        return runs[0]["info"]["run_id"] if runs else None
+        runs = self._server.read_objects(self._server.request("runs/search", body), "runs")
+        return self._server.read_text(runs[0], "info", "run_id") if runs else None
 
     def _log_parameters(self, record: Mapping[str, Any]) -> None:
         fields = {key: value for key, value in record.items() if key not in _NO_PARAMETERS}

@@ -344,9 +344,15 @@ def _look_up(host: str, port: int, deadline: float) -> _Addresses:
         if lookup is None:
             lookup = _lookups[host, port] = Future()
             # As a daemon: the end of the process does not wait for it.
-            threading.Thread(
+            thread = threading.Thread(
                 target=_run_lookup, args=(host, port, lookup), name="webhook-lookup", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the limit of threads
+                # Later attempts would wait for a lookup that nothing ends.
+                del _lookups[host, port]
+                raise OSError(f"{host}: the name was not looked up: {error}") from error
     try:
         return lookup.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError as error:
@@ -358,7 +364,7 @@ def _look_up(host: str, port: int, deadline: float) -> _Addresses:
 def _run_lookup(host: str, port: int, lookup: Future[_Addresses]) -> None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
+    except Exception as error:  # raised again in the thread that waits
         outcome: _Addresses | Exception = error
     else:
         outcome = list(found)

@@ -54,7 +54,7 @@ from replaylake.serve.api.values import (
     read_values,
     shorten,
 )
-from replaylake.serve.messages import Request, RequestRefusedError, Response, json_response
+from replaylake.serve.messages import JSON, Request, RequestRefusedError, Response, json_response
 from replaylake.serve.monitoring.metrics import Metrics
 from replaylake.serve.recording.decision_log import Clock
 from replaylake.serve.recording.received_log import ContradictionError, ReceivedLog
@@ -154,9 +154,9 @@ class EpisodesEndpoint:
             raise invalid_value_error(
                 "episodes", items, "a list of at least one episode or piece of one"
             )
-        pieces = _Reader(spec, receiver.limits.steps, receiver.spaces_hint).pieces(
-            items, self._clock.now()
-        )
+        body = request.body if request.content_type == JSON else None
+        reader = _Reader(spec, receiver.limits.steps, receiver.spaces_hint, body)
+        pieces = reader.read_pieces(items, self._clock.now())
         log = receiver.open_received()
         try:
             log.write(pieces)
@@ -169,15 +169,21 @@ class EpisodesEndpoint:
 
 
 class _Reader:
-    """Reads the episodes of one request into rows of a dataset."""
+    """Reads the episodes of one request into rows of a dataset.
 
-    def __init__(self, spec: DatasetSpec, max_steps: int, spaces_hint: str) -> None:
+    body: the request's body where it is JSON; features of events are stored as it has them.
+    """
+
+    def __init__(
+        self, spec: DatasetSpec, max_steps: int, spaces_hint: str, body: bytes | None
+    ) -> None:
         self._spec, self._num_left, self._max_steps = spec, max_steps, max_steps
+        self._body, self._texts = body, list[str]()
         self._spaces_hint = spaces_hint
         self._tokens, self._fields = list_token_fields(spec), list_episode_fields(spec)
         self._takes_dialogues, self._takes_events = takes_dialogues(spec), takes_events(spec)
 
-    def pieces(self, items: list[Any], received_at: int) -> list[ReceivedPiece]:
+    def read_pieces(self, items: list[Any], received_at: int) -> list[ReceivedPiece]:
         """Return what each is as rows.
 
         Raises: RequestRefusedError with the place of the first fault.
@@ -188,7 +194,7 @@ class _Reader:
             if type(fields) is not dict:
                 raise invalid_value_error(place, fields, "an object")
             try:
-                episodes = self._episodes(fields, place)
+                episodes = self._read_episodes(fields, number, place)
             except RequestRefusedError as error:
                 if not error.field.startswith(place):
                     error.field = shorten(f"{place}.{error.field}")
@@ -202,29 +208,31 @@ class _Reader:
                 raise RequestRefusedError(422, place, message) from None
         return pieces_read
 
-    def _episodes(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
+    def _read_episodes(self, fields: Mapping[str, Any], number: int, place: str) -> list[Episode]:
         is_dialogue = "observations" not in fields and is_transcript(fields)
         if is_dialogue and self._takes_dialogues:
-            return self._dialogues(fields, place)
+            return self._read_dialogues(fields, place)
         if is_dialogue:
             message = "a dialogue, but the dataset's steps are not those of dialogues"
             raise RequestRefusedError(422, place, message)
         if "observations" not in fields and self._takes_events and events.is_event(fields):
-            return [self._event(fields, place)]
-        return [self._episode(fields, place)]
+            return [self._read_event(fields, number, place)]
+        return [self._read_episode(fields, place)]
 
-    def _event(self, fields: Mapping[str, Any], place: str) -> Episode:
+    def _read_event(self, fields: Mapping[str, Any], number: int, place: str) -> Episode:
         """Return an event: a step, or one for each of its slots."""
         if fields.get(events.EVENT_ID) is None:
             message = "required field is missing; by it, an event that is sent again is known"
             raise RequestRefusedError(422, events.EVENT_ID, message)
         check_name(fields[events.EVENT_ID], events.EVENT_ID)
         try:
-            name, rows = events.parse_event(json.dumps(fields).encode())
+            name, rows = events.parse_event(self._find_text(fields, number).encode())
         except (SourceInvalidError, RecursionError, TypeError, ValueError) as error:
             raise RequestRefusedError(422, place, shorten(str(error))) from None
         self._count(len(rows), events.OUTCOMES)
-        columns = _known_columns({one: [row.get(one) for row in rows] for one in events.EXTRAS})
+        columns = _drop_empty_columns(
+            {one: [row.get(one) for row in rows] for one in events.EXTRAS}
+        )
         if missing := [one for one in columns if one not in self._spec.extras]:
             message = (
                 f"the dataset has no column for {', '.join(missing)}; ingest one event with "
@@ -243,12 +251,20 @@ class _Reader:
                 [row["reward"] for row in rows], len(rows), spec.rewards_optional
             ),
             terminated=True,
-            behavior_log_probs=None if None in probs else np.array(log_probs),
+            behavior_log_probs=None if set(probs) == {None} else np.array(log_probs),
             timestamps=None if time is None else _to_microseconds(time, len(rows)),
             extras=columns,
         )
 
-    def _dialogues(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
+    def _find_text(self, fields: Mapping[str, Any], number: int) -> str:
+        """Return the text of an event, as it was sent if that was JSON. Raises: ValueError."""
+        if self._body is None:
+            return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+        if not self._texts:
+            self._texts = events.list_elements(self._body.decode(), "episodes")
+        return self._texts[number]
+
+    def _read_dialogues(self, fields: Mapping[str, Any], place: str) -> list[Episode]:
         """Return the agents of a dialogue, or of one for each completion of a prompt."""
         if fields.get("episode_id") is None:
             message = "required field is missing; by it, a dialogue that is sent again is known"
@@ -271,10 +287,10 @@ class _Reader:
         if tokens and len(dialogues) > 1:
             message = "tokens of several completions; send each as an episode of its own"
             raise RequestRefusedError(422, next(iter(tokens)), message)
-        columns = self._token_columns(tokens, len(dialogues[0])) if dialogues else {}
-        return [self._agent(numbered, columns, place) for numbered in agents.values()]
+        columns = self._read_token_columns(tokens, len(dialogues[0])) if dialogues else {}
+        return [self._read_agent(numbered, columns, place) for numbered in agents.values()]
 
-    def _agent(
+    def _read_agent(
         self, numbered: Sequence[tuple[int, Row]], tokens: Mapping[str, list[Any]], place: str
     ) -> Episode:
         """Return the turns of one agent of a dialogue; they have numbers in the dialogue."""
@@ -297,26 +313,27 @@ class _Reader:
             agent_id=first["agent_id"],
             env_steps=np.array([row["env_step"] for row in rows], np.int32),
             policies=None if policy is None else np.array([policy] * len(rows), dtype=object),
-            extras=_known_columns(columns),
+            extras=_drop_empty_columns(columns),
         )
 
-    def _token_columns(self, fields: Mapping[str, Any], num: int) -> dict[str, list[Any]]:
+    def _read_token_columns(self, fields: Mapping[str, Any], num: int) -> dict[str, list[Any]]:
         given = {name: fields[name] for name in self._tokens if name in fields}
         for name, raw in given.items():
             if type(raw) is not list or len(raw) != num:
                 raise invalid_value_error(name, raw, f"a list of {num}, one for each step")
-        return _known_columns(given)
+        return _drop_empty_columns(given)
 
-    def _episode(self, fields: Mapping[str, Any], place: str) -> Episode:
+    def _read_episode(self, fields: Mapping[str, Any], place: str) -> Episode:
         check_fields(fields, self._fields)
         for name in _REQUIRED:
             if fields.get(name) is None:
                 raise RequestRefusedError(422, name, "required field is missing")
         check_name(fields["episode_id"], "episode_id")
-        num = self._num_steps(fields)
+        num = self._count_steps(fields)
         spec = self._spec
         columns = {
-            name: self._column(fields, name, num, place) for name in ("observations", "actions")
+            name: self._read_column(fields, name, num, place)
+            for name in ("observations", "actions")
         }
         final = fields.get("final_observation")
         if final is not None:
@@ -324,26 +341,26 @@ class _Reader:
                 spec.encoding, [final], f"{place}.final_observation", False
             )
             read = read_values(spec.observation_space, [final], f"{place}.final_observation", False)
-            final = _first(read)
+            final = _take_first(read)
         return Episode(
             episode_id=fields["episode_id"],
             observations=columns["observations"],
             actions=columns["actions"],
             rewards=_read_rewards(fields["rewards"], num, spec.rewards_optional),
-            terminated=_flag(fields, "terminated"),
-            truncated=_flag(fields, "truncated"),
+            terminated=_read_flag(fields, "terminated"),
+            truncated=_read_flag(fields, "truncated"),
             final_observation=final,
-            agent_id=_agent(fields),
-            first_step=_whole(fields, "first_step", MAX_STEP) or 0,
-            behavior_log_probs=self._log_probs(fields, num),
-            policies=_policies(fields, num),
-            policy_versions=_versions(fields, num),
-            action_masks=self._masks(fields, num),
-            timestamps=_timestamps(fields, num),
-            extras=self._token_columns(fields, num),
+            agent_id=_read_agent_id(fields),
+            first_step=_read_whole(fields, "first_step", MAX_STEP) or 0,
+            behavior_log_probs=self._read_log_probs(fields, num),
+            policies=_read_policies(fields, num),
+            policy_versions=_read_versions(fields, num),
+            action_masks=self._read_masks(fields, num),
+            timestamps=_read_timestamps(fields, num),
+            extras=self._read_token_columns(fields, num),
         )
 
-    def _num_steps(self, fields: Mapping[str, Any]) -> int:
+    def _count_steps(self, fields: Mapping[str, Any]) -> int:
         rewards = fields["rewards"]
         if not _is_list(rewards) or not len(rewards):
             raise invalid_value_error("rewards", rewards, "a list of one reward or more")
@@ -356,7 +373,7 @@ class _Reader:
             message = f"request has more than {self._max_steps} steps; send several requests"
             raise RequestRefusedError(413, name, message)
 
-    def _column(self, fields: Mapping[str, Any], name: str, num: int, place: str) -> Any:
+    def _read_column(self, fields: Mapping[str, Any], name: str, num: int, place: str) -> Any:
         raw = fields[name]
         if not _is_list(raw) or len(raw) != num:
             raise invalid_value_error(name, raw, f"a list of {num}, one for each reward")
@@ -367,7 +384,7 @@ class _Reader:
             raw = encode_observations(spec.encoding, raw, field, True)
         return read_values(spec.observation_space, raw, field, True)
 
-    def _log_probs(self, fields: Mapping[str, Any], num: int) -> Array | None:
+    def _read_log_probs(self, fields: Mapping[str, Any], num: int) -> Array | None:
         raw = fields.get("log_probs")
         if raw is None:
             return None
@@ -381,7 +398,7 @@ class _Reader:
             )
         return log_probs
 
-    def _masks(self, fields: Mapping[str, Any], num: int) -> Array | None:
+    def _read_masks(self, fields: Mapping[str, Any], num: int) -> Array | None:
         raw = fields.get("action_masks")
         if raw is None:
             return None
@@ -405,7 +422,7 @@ def _is_list(raw: Any) -> bool:
     return type(raw) is list or (isinstance(raw, np.ndarray) and raw.ndim > 0)
 
 
-def _known_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _drop_empty_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the columns that have a value."""
     return {
         name: values
@@ -419,10 +436,10 @@ def _to_microseconds(time: datetime, num: int) -> Array:
     return np.full(num, (time - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1))
 
 
-def _first(values: Any) -> Any:
+def _take_first(values: Any) -> Any:
     """Return the only one of a batch of one."""
     if isinstance(values, Mapping):
-        return {key: _first(sub) for key, sub in values.items()}
+        return {key: _take_first(sub) for key, sub in values.items()}
     return values[0]
 
 
@@ -466,14 +483,14 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
+def _read_flag(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is not None and type(value) is not bool:
         raise invalid_value_error(name, value, "true or false")
     return bool(value)
 
 
-def _agent(fields: Mapping[str, Any]) -> str:
+def _read_agent_id(fields: Mapping[str, Any]) -> str:
     agent = fields.get("agent_id")
     if agent is None or agent == "":
         return ""
@@ -481,28 +498,28 @@ def _agent(fields: Mapping[str, Any]) -> str:
     return str(agent)
 
 
-def _whole(fields: Mapping[str, Any], name: str, highest: int) -> int | None:
+def _read_whole(fields: Mapping[str, Any], name: str, highest: int) -> int | None:
     value = fields.get(name)
     if value is not None and (type(value) is not int or not 0 <= value <= highest):
         raise invalid_value_error(name, value, f"a whole number from 0 to {highest}")
     return value
 
 
-def _policies(fields: Mapping[str, Any], num: int) -> Any:
+def _read_policies(fields: Mapping[str, Any], num: int) -> Any:
     policy = fields.get("policy")
     check_name(policy, "policy")
     return None if policy is None else np.array([policy] * num, dtype=object)
 
 
-def _versions(fields: Mapping[str, Any], num: int) -> Array | None:
-    version = _whole(fields, "policy_version", 2**63 - 1)
+def _read_versions(fields: Mapping[str, Any], num: int) -> Array | None:
+    version = _read_whole(fields, "policy_version", 2**63 - 1)
     if version is not None and fields.get("policy") is None:
         message = "policy_version without policy; send both"
         raise RequestRefusedError(422, "policy_version", message)
     return None if version is None else np.full(num, version, np.int64)
 
 
-def _timestamps(fields: Mapping[str, Any], num: int) -> Array | None:
+def _read_timestamps(fields: Mapping[str, Any], num: int) -> Array | None:
     raw = fields.get("timestamps")
     if raw is None:
         return None

@@ -426,6 +426,7 @@ class Explorer:
             names,
             form,
             promotions=self._promotions,
+            token_name=None if session.grant is None else session.grant.name,
         )
         try:
             async with self.writes.take_turn(request.is_disconnected):

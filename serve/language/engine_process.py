@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -24,7 +25,10 @@ _KILL_AFTER_S: Final = 35.0
 _logger = logging.getLogger(__name__)
 
 EngineCommand = Callable[[str, int], Sequence[str]]
-"""From a policy, as `name:version` or a path, and the descriptor of a socket to a command line."""
+"""From a policy, as `name:version` or a path, and the descriptor of a socket to a command line.
+
+Its process writes a JSON object with `url` as one line to stdout once it answers.
+"""
 
 
 class EngineProcess:
@@ -104,7 +108,13 @@ class EngineProcess:
     def _read_ready(self) -> bool:
         """Wait for the line that an engine writes once it answers; false if it ended before."""
         assert self._process.stdout is not None
-        return bool(self._process.stdout.readline())
+        for line in self._process.stdout:
+            # An engine that fails says so on stdout as well, `{"error": ...}`, before it ends.
+            with suppress(ValueError):
+                said = json.loads(line)
+                if isinstance(said, dict) and "url" in said:
+                    return True
+        return False
 
     def _restart(self) -> None:
         num_short_lives = 0

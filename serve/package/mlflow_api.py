@@ -6,6 +6,7 @@ MLflow's library would add a web server and a database for a dozen requests.
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import os
 import urllib.error
@@ -38,11 +39,28 @@ class MlflowError(ReplayLakeError):
         self.status = status
 
 
-class MlflowServer:
-    """A server at a URL, with the credentials of MLflow's own environment variables."""
+class _RedirectRefuser(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirect to the handler of errors.
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    To follow one would send the credentials to another host, and turn a POST into a GET.
+    """
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_opener: Final = urllib.request.build_opener(_RedirectRefuser)
+
+
+class MlflowServer:
+    """A server at a URL, with the credentials of MLflow's own environment variables.
+
+    Redirects are refused.
+    """
+
+    def __init__(self, url: str, variable: str = TRACKING_URI) -> None:
+        """variable: the environment variable that holds the URL, for messages."""
+        self.url, self._variable = url, variable
         self._headers = {"User-Agent": f"replaylake/{VERSION}"}
         if authorization := _read_credentials():
             self._headers["Authorization"] = authorization
@@ -54,13 +72,12 @@ class MlflowServer:
         Raises: ConfigInvalidError if the variable is not an http or https URL.
         """
         url = os.environ.get(variable, "").strip().rstrip("/")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_http_url(url):
             raise ConfigInvalidError(
                 f"MLflow: {variable}: found {url!r}, expected the URL of a tracking server, for "
                 "example http://127.0.0.1:5000. Set it."
             )
-        return cls(url)
+        return cls(url, variable)
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a POST of a body, or a GET without one, and return the answer.
@@ -79,12 +96,49 @@ class MlflowServer:
         """
         try:
             query = urlencode({"experiment_name": name})
-            found = self.request(f"experiments/get-by-name?{query}")["experiment"]
+            answer = self.request(f"experiments/get-by-name?{query}")
+            return self.read_text(answer, "experiment", "experiment_id")
         except MlflowError as error:
             if error.status != NOT_FOUND:
                 raise
-            found = self.request("experiments/create", {"name": name})
-        return str(found["experiment_id"])
+            answer = self.request("experiments/create", {"name": name})
+            return self.read_text(answer, "experiment_id")
+
+    def read_object(self, answer: Mapping[str, Any], *names: str) -> dict[str, Any]:
+        """Return the object that an answer has under names, from the outermost to the innermost.
+
+        Raises: MlflowError if there is none.
+        """
+        found = _find_member(answer, names)
+        if not isinstance(found, dict):
+            raise self._report_answer(".".join(names), found, "an object")
+        return found
+
+    def read_objects(self, answer: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+        """Return the list of objects that an answer has under a name; [] without the name.
+
+        Raises: MlflowError if it is no list of objects.
+        """
+        found = answer.get(name) or []
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise self._report_answer(name, found, "a list of objects")
+        return found
+
+    def read_text(self, answer: Mapping[str, Any], *names: str) -> str:
+        """Return the text, or a number as text, that an answer has under names.
+
+        Raises: MlflowError if there is none.
+        """
+        found = _find_member(answer, names)
+        if not isinstance(found, str | int):
+            raise self._report_answer(".".join(names), found, "a text")
+        return str(found)
+
+    def _report_answer(self, name: str, found: Any, expected: str) -> MlflowError:
+        return MlflowError(
+            f"{self.url}: {name} of an answer: found {found!r:.100}, expected {expected}. Set "
+            f"{self._variable} to the URL of an MLflow server."
+        )
 
     def upload(self, path: str, file: Path) -> None:
         """Store a file as the artifact at a path of the server's artifact store.
@@ -105,16 +159,49 @@ class MlflowServer:
         self, request: urllib.request.Request, action: str, timeout_s: float
     ) -> dict[str, Any]:
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                answer: dict[str, Any] = json.loads(response.read() or b"{}")
+            with _opener.open(request, timeout=timeout_s) as response:
+                answer = json.loads(response.read() or b"{}")
         except urllib.error.HTTPError as error:
             with error:
-                reason = _read_reason(error.read(4096)) or error.reason
+                reason = self._read_reason(error)
             text = f"{self.url}: {action}: status {error.code}, {reason}"
             raise MlflowError(text, error.code) from error
-        except (OSError, ValueError) as error:
-            raise MlflowError(f"{self.url}: {action}: {error}") from error
+        # HTTPException: an answer that is cut off, or that is no HTTP.
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            text = f"{self.url}: {action}: {str(error) or type(error).__name__}"
+            raise MlflowError(text) from error
+        if not isinstance(answer, dict):
+            raise self._report_answer(action, answer, "an object")
         return answer
+
+    def _read_reason(self, error: urllib.error.HTTPError) -> str:
+        """Return why a request was refused."""
+        if location := error.headers.get("Location"):
+            return (
+                f"a redirect to {location!r:.300}, which is not followed. Set {self._variable} to "
+                "the URL of the server itself."
+            )
+        try:
+            return str(json.loads(error.read(4096))["message"])[:300]
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+            return str(error.reason)
+
+
+def _is_http_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        # A port that is no number raises only when it is read.
+        _ = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _find_member(answer: Any, names: tuple[str, ...]) -> Any:
+    """Return what an answer has under names; None where one is missing."""
+    for name in names:
+        answer = answer.get(name) if isinstance(answer, dict) else None
+    return answer
 
 
 def _read_credentials() -> str | None:
@@ -126,10 +213,3 @@ def _read_credentials() -> str | None:
         return None
     pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
     return f"Basic {base64.b64encode(pair.encode()).decode()}"
-
-
-def _read_reason(data: bytes) -> str:
-    try:
-        return str(json.loads(data)["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return ""

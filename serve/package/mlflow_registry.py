@@ -33,6 +33,10 @@ _ARTIFACT_SCHEME: Final = "mlflow-artifacts"
 _PAGE_SIZE: Final = 1000
 
 
+class AliasMovedError(MlflowError):
+    """An alias of the lake is at another version than the one to set in MLflow."""
+
+
 @dataclass(frozen=True)
 class MlflowAlias:
     """An alias in MLflow's registry: `version` of `model`, MLflow's own number.
@@ -62,7 +66,7 @@ class MlflowRegistry:
         stored already; None to upload them. Raises: ConfigInvalidError if MLFLOW_TRACKING_URI, or a
         MLFLOW_REGISTRY_URI that is set, is not an http or https URL.
         """
-        self.model, self._source = model, mlflow_source
+        self.model, self.mlflow_source = model, mlflow_source
         self._tracking = MlflowServer.from_environment()
         self._server = self._tracking
         if os.environ.get(REGISTRY_URI):
@@ -71,31 +75,39 @@ class MlflowRegistry:
     def set_alias(self, registry: Registry, ref: PolicyRef, alias: str) -> MlflowAlias:
         """Set an alias there as it is in the lake, and create the model version if it is missing.
 
-        Raises: MlflowError if a request fails, or if the lake's alias is at another version by now;
-        ConfigInvalidError for a policy that is no pyfunc, because it has a state; StorageError,
-        PackageInvalidError, NotFoundError if the package cannot be read.
+        Raises: MlflowError if a request fails; AliasMovedError if the lake's alias is at another
+        version, or moves to one during the upload; ConfigInvalidError for a policy that is no
+        pyfunc, because it has a state; StorageError, PackageInvalidError, NotFoundError if the
+        package cannot be read.
         """
+        self._check_lake_alias(registry, ref, alias)
         sha256 = ref.manifest_sha256 or check_package(ref.path, None).sha256
         found = self._find_version(ref, sha256)
         version = found or self._create_version(registry, ref, sha256)
-        # An upload takes a while, and whoever moved the alias meanwhile has set it there too.
-        current = registry.alias_version(ref.name, alias)
-        if current != ref.version:
-            raise MlflowError(
-                f"{self._server.url}: alias {alias} of {self.model} is not set: "
-                f"{ref.name}@{alias} is at version {current} by now, no longer at {ref.version}"
-            )
-        number = str(version["version"])
+        # An upload takes a while. MLflow's alias is left as it is where the lake's has moved: the
+        # later move may have set it there, or may be repeated there later.
+        self._check_lake_alias(registry, ref, alias)
+        number = self._server.read_text(version, "version")
+        source = self._server.read_text(version, "source")
         body = {"name": self.model, "alias": alias, "version": number}
         self._server.request("registered-models/alias", body)
         return MlflowAlias(
             self.model,
             alias,
             number,
-            str(version["source"]),
+            source,
             found is None,
             f"{self._server.url}/#/models/{quote(self.model, safe='')}/versions/{number}",
         )
+
+    def _check_lake_alias(self, registry: Registry, ref: PolicyRef, alias: str) -> None:
+        current = registry.alias_version(ref.name, alias)
+        if current != ref.version:
+            found = "not set" if current is None else f"at version {current}"
+            raise AliasMovedError(
+                f"{self._server.url}: alias {alias} of {self.model} is not set: the lake's "
+                f"{ref.name}@{alias} is {found}, expected version {ref.version}"
+            )
 
     def _find_version(self, ref: PolicyRef, sha256: str) -> dict[str, Any] | None:
         """Return the model version of a package; of several, which two attempts made, the first."""
@@ -110,31 +122,34 @@ class MlflowRegistry:
         query = {"filter": f"name = '{name}' and tags.`{_PACKAGE_TAG}` = '{sha256}'"}
         query |= {"max_results": str(_PAGE_SIZE), "order_by": "version_number ASC"}
         answer = self._server.request(f"model-versions/search?{urlencode(query)}")
-        for one in answer.get("model_versions") or []:
-            tags = {tag["key"]: tag["value"] for tag in one.get("tags") or []}
+        for one in self._server.read_objects(answer, "model_versions"):
+            tags = {
+                tag.get("key"): tag.get("value") for tag in self._server.read_objects(one, "tags")
+            }
             is_same = (tags.get(_POLICY_TAG), tags.get(_VERSION_TAG)) == (
                 ref.name,
                 str(ref.version),
             )
-            if is_same and self._source in (None, one["source"]):
-                return dict(one)
+            if is_same and self.mlflow_source in (None, one.get("source")):
+                return one
         return None
 
     def _create_version(self, registry: Registry, ref: PolicyRef, sha256: str) -> dict[str, Any]:
         tags = {_POLICY_TAG: ref.name, _VERSION_TAG: str(ref.version), _PACKAGE_TAG: sha256}
         body: dict[str, Any] = {
             "name": self.model,
-            "source": self._source,
+            "source": self.mlflow_source,
             "description": f"ReplayLake: {ref}",
             "tags": [{"key": key, "value": value} for key, value in tags.items()],
         }
-        if self._source is None:
+        if self.mlflow_source is None:
             run = self._find_run(registry, ref, sha256) or self._create_run(ref, sha256)
-            body |= {"source": self._upload(ref, run), "run_id": run["run_id"]}
-        version: dict[str, Any] = self._server.request("model-versions/create", body)[
-            "model_version"
-        ]
-        return version
+            body |= {
+                "source": self._upload(ref, run),
+                "run_id": self._tracking.read_text(run, "run_id"),
+            }
+        answer = self._server.request("model-versions/create", body)
+        return self._server.read_object(answer, "model_version")
 
     def _find_run(self, registry: Registry, ref: PolicyRef, sha256: str) -> dict[str, Any] | None:
         """Return the run that trained a version, or that an earlier attempt created for it."""
@@ -142,7 +157,10 @@ class MlflowRegistry:
         page: dict[str, Any] = {"max_results": _PAGE_SIZE}
         while True:
             answer = self._tracking.request("experiments/search", page)
-            experiment_ids += [one["experiment_id"] for one in answer.get("experiments") or []]
+            experiment_ids += [
+                self._tracking.read_text(one, "experiment_id")
+                for one in self._tracking.read_objects(answer, "experiments")
+            ]
             if not answer.get("next_page_token"):
                 break
             page["page_token"] = answer["next_page_token"]
@@ -151,9 +169,9 @@ class MlflowRegistry:
             quoted = str(value).replace("'", "''")
             body = {"experiment_ids": experiment_ids, "max_results": 1}
             body["filter"] = f"tags.`{tag}` = '{quoted}'"
-            runs = self._tracking.request("runs/search", body).get("runs") or []
+            runs = self._tracking.read_objects(self._tracking.request("runs/search", body), "runs")
             if runs:
-                return dict(runs[0]["info"])
+                return self._tracking.read_object(runs[0], "info")
         return None
 
     def _create_run(self, ref: PolicyRef, sha256: str) -> dict[str, Any]:
@@ -165,19 +183,23 @@ class MlflowRegistry:
             "start_time": now_ms(),
             "tags": [{"key": key, "value": value} for key, value in tags.items()],
         }
-        info: dict[str, Any] = self._tracking.request("runs/create", body)["run"]["info"]
-        body = {"run_id": info["run_id"], "status": "FINISHED", "end_time": now_ms()}
+        info = self._tracking.read_object(
+            self._tracking.request("runs/create", body), "run", "info"
+        )
+        run_id = self._tracking.read_text(info, "run_id")
+        body = {"run_id": run_id, "status": "FINISHED", "end_time": now_ms()}
         self._tracking.request("runs/update", body)
         return info
 
     def _upload(self, ref: PolicyRef, run: dict[str, Any]) -> str:
         """Upload a version as a pyfunc to a run's artifacts, and return its URI."""
-        uri = f"{run['artifact_uri']}/policies/{ref.name}/{ref.version}"
+        artifact_uri = self._tracking.read_text(run, "artifact_uri")
+        uri = f"{artifact_uri}/policies/{ref.name}/{ref.version}"
         parts = urlsplit(uri)
         if parts.scheme != _ARTIFACT_SCHEME or parts.netloc:
             raise MlflowError(
-                f"{self._tracking.url}: artifacts of run {run['run_id']}: found "
-                f"{run['artifact_uri']}, expected a URI of mlflow-artifacts:, to which the server "
+                f"{self._tracking.url}: artifacts of run {run.get('run_id')}: found "
+                f"{artifact_uri}, expected a URI of mlflow-artifacts:, to which the server "
                 "takes uploads. Store the model that `package_mlflow_model` writes there yourself, "
                 "and give its URI as `mlflow_source`"
             )

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,10 @@ from replaylake.datastore.errors import (
     NotFoundError,
     RolloutError,
 )
+from replaylake.offline.running.training.run_record import RunRecord
 from replaylake.online import train_language_online as online
 
+RUN = "01m8hm4vnmkz67x9xfeexfwzm0"
 ENV = """
 tasks = [{"text": f"{n}{n}="} for n in range(3)]
 async def play(task, chat):
@@ -160,6 +163,68 @@ def test_a_generator_that_dies_again_and_again_ends_the_run(lake, config, monkey
     assert lake.registry.runs()[0]["status"] == "failed"
 
 
+def make_trainer(lake, config, model, callbacks=None):
+    """Return the trainer of a run, without a generator."""
+    config = replace(config, training=replace(config.training, model=str(model)))
+    if not lake.registry.exists():
+        lake.registry.create()
+    (Path(config.training.output)).mkdir(exist_ok=True)
+    body = {"dataset": "sevens", "request": asdict(config)}
+    record = RunRecord(lake.registry, RUN, body, kind=online.KIND)
+    record.record_start()
+    return online._Trainer(lake, record, config, callbacks or rl.Callbacks())
+
+
+def record_batch(lake, number, rewards):
+    """Record a batch: by task, the rewards of its samples."""
+    facts = {"policy": f"run:{RUN}", "policy_version": number}
+    with rl.record_language(lake, "sevens", producer=f"{RUN}/{number}", **facts) as recorder:
+        for task, samples in enumerate(rewards):
+            for sample, reward in enumerate(samples):
+                recorder.record(
+                    prompt_ids=[1, 1, 11],
+                    completion_ids=[7, sample],
+                    log_probs=[-2.5, -2.5],
+                    reward=reward,
+                    sequence=f"{task}-{sample}",
+                    group_id=f"{RUN}/{number}/{task}",
+                )
+
+
+def test_the_training_of_a_round_reports_to_the_callbacks_of_the_run(lake, config, letters_model):
+    record_batch(lake, 0, [[0.0, 1.0], [1.0, None]])
+    remarks, readings, updates = [], [], []
+    callbacks = rl.Callbacks(
+        on_remark=remarks.append,
+        on_reading=lambda *shards: readings.append(shards),
+        on_progress=lambda progress: updates.append(progress.update),
+        on_metrics=lambda *_: pytest.fail("metrics of a round are reported once, by the run"),
+    )
+    result = make_trainer(lake, config, letters_model, callbacks)._train(0)
+    assert result.output.name == "version-1"
+    (remark,) = remarks
+    assert remark.startswith("round 1: 2 of 4 sequences are left out: their return")
+    assert updates[-1] == 3
+    assert readings
+
+
+def test_the_training_of_a_round_ends_where_the_run_is_asked_to(lake, config, letters_model):
+    record_batch(lake, 0, [[0.0, 1.0]])
+    callbacks = rl.Callbacks(should_end=lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(lake, config, letters_model, callbacks)._train(0)
+    assert online._find_version(config, 1).exists() is False
+
+
+def test_methods_that_compare_samples_have_several(tmp_path):
+    options = {"env": "sevens:play", "model": "base", "output": str(tmp_path / "x")}
+    made = {
+        method: online.online_language_config({**options, "algorithm": method}).rollout.samples
+        for method in ("grpo", "rloo", "dpo", "sft", "ppo")
+    }
+    assert made == {"grpo": 8, "rloo": 8, "dpo": 8, "sft": 1, "ppo": 1}
+
+
 def test_a_batch_gets_the_newest_version_up_to_its_own(config):
     assert [online.find_newest(config, number) for number in (0, 1, 4)] == [0, 0, 0]
     for number in (1, 2, 4):  # version 3 is missing: 4 is not of this run
@@ -190,6 +255,7 @@ def test_options_go_to_the_run_its_rollouts_and_its_training(config):
         ({"samples": "many"}, "samples: found 'many'"),
         ({"round": 2}, "found option 'round', expected"),
         ({"producer": "x"}, "found option 'producer'"),
+        ({"samples": 1}, "samples: found 1, expected 2 or more for method grpo"),
     ],
 )
 def test_options_that_no_run_has_are_refused(tmp_path, change, message):

@@ -78,8 +78,9 @@ class Manifest:
         if isinstance(self.contents, LanguageSpec):
             raise PolicyKindError(
                 f"policy {self._name}: found a language model ({self.contents.architecture}), "
-                "expected a policy that maps observations to actions. A language model can be "
-                "served, trained further and promoted without a gate."
+                "expected a policy that maps observations to actions. A language model is compared "
+                "by samples of tasks: evaluate it on a dataset of them, and promote it by a gate "
+                "with a `measure` such as pass@1."
             )
         return self.contents
 

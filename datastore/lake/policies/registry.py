@@ -261,7 +261,8 @@ class Registry:
             known = sorted({policy for policy, _ in iter_versions(state)})
             raise NotFoundError(
                 f"policy {text!r}: not in this lake, which has {', '.join(known) or 'none'}. "
-                "`replaylake train offline` makes one."
+                "`replaylake train offline` makes one; of a language model, `replaylake policies "
+                "register` does."
             )
         if match.group(2):
             version, selected_by = int(match.group(2)), "version"

@@ -239,7 +239,7 @@ def prepare_evaluation(
     if is_trained_on.any() and not is_seen:
         steps = steps.select(~is_trained_on)
         left_out["in the policy's training set"] = int(is_trained_on.sum())
-        doubts += _selection_bias_notes(policy)
+        doubts += _list_selection_bias_notes(policy)
     callbacks.stage("asking the policy")
     is_masked = steps.action_masks is not None and not steps.action_masks.all()
     if policy.target is not None and is_masked:
@@ -250,7 +250,7 @@ def prepare_evaluation(
     behavior = behavior_probabilities(steps, target, request, callbacks)
     if policy.is_stateful and behavior.is_fitted and steps.num_steps > steps.num_episodes:
         doubts.append(_FITTED_WITHOUT_MEMORY)
-    notes = (*notes, *_client_notes(steps))
+    notes = (*notes, *_list_client_notes(steps))
     trained_on = steps.num_episodes if is_seen else 0
     return PreparedEvaluation(
         policy=policy,
@@ -266,11 +266,11 @@ def prepare_evaluation(
     )
 
 
-def _client_notes(steps: LoggedSteps) -> list[str]:
-    """Say how many steps clients decided themselves, with a fallback while no server answered.
+def _list_client_notes(steps: LoggedSteps) -> list[str]:
+    """Report how many steps clients decided themselves, by a fallback while no server answered.
 
-    They count: each has the propensity of the policy that took it, and importance weights need no
-    more. Without them, the estimate would be one of the times at which a server answered.
+    They are included: each has the propensity of the policy that took it, which is all that
+    importance weights need. Excluding them would select the times at which a server answered.
     """
     flags = steps.columns.get(DECIDED_BY_CLIENT)
     if flags is None or not flags.any():
@@ -316,7 +316,7 @@ def _unknown_training_note(unknown: str) -> str:
     )
 
 
-def _selection_bias_notes(policy: EvaluatedPolicy) -> list[str]:
+def _list_selection_bias_notes(policy: EvaluatedPolicy) -> list[str]:
     """Say why the episodes that the policy was not trained on may not be like the others."""
     return [
         f"The policy was trained on the episodes where {where}; the remaining episodes "

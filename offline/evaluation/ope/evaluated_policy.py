@@ -125,7 +125,7 @@ def load_evaluated_policy(
 
 
 def _refuse_candidates(policy: str, spec: DatasetSpec) -> None:
-    """Refuse to ask a policy of fixed actions of steps whose candidates differ: its choice is none.
+    """Raise if candidates differ from step to step: fixed actions are no choice among them.
 
     Raises: SpaceUnsupportedError.
     """

@@ -115,10 +115,10 @@ def _refuse_uneven_drops(steps: LoggedSteps) -> None:
     lowest, highest = float(steps.columns[PDROP].min()), float(steps.columns[PDROP].max())
     if highest > lowest:
         raise QueryRefusedError(
-            f"{PDROP}: found {lowest:g} to {highest:g} among the selected events, expected one "
+            f"{PDROP}: found {lowest!r} to {highest!r} among the selected events, expected one "
             f"value: an event stands for 1 / (1 - {PDROP}) events, and the estimators weight all "
-            f"events alike. Evaluate those of one value, with `where` such as '{PDROP} = "
-            f"{highest:g}'.",
+            f"events alike. Evaluate those of one value, with `where` such as 'coalesce({PDROP}, "
+            f"0) = {highest!r}'.",
             parameter="where",
         )
 

@@ -8,6 +8,7 @@ episode. So the estimate is refused where few effective episodes are left.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from replaylake.datastore.errors import EmptyReplayError, SchemaMismatchError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.snapshot import Snapshot
 from replaylake.datastore.query.group_views import GROUP_ID
+from replaylake.datastore.replay.tokens.sequence_images import SequenceImages
 from replaylake.datastore.replay.tokens.token_view import TokenSequences
 from replaylake.offline.evaluation.intervals import student_t_quantile
 from replaylake.offline.evaluation.ope.evaluation_request import ProgressCallbacks
@@ -160,14 +162,16 @@ def evaluate_sequences(
         lake: the lake.
         dataset: name of the dataset, at a version or tag. It needs token columns, and log-probs of
             the behavior policy as it sampled: with its temperature.
-        model: directory that transformers wrote. It is taken to sample at temperature 1.
+        model: directory that transformers wrote. It is taken to sample at temperature 1. A model
+            that takes images is given those of the messages.
         where: condition over episodes that selects whole episodes.
         level: of intervals.
         device: a torch device.
         callbacks: told how far it is, in sequences.
 
     Raises: NotFoundError for the dataset, its token columns or the model; SourceInvalidError for
-    the model; SchemaMismatchError for sequences without log-probs, or that the model cannot read;
+    the model, or an image; SchemaMismatchError for sequences without log-probs, or that the model
+    cannot read; ShardCorruptError for an image without bytes;
     EmptyReplayError without an episode that counts; QueryError, QueryRefusedError,
     ExtraMissingError. Cost: one forward pass over all tokens; in memory, beside the model, the
     logits of one sequence, or of several up to 512 MiB.
@@ -184,7 +188,7 @@ def evaluate_sequences(
         )
     scorer = TokenScorer(folder, device=device)
     callbacks.stage("computing log-probs")
-    ratios, counts = _sum_log_ratios(sequences, scorer, callbacks)
+    ratios, counts = _sum_log_ratios(snapshot, sequences, scorer, callbacks)
     episodes, left_out = _join_episodes(snapshot, sequences, ratios, counts)
     estimate = estimate_sequences(episodes, level)
     if estimate.assessment.verdict != NOT_SUPPORTED and snapshot.dataset in _list_training(folder):
@@ -215,28 +219,39 @@ def _list_training(folder: ModelFolder) -> list[str]:
 
 
 def _sum_log_ratios(
-    sequences: TokenSequences, scorer: TokenScorer, callbacks: ProgressCallbacks
+    snapshot: Snapshot,
+    sequences: TokenSequences,
+    scorer: TokenScorer,
+    callbacks: ProgressCallbacks,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return of each sequence the sum of log-ratios, NaN where one is unknown, and its tokens."""
     lengths = np.asarray(sequences.table["num_tokens"])
     # Of similar length together, so that little is padded.
     order = np.argsort(lengths, kind="stable")
     sums, counts = np.zeros(len(order)), np.zeros(len(order), np.int64)
+    processor, images = scorer.image_processor, None
     start, limit = 0, _MAX_LOGITS // scorer.vocabulary
-    while start < len(order):
-        stop = start + 1
-        while stop < len(order) and lengths[order[stop]] * (stop + 1 - start) <= limit:
-            stop += 1
-        rows = order[start:stop]
-        batch = sequences.gather(rows, is_packed=False, versions=False)
-        assert batch.log_probs is not None, "the sequences have log-probs"
-        mask = np.array(batch.loss_mask, bool)
-        mask[:, 0] = False
-        ratios = scorer.compute_log_probs(batch) - np.asarray(batch.log_probs, np.float64)
-        sums[rows] = np.where(mask, ratios, 0.0).sum(axis=1)
-        counts[rows] = mask.sum(axis=1)
-        start = stop
-        callbacks.progress(start, len(order))
+    with contextlib.ExitStack() as stack:
+        if processor is not None:
+            images = stack.enter_context(SequenceImages(snapshot.table, sequences.table, order))
+        while start < len(order):
+            stop = start + 1
+            while stop < len(order) and lengths[order[stop]] * (stop + 1 - start) <= limit:
+                stop += 1
+            rows = order[start:stop]
+            batch = sequences.gather(rows, is_packed=False, versions=False)
+            assert batch.log_probs is not None, "the sequences have log-probs"
+            mask = np.array(batch.loss_mask, bool)
+            mask[:, 0] = False
+            inputs = None
+            if processor is not None and images is not None:
+                inputs = processor.prepare(images.read_sequences(rows))
+            log_probs = scorer.compute_log_probs(batch, inputs)
+            ratios = log_probs - np.asarray(batch.log_probs, np.float64)
+            sums[rows] = np.where(mask, ratios, 0.0).sum(axis=1)
+            counts[rows] = mask.sum(axis=1)
+            start = stop
+            callbacks.progress(start, len(order))
     return sums, counts
 
 

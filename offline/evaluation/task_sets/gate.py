@@ -13,11 +13,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.lake import Lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
-from replaylake.offline.evaluation.task_sets.estimates import TaskEstimate
+from replaylake.offline.evaluation.task_sets.estimates import (
+    TaskEstimate,
+    estimate_difference,
+    estimate_mean,
+)
 from replaylake.offline.evaluation.task_sets.task_set import (
     FEWEST_TASKS,
     MEAN_REWARD,
@@ -151,7 +156,9 @@ def evaluate_task_gate(
         alpha: the chance at which a candidate that is no better may pass, in (0, 0.25].
         margin: by how much it has to be better, in units of the measure; below 0: may be worse.
 
-    Fewer than 20 common tasks do not pass: from there on coverage was measured.
+    Fewer than 20 common tasks do not pass: from there on coverage was measured. Samples with an
+    unknown reward are counted against the candidate: it passes only if it also would had all of its
+    own failed and all of the champion's passed.
     Raises: as evaluate_task_set, but for EmptyReplayError, which is an answer here;
     ConfigInvalidError for an alpha out of range.
     """
@@ -233,6 +240,51 @@ def _iter_refusals(
             f"{estimate.num_tasks:,} tasks: its lower end is not above {margin:g}."
             f"{_explain_needed(report, estimate, margin, measure)}"
         )
+        return
+    if not any(one.samples.num_unknown for one in report.policies):
+        return
+    worst = _estimate_worst(report, measure)
+    if not worst.low > margin:
+        yield _explain_unknown(report, what, worst, margin)
+
+
+def _estimate_worst(report: TaskSetReport, measure: str) -> TaskEstimate:
+    """Estimate as if unknown rewards were the candidate's lowest and the champion's highest."""
+    ranges = [one.samples.reward_range for one in report.policies]
+    known = [one for one in ranges if one is not None]
+    low, high = min(one for one, _ in known), max(one for _, one in known)
+    ours = report.policies[-1].samples.fill_unknown(passed=False, reward=low)
+    values, level = _values(ours, measure), report.request.level
+    if len(report.policies) == 1:
+        values = values[~np.isnan(values)]
+        if measure == MEAN_REWARD:
+            return estimate_mean(values, level, low=low, high=high)
+        return estimate_mean(values, level)
+    theirs = report.policies[0].samples.fill_unknown(passed=True, reward=high)
+    pair = pair_tasks(ours, values, theirs, _values(theirs, measure), measure)
+    return estimate_difference(*pair, level, width=high - low if measure == MEAN_REWARD else 1.0)
+
+
+def _values(samples: TaskSamples, measure: str) -> NDArray[np.float64]:
+    if measure != MEAN_REWARD:
+        return samples.pass_at(int(measure.removeprefix("pass@")))
+    assert samples.rewards is not None, "a policy without rewards has no such measure"
+    return samples.rewards
+
+
+def _explain_unknown(report: TaskSetReport, what: str, worst: TaskEstimate, margin: float) -> str:
+    shares, outcomes = [], []
+    for one, outcome in zip(report.policies[::-1], ("failed", "passed"), strict=False):
+        samples = one.samples
+        if num := samples.num_unknown:
+            shares.append(f"{num:,} of {num + samples.num_samples.sum():,} of {samples.policy}")
+            outcomes.append(f"those of {samples.policy} {outcome}")
+    return (
+        f"samples have an unknown reward, as rollouts that failed do: {' and '.join(shares)}. Had "
+        f"{' and '.join(outcomes)}, {what} would be {worst.value:.4g} ({worst.low:.4g} to "
+        f"{worst.high:.4g}): its lower end is not above {margin:g}. Name with `success` what "
+        "counts as passed, or sample again."
+    )
 
 
 def _explain_needed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -37,6 +37,7 @@ WEAK: Final = "weak"
 # Names of conditions; a policy's is "policy" and its label.
 _WHERE: Final = "where"
 _SUCCESS: Final = "success"
+_UNKNOWN_REWARD: Final = "with an unknown reward"
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class TaskSamples:
 
     tasks: sorted names [N]; num_samples and num_passed: int64 [N]; rewards: mean reward of each
     task's samples, float64 [N], and reward_range the smallest and the largest of a sample, None
-    where one is unknown. left_out: samples that do not count, by reason.
+    where one is unknown. left_out: samples that do not count, by reason. unknown: how many of them
+    have an unknown reward, as rollouts that failed do, by task; also of tasks that have no other.
     """
 
     policy: SampledPolicy
@@ -99,6 +101,27 @@ class TaskSamples:
     reward_range: tuple[float, float] | None
     tokens: TokenCost | None
     left_out: Mapping[str, int]
+    unknown: Mapping[str, int]
+
+    @property
+    def num_unknown(self) -> int:
+        return sum(self.unknown.values())
+
+    def fill_unknown(self, *, passed: bool, reward: float) -> TaskSamples:
+        """Return them with those of an unknown reward, as if each had this outcome."""
+        tasks = tuple(sorted({*self.tasks, *self.unknown}))
+        at = np.searchsorted(np.array(tasks, object), np.array(self.tasks, object))
+        added = np.array([self.unknown.get(task, 0) for task in tasks], np.int64)
+        num, num_passed, totals = added.copy(), added * passed, added * reward
+        num[at] += self.num_samples
+        num_passed[at] += self.num_passed
+        rewards = None
+        if self.rewards is not None:
+            totals[at] += self.rewards * self.num_samples
+            rewards = totals / num
+        return replace(
+            self, tasks=tasks, num_samples=num, num_passed=num_passed, rewards=rewards, unknown={}
+        )
 
     def pass_at(self, k: int) -> NDArray[np.float64]:
         """Return pass@k of each task, NaN for those with fewer than k samples: float64 [N]."""
@@ -242,7 +265,7 @@ def evaluate_task_set(
     for one in samples:
         against = samples[0] if found else None
         measures = tuple(_iter_measures(one, against, _choose_ks(samples, request), limit, request))
-        verdict, reason = _judge(measures[0].estimate)
+        verdict, reason = _judge(measures[0].estimate, one)
         label = None if against is None else str(against.policy)
         found.append(PolicyOnTasks(one, measures, label, verdict, reason))
     return TaskSetReport(snapshot.dataset, snapshot.version, request, tuple(found))
@@ -309,12 +332,19 @@ def pair_tasks(
     return left[both], right[both]
 
 
-def _judge(estimate: TaskEstimate) -> tuple[str, str]:
+def _judge(estimate: TaskEstimate, samples: TaskSamples) -> tuple[str, str]:
     """Return the verdict on pass@k with the smallest k, and its reason."""
     if estimate.num_tasks < FEWEST_TASKS:
         return WEAK, (
             f"{estimate.num_tasks:,} tasks are few: how often intervals contain the truth was "
             f"measured from {FEWEST_TASKS} on."
+        )
+    num_unknown = samples.num_unknown
+    num = num_unknown + int(samples.num_samples.sum())
+    if num_unknown / num > (estimate.high - estimate.low) / 2:
+        return WEAK, (
+            f"{num_unknown:,} of {num:,} samples have an unknown reward, as rollouts that failed "
+            "do: the estimate leaves them out, and they could move it by more than its interval."
         )
     if estimate.num_carrying < _FEWEST_CARRYING:
         kind = "successes" if estimate.value <= 0.5 else "failures"
@@ -353,11 +383,14 @@ def _select(
         raise EmptyReplayError(_explain_no_samples(snapshot, samples, policy, request))
     faults["without a task"] = samples.tasks == np.array(None)
     if request.success is None:
-        faults["with an unknown reward"] = np.isnan(samples.rewards)
-    left_out = {}
+        faults[_UNKNOWN_REWARD] = np.isnan(samples.rewards)
+    left_out, unknown = {}, {}
     for reason, flags in faults.items():
         if num := int((chosen & flags).sum()):
             left_out[reason] = num
+        if reason == _UNKNOWN_REWARD:
+            names, counts = np.unique(samples.tasks[chosen & flags], return_counts=True)
+            unknown = dict(zip(names.tolist(), counts.tolist(), strict=True))
         chosen = chosen & ~flags
     if not chosen.any():
         drops = ", ".join(f"{num:,} {reason}" for reason, num in left_out.items())
@@ -366,7 +399,7 @@ def _select(
             f"counts ({drops}), expected some with a task, a known reward and one version. Name "
             "the task with `task`, or what counts as success with `success`."
         )
-    return _group(samples, chosen, policy, left_out)
+    return _group(samples, chosen, policy, left_out, unknown)
 
 
 def _explain_no_samples(
@@ -395,6 +428,7 @@ def _group(
     chosen: NDArray[np.bool_],
     policy: SampledPolicy,
     left_out: Mapping[str, int],
+    unknown: Mapping[str, int],
 ) -> TaskSamples:
     names, places = np.unique(samples.tasks[chosen], return_inverse=True)
     num, rewards = np.bincount(places, minlength=len(names)), samples.rewards[chosen]
@@ -413,6 +447,7 @@ def _group(
         reward_range,
         _sum_tokens(samples, chosen, int(passed.sum())),
         left_out,
+        unknown,
     )
 
 

@@ -103,7 +103,7 @@ def write_label(visit: Visit) -> Redirect:
     episode = {"episode_id": values.get("id", ""), "agent_id": values.get("agent", "")}
     queue = values.get("queue") or None
     visit.back = link_episode(visit, listed, episode, queue=queue)
-    by = values.get("by", "")
+    by = visit.describe_writer(values.get("by", ""))
     leads_to = None
     if "undo" in values:
         undone = read_version(values, "undo")
@@ -122,7 +122,7 @@ def write_label(visit: Visit) -> Redirect:
         address = link_episode(visit, listed, episode, queue=queue, last=last)
     else:
         address = _link_next(visit, listed, leads_to, values.get("after"), last)
-    return Redirect(address, reader=by.strip())
+    return Redirect(address, reader=values.get("by", "").strip())
 
 
 def open_next(visit: Visit) -> Redirect | Page:

@@ -42,7 +42,7 @@ def start_promotion(visit: Visit) -> Redirect:
     name = visit.path["name"]
     visit.back = visit.link("policies", name)
     promotions = _require_promotions(visit)
-    request = _read_request(name, visit.values)
+    request = _read_request(name, visit)
     registry = visit.lake.registry
     registry.resolve(f"{name}:{request.version}")
     visit.lake.snapshot(request.dataset)
@@ -57,7 +57,7 @@ def start_promotion(visit: Visit) -> Redirect:
             parameter="version",
         )
     promotions.start(request)
-    return Redirect(f"{visit.back}#promotion", reader=request.by)
+    return Redirect(f"{visit.back}#promotion", reader=_read_text(visit.values, "by") or "")
 
 
 def cancel_promotion(visit: Visit) -> Redirect:
@@ -69,7 +69,8 @@ def cancel_promotion(visit: Visit) -> Redirect:
     name = visit.path["name"]
     visit.back = visit.link("policies", name)
     promotions = _require_promotions(visit)
-    promotions.cancel(name, _read_text(visit.values, "by") or "a reader")
+    by = visit.describe_writer(_read_text(visit.values, "by") or "")
+    promotions.cancel(name, by or "a reader")
     return Redirect(f"{visit.back}#promotion")
 
 
@@ -80,7 +81,8 @@ def _require_promotions(visit: Visit) -> Promotions:
     return visit.promotions
 
 
-def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
+def _read_request(name: str, visit: Visit) -> PromotionRequest:
+    values = visit.values
     if values.get("where", "").strip():
         raise ConfigInvalidError(
             f"where: found {values['where'][:80]!r}, expected none: a gate that is asked for here "
@@ -88,7 +90,7 @@ def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
             parameter="where",
         )
     texts = {key: _read_text(values, key) for key in ("note", "explore")}
-    by = _read_person(values)
+    by = _read_person(visit)
     has_holdout = bool(values.get("holdout", "").strip())
     numbers = {key: _read_bounded_number(values, key, *bounds) for key, bounds in _NUMBERS.items()}
     return PromotionRequest(
@@ -107,9 +109,9 @@ def _read_request(name: str, values: Mapping[str, str]) -> PromotionRequest:
     )
 
 
-def _read_person(values: Mapping[str, str]) -> str:
-    by = _read_text(values, "by")
-    if by is None:
+def _read_person(visit: Visit) -> str:
+    by = visit.describe_writer(_read_text(visit.values, "by") or "")
+    if not by:
         raise ConfigInvalidError("by: found nothing, expected your name.", parameter="by")
     return by
 

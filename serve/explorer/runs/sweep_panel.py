@@ -110,10 +110,10 @@ def _compare_options(record: Mapping[str, Any], label: str, *, is_less_better: b
         return []
     better = "below" if is_less_better else "above"
     note = (
-        "Mean over the seeds, paired by seed, with its 95% interval by Student's t. Options whose "
-        f"interval is on one side of the line differ from the best; {better} the line would be "
-        "better. The best of many is partly the best by chance, so differences from it are too "
-        "large on average."
+        "Mean over the seeds, paired by seed, with its 95% interval by Student's t; "
+        f"{better} the line would be better. The intervals are not tests: the best was chosen by "
+        "the same values, so differences from it are too large on average, and with many equal "
+        "options most sweeps have an interval beside the line. Repeat the best few with new seeds."
     )
     chart = interval_chart(
         rows[:_MAX_COMPARED],

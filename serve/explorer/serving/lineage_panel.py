@@ -38,6 +38,7 @@ def draw_lineage(
     shown = [*entries[:max_versions], *aliased]
     names = {entry["policy"] for entry in shown}
     logs: dict[str, dict[str, int]] = {}
+    totals: dict[str, int] = {}
     unreadable = []
     for dataset in visit.lake.datasets():
         try:
@@ -51,6 +52,7 @@ def draw_lineage(
             if arm["policy"] in names
         }:
             logs[dataset] = own
+            totals[dataset] = sum(arm["num"] for arm in arms)
     stages: list[dict[str, FlowNode]] = [{} for _ in _STAGES]
     links: set[tuple[int, str, str]] = set()
     for entry in shown:
@@ -77,8 +79,10 @@ def draw_lineage(
             if num is None:
                 continue
             address = visit.link("serving", dataset)
-            total = count(sum(nums.values()), "decision")
-            stages[3].setdefault(dataset, FlowNode(dataset, total, address))
+            num_own, text = sum(nums.values()), count(totals[dataset], "decision")
+            if num_own < totals[dataset]:
+                text = f"{num_own:,} of {text}"
+            stages[3].setdefault(dataset, FlowNode(dataset, text, address))
             links.add((2, version, dataset))
     note = "Each line leads from a source to a result. Each decision's page has its own lineage."
     if len(entries) > len(shown):

@@ -110,7 +110,8 @@ class Visit:
     path: the parameters in its path; values: those after the question mark, the first of each name,
     or the fields of a form. is_cross_site: whether a link on another site led to it. form_token:
     what a form has to send; None where nothing may be written. reader: the name that the reader
-    gave, empty before. promotions: None where no alias may be moved.
+    gave, empty before. token_name: that of the reader's token in the role table; None for others.
+    promotions: None where no alias may be moved.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Visit:
         reader: str = "",
         token_texts: TokenTexts | None = None,
         promotions: Promotions | None = None,
+        token_name: str | None = None,
     ) -> None:
         self.lake = lake
         self.link = links
@@ -141,11 +143,22 @@ class Visit:
         self.reader = reader
         self.token_texts = token_texts or TokenTexts()
         self.promotions = promotions
+        self.token_name = token_name
         # Cancelled when the reader has left: ends the running query, and prevents further ones.
         self.cancellation = Cancellation()
         self.queries: list[Query] = []
         # The address of the page whose form this is, once that is known.
         self.back: str | None = None
+
+    def describe_writer(self, by: str) -> str:
+        """Return who writes, for the record: the name that a reader gives, and that of its token.
+
+        Whoever has a token may give any name; the token's name is known.
+        """
+        by = by.strip()
+        if self.token_name is None:
+            return by
+        return f"{by} (token {self.token_name})" if by else f"token {self.token_name}"
 
     def take_queries(self) -> tuple[Query, ...]:
         """Return the queries since the last call."""

@@ -1,5 +1,6 @@
 """`promote --mlflow`: an alias in MLflow's registry. compat-mlflow has MLflow's own server."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,25 +111,24 @@ STEPS: dict[str, Callable[[str], bool]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_failure_leaves_the_promotion_and_is_retried_by_the_same_command(
-    run: Any, two: Lake, tracking: Any, step: str
+def test_a_failure_leaves_the_promotion_and_is_retried_by_the_command_in_its_message(
+    run: Any, two: Lake, lake: Path, tracking: Any, step: str
 ) -> None:
     # Writing a model takes half a second.
     source = () if step == "upload" else ("--mlflow-source", "s3://models/p-1")
     tracking.fail = lambda path: 503 if STEPS[step](path) else None
     ran = run("promote", "p:1", *TO_MLFLOW, *source, "--json")
     assert ran.code == 1
-    for text in (
-        "error: MLflow: cart poles@champion is not set: ",
-        "status 503, out of order. The lake's p@champion is p:1. Repeat it for MLflow: "
-        "replaylake promote p:1 --to champion --mlflow 'cart poles'",
-    ):
-        assert text in ran.err
+    error, _, command = ran.err.strip().partition(" Repeat it for MLflow: replaylake ")
+    assert "error: MLflow: cart poles@champion is not set: " in error
+    assert error.endswith("status 503, out of order. The lake's p@champion is p:1.")
+    options = ["--mlflow-only", "--mlflow", "cart poles", *source, "--lake", str(lake)]
+    assert shlex.split(command) == ["promote", "p:1", "--to", "champion", *options]
     assert ran.json["promoted"] is True
     assert "status 503" in ran.json["mlflow"]["error"]
     assert champions(two, tracking) == (1, {})
     tracking.fail = lambda path: None
-    ran = run("promote", "p:1", *TO_MLFLOW, *source)
+    ran = run(*shlex.split(command))
     assert ran.code == 0, ran
     assert ran.out.startswith("p@champion is p:1 already\nMLflow: cart poles@champion is version 1")
     assert champions(two, tracking) == (1, {"champion": "1"})
@@ -153,10 +153,23 @@ def test_an_alias_that_moved_during_the_upload_is_not_set_back(
             two.registry.set_alias("p", "champion", 2)
 
     tracking.fail = move
-    run("promote", "p:1", *TO_MLFLOW, "--mlflow-source", "s3://models/p-1").failed(
-        "p@champion is at version 2 by now, no longer at 1"
-    )
+    ran = run("promote", "p:1", *TO_MLFLOW, "--mlflow-source", "s3://models/p-1")
+    ran.failed("the lake's p@champion is at version 2, expected version 1")
+    assert "Repeat it" not in ran.err
     assert champions(two, tracking) == (2, {})
+
+
+@pytest.mark.parametrize(("version", "found"), [(None, "not set"), (2, "p:2")])
+def test_mlflow_only_never_moves_the_alias_of_the_lake(
+    run: Any, two: Lake, tracking: Any, version: int | None, found: str
+) -> None:
+    if version is not None:
+        two.registry.set_alias("p", "champion", version)
+    run("promote", "p:1", *TO_MLFLOW, "--mlflow-only").failed(
+        f"promote: p@champion is {found}, expected p:1: MLflow's alias is not set."
+    )
+    assert champions(two, tracking) == (version, {})
+    assert tracking.models == {}
 
 
 def test_a_source_that_the_user_stored(run: Any, two: Lake, tracking: Any) -> None:
@@ -196,6 +209,8 @@ def test_a_registry_of_its_own(
         ({"MLFLOW_REGISTRY_URI": "sqlite:///x"}, TO_MLFLOW, 1, "MLFLOW_REGISTRY_URI: found"),
         ({}, ("--to", "champion", "--mlflow", " "), 2, "found an empty one"),
         ({}, ("--to", "champion", "--mlflow-source", "s3://x"), 2, "requires --mlflow"),
+        ({}, ("--to", "champion", "--mlflow-only"), 2, "requires --mlflow"),
+        ({}, (*TO_MLFLOW, "--mlflow-only", "--note", "x"), 2, "found --note too"),
     ],
 )
 def test_a_configuration_that_cannot_work_moves_nothing(

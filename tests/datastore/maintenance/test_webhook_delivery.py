@@ -277,6 +277,34 @@ def test_a_lookup_that_does_not_end_holds_up_nobody(
     assert hosts.count("slow.example") == 2
 
 
+def test_a_lookup_that_cannot_begin_is_begun_by_the_next_attempt(
+    registered: Lake, receiver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "webhook-lookup":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    registered.webhooks.add("busy", f"http://localhost:{receiver.port}/", secret=SECRET)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        attempt = try_webhook(registered, "busy", allow_private=True)
+    assert attempt.error == "localhost: the name was not looked up: can't start new thread"
+    assert try_webhook(registered, "busy", allow_private=True).is_delivered
+
+
+def test_a_lookup_that_ends_with_another_error_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("embedded null character")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(ValueError, match="embedded null character"):
+        webhook_delivery._look_up("wrong.example", 80, time.monotonic() + 60)
+    assert ("wrong.example", 80) not in webhook_delivery._lookups
+
+
 def test_a_handshake_that_trickles_ends_at_the_deadline(
     registered: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:

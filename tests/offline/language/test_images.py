@@ -9,6 +9,7 @@ import torch
 import replaylake as rl
 from replaylake.datastore.errors import NotFoundError, SchemaMismatchError, SourceInvalidError
 from replaylake.datastore.replay.tokens.sequence_images import SequenceImages
+from replaylake.offline.evaluation.ope.sequences import evaluate_sequences
 from replaylake.offline.language.images import ImageProcessor
 from replaylake.offline.language.pretrained import check_model_folder, load_pretrained
 from replaylake.offline.language.sampling import sample_completions
@@ -94,6 +95,35 @@ def test_sampled_log_probs_are_those_of_whole_sequences(folder):
     )  # fmt: skip
     assert seen[0].log_probs != found[0].log_probs
     assert seen[2].log_probs[0] == pytest.approx(found[2].log_probs[0], abs=1e-5)
+
+
+def test_off_policy_evaluation_gives_the_model_its_images(folder, tmp_path):
+    model_folder = check_model_folder(folder)
+    model, _ = load_pretrained(model_folder, "causal language model")
+    rng = np.random.default_rng(1)
+    images = [[vision.draw(1 + number, rng)] for number in range(8)]
+    found = sample_completions(
+        model, [vision.ask_ids()] * 8, max_new_tokens=1,
+        images=ImageProcessor(model_folder).prepare(images),
+        generator=torch.Generator().manual_seed(2),
+    )  # fmt: skip
+    # A model that is not trained also samples image tokens, which stand for no image.
+    pairs = [
+        (own, one)
+        for own, one in zip(images, found, strict=True)
+        if vision.IMAGE_TOKEN not in one.token_ids
+    ]
+    lake = rl.open(tmp_path / "lake", create=True)
+    with rl.record_language(lake, "own", producer="p") as recorder:
+        for own, one in pairs:
+            recorder.record(
+                prompt=vision.ask(*own), completion="?", prompt_ids=vision.ask_ids(),
+                completion_ids=one.token_ids, log_probs=one.log_probs, reward=1.0,
+            )  # fmt: skip
+    estimate = evaluate_sequences(lake, "own", str(folder)).estimate
+    # The model sampled them itself, with these images.
+    assert estimate.mean_weight == pytest.approx(1.0, abs=1e-4)
+    assert estimate.effective_size == pytest.approx(len(pairs), abs=1e-4)
 
 
 def test_parts_of_a_batch_see_their_own_images(lake, folder):

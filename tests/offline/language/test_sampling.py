@@ -34,6 +34,16 @@ def test_the_log_probs_are_those_of_whole_sequences(model):
         assert one.log_probs == pytest.approx(expected, abs=1e-4)
 
 
+def test_logits_are_made_of_the_last_position_alone(model):
+    shapes = []
+    hook = model.register_forward_hook(lambda *call: shapes.append(call[-1].logits.shape[:2]))
+    try:
+        sample_completions(model, PROMPTS, max_new_tokens=2)
+    finally:
+        hook.remove()
+    assert shapes == [(3, 1), (3, 1)]
+
+
 def test_the_most_likely_tokens_are_those_of_transformers(model):
     found = sample_completions(model, PROMPTS, max_new_tokens=6, temperature=0)
     for prompt, one in zip(PROMPTS, found, strict=True):

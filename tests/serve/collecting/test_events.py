@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from replaylake.datastore.interchange.formats.dsjson.events import EXTRAS, SPACES
@@ -10,14 +11,19 @@ from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.lake.lake import open_lake
 
 _SAMPLES = Path(__file__).parents[3] / "examples" / "data" / "dsjson"
+_JSON = {"content-type": "application/json"}
 _COLUMNS = (
     "source_episode_id, step, observation, action, reward, terminated, behavior_log_prob, "
     "timestamp, action_features, action_probs, slot_features, slot_reward, skip_learn, outcome"
 )
 
 
+def _read_lines(name, num):
+    return (_SAMPLES / f"{name}.dsjson").read_text().splitlines()[:num]
+
+
 def _read(name, num):
-    return [*map(json.loads, (_SAMPLES / f"{name}.dsjson").read_text().splitlines()[:num])]
+    return [*map(json.loads, _read_lines(name, num))]
 
 
 @pytest.fixture
@@ -28,27 +34,39 @@ def events(collect_in, tmp_path):
         yield one
 
 
-def _compact(row):
-    """White space is not part of a value, and JSON is sent again by whoever sends it."""
-    texts = {
-        name: row[name] and json.loads(row[name])
-        for name in ("observation", "slot_features", "outcome")
-    }
-    return {**row, **texts, "action_features": [*map(json.loads, row["action_features"])]}
-
-
 def test_events_slots_and_slates_are_the_rows_that_ingest_makes(events, tmp_path):
-    sent = [*_read("articles", 42), *_read("pages", 4), *_read("banners", 4)]
+    lines = [_read_lines("articles", 42), _read_lines("pages", 4), _read_lines("banners", 4)]
+    sent = [
+        *(line for some in lines for line in some),
+        # Texts that a parser and a serializer would change.
+        '{"EventId": "e", "a": [1], "p":[0.5],"c":{"n": 0.30000000000000004000, "_multi": [{"i": '
+        '123456789012345678901},  {"t":"Zo\\u00eb Zoë"}]}}',
+        # One slot has no propensity.
+        '{"EventId": "f", "c": {"_multi": [{}, {}], "_slots": [{}, {}]},"_outcomes": '
+        '[{"_a": [0]}, {"_a": [1], "_p": [0.5]}]}',
+    ]
+    body = '{"episodes" : [' + " ,\n".join(sent) + "]}"
     for _ in range(2):  # what is sent again is known
-        answer = events.post("/episodes", {"episodes": sent})
-        assert (answer.status_code, answer.json()) == (202, {"episodes": 50, "steps": 58})
+        answer = events.client.post("/episodes", content=body.encode(), headers=_JSON)
+        assert (answer.status_code, answer.json()) == (202, {"episodes": 52, "steps": 61})
     order = "source_episode_id, step"
-    collected = events.read(_COLUMNS, 58, order=order)
+    collected = events.read(_COLUMNS, 61, order=order)
     log = tmp_path / "log.dsjson"
-    log.write_text("".join(f"{json.dumps(one)}\n" for one in sent))
+    log.write_text("".join(f"{one}\n" for one in sent))
     ingest(events.lake, [log], "log")
     read = events.lake.sql(f"SELECT {_COLUMNS} FROM log.steps ORDER BY {order}").to_pylist()
-    assert [*map(_compact, collected)] == [*map(_compact, read)]
+    assert collected == read
+    probs = [row["behavior_log_prob"] for row in read if row["source_episode_id"] == "f"]
+    assert [one is None for one in probs] == [True, False]
+
+
+def test_an_event_in_msgpack_is_json_without_white_space(events):
+    context = {"n": 0.1, "_multi": [{"t": "Zoë"}]}
+    body = msgpack.packb({"episodes": [{"EventId": "e", "a": [1], "p": [1.0], "c": context}]})
+    headers = {"content-type": "application/msgpack"}
+    assert events.client.post("/episodes", content=body, headers=headers).status_code == 202
+    (row,) = events.read("observation, action_features", 1)
+    assert row == {"observation": '{"n":0.1}', "action_features": ['{"t":"Zoë"}']}
 
 
 def test_a_reward_may_be_reported_later(events):

@@ -3,10 +3,11 @@
 The message `hold` makes the file `held`, and is answered once the file HOLD exists; `die` ends the
 process.
 
-    python engine.py POLICY DESCRIPTOR    # writes a line when it is ready
+    python engine.py POLICY DESCRIPTOR    # writes a line when it is ready, or fails, as the CLI's
 """
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -19,7 +20,8 @@ from starlette.routing import Route
 
 POLICY, DESCRIPTOR = sys.argv[1], int(sys.argv[2])
 if "unstartable" in os.environ.get("REFUSED", "") and POLICY in os.environ["REFUSED"]:
-    sys.exit("no memory")
+    print(json.dumps({"error": "no memory"}), flush=True)
+    sys.exit(1)
 
 
 async def models(request):
@@ -53,5 +55,6 @@ routes = [
     Route("/v1/chat/completions", chat, methods=["POST"]),
 ]
 server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="warning"))
-print("ready", flush=True)
+print("a line of a library", flush=True)
+print(json.dumps({"url": "http://localhost"}), flush=True)
 server.run(sockets=[socket.socket(fileno=DESCRIPTOR)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,12 +64,24 @@ def test_the_loop_of_a_language_policy(byte_model, tmp_path, kit):
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert chunks[-1].choices[0].finish_reason == "length"
 
+        # A version that does not load is refused, and the one before stays.
+        shutil.copytree(byte_model, tmp_path / "broken")
+        config = json.loads((byte_model / "config.json").read_text())
+        (tmp_path / "broken/config.json").write_text(
+            json.dumps({**config, "architectures": ["NoSuchForCausalLM"], "model_type": "no_such"})
+        )
+        run("policies", "register", tmp_path / "broken", "--policy", "agent")
+        run("promote", "agent:3", "--to", "champion")
+        said = iter(process.stderr.readline, "")
+        assert any("version 3 is refused" in line for line in said)
+        answer = create(**{**fields, "max_tokens": 1})
+        assert answer.metadata["weight_version"] == "1"
+
         report = {"completion_id": chunks[0].id, "reward": 1.5, "terminated": True}
         answer = httpx.post(f"{ready['url']}/v1/feedback", json=report, headers=headers)
         assert answer.status_code == 202
 
         run("promote", "agent:2", "--to", "champion")
-        said = iter(process.stderr.readline, "")
         assert any("serving version 2 instead of 1" in line for line in said)
         answer = create(**fields, logprobs=True)
         assert answer.metadata["weight_version"] == "2"
@@ -81,7 +94,7 @@ def test_the_loop_of_a_language_policy(byte_model, tmp_path, kit):
         def read():
             found = open_lake(lake).sql(steps).to_pylist()
             rewards = [row["reward"] for row in found]
-            return found if len(found) == 3 and 1.5 in rewards else None
+            return found if len(found) == 4 and 1.5 in rewards else None
 
         rows = {row["completion_id"]: row for row in kit.wait_until(read)}
         first, last = rows[chunks[0].id], rows[answer.id]

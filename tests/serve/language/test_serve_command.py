@@ -81,3 +81,21 @@ def test_an_engine_that_runs_already_is_recorded_as_the_version(lake, kit, tmp_p
     (row,) = lake.sql("select policy, policy_version, action_tokens from agents.steps").to_pylist()
     # Ids are requested of an engine that says that it is one of ReplayLake's.
     assert row == {"policy": "agent", "policy_version": 1, "action_tokens": [1, 2]}
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_load_ends_the_server(lake: Lake) -> None:
+    command = [str(Path(sys.executable).with_name("replaylake")), "serve", "agent:1", "--json"]
+    done = subprocess.run(
+        [*command, "--log-to", "agents", "--port", "0", "--lake", str(lake.path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    said = json.loads(done.stdout)["error"]
+    assert said["kind"] == "ServeError"
+    assert "engine of agent:1 ended with status 1 before it was ready" in said["message"]
+    engine, server = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "config.json" in engine
+    assert said["message"] in server

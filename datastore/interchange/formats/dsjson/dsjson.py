@@ -86,7 +86,7 @@ class _EventTables(TableSource):
     """Rows of the events in some files; `notes` are of the last whole reading.
 
     A log that was delivered again in part has lines twice: each event is read once. Memory: about
-    100 bytes a line, to know it again.
+    100 bytes for each event with an id, to know it again.
     """
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
@@ -108,10 +108,10 @@ class _EventTables(TableSource):
                 except (SourceInvalidError, RecursionError) as error:
                     event_id, own = None, [_make_row_of_fault(text)]
                     damage[len(rows)] = f"malformed\0{file.name} line {line}: {error}"
-                else:
+                # Events without an id may be equal and still be two.
+                if event_id is not None:
                     digest = hashlib.blake2b(text.strip(), digest_size=_DIGEST_BYTES).digest()
-                    # Events without an id may be equal and still be two.
-                    if event_id is not None and digest in seen:
+                    if digest in seen:
                         num_repeated += 1
                         continue
                     seen.add(digest)

@@ -1,7 +1,7 @@
 """Events: one line of dsjson, a decision or several slots, as rows of one step each, and back.
 
-The members of `c` are stored as the text that the log has: a feature may stand there twice, and its
-number may have more digits than float64.
+The members of `c` are stored as the text that the log has: namespaces and features may be repeated,
+and a number may have more digits than float64.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -91,11 +91,11 @@ _TIME: Final = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A member of an object: its text, from the key on, that of its value, and the value.
 
-    The value of `c` is its members, that of candidates and slots the text and value of each.
+    The value of `c` is a tuple of its names and members, which may be repeated; that of candidates
+    and slots the text and value of each.
     """
 
     text: str
@@ -111,9 +111,10 @@ def parse_event(line: bytes) -> tuple[str | None, list[Row]]:
     """
     try:
         text = line.decode("utf-8-sig").strip()
-        members, end = _read_members(text, 0, {"c": _read_context_members})
+        pairs, end = _read_members(text, 0, {"c": _read_context_members})
         if end != len(text):
             raise ValueError(f"text after the event: {_shorten(text[end:])}")
+        members = _index(pairs)
     except ValueError as error:
         raise SourceInvalidError(f"found {error}, expected one JSON object") from error
     context = _read_context(members)
@@ -128,8 +129,10 @@ def parse_event(line: bytes) -> tuple[str | None, list[Row]]:
     }
     rows = _read_slots(members, context) if context.slots else [_read_decision(members, context)]
     if common[SKIP_LEARN]:
-        # The action was not taken, so what is logged as its cost is none of it.
+        # The action was not taken: the logged cost is not the cost of this action.
         rows[-1]["reward"] = None
+        for row in rows:
+            row[SLOT_REWARD] = None
     # A reward that is not stored as one, NaN or that of an action not taken, is not lost.
     own = COLUMN_MEMBERS if rows[-1]["reward"] is not None else COLUMN_MEMBERS - {COST}
     rows[0][DSJSON] = _join([member for name, member in members.items() if name not in own])
@@ -150,11 +153,31 @@ def is_event(value: Any) -> bool:
 
 
 def read_members(text: str) -> dict[str, Member]:
-    """Return the members of an object. Raises: ValueError, RecursionError."""
-    members, end = _read_members(text, _skip(text, 0))
+    """Return the members of an object, each of which is there once.
+
+    Raises: ValueError, RecursionError.
+    """
+    return _index(list_members(text))
+
+
+def list_members(text: str) -> Sequence[tuple[str, Member]]:
+    """Return names and members of an object of features, in which a name may be repeated.
+
+    Raises: ValueError, RecursionError.
+    """
+    pairs, end = _read_members(text, _skip(text, 0))
     if _skip(text, end) != len(text):
         raise ValueError(f"text after the object: {_shorten(text[end:])}")
-    return members
+    return pairs
+
+
+def list_elements(text: str, name: str) -> list[str]:
+    """Return the text of each element of the list `name` of an object, to the letter.
+
+    Raises: ValueError, RecursionError.
+    """
+    pairs, _ = _read_members(text, _skip(text, 0), {name: _read_elements})
+    return [element for element, _ in _index(pairs)[name].value]
 
 
 def parse_time(text: str) -> datetime | None:
@@ -180,6 +203,7 @@ class _Context:
     """Of each candidate the slot that it is for, in an event of slates; else None."""
 
 
+_Pairs = tuple[tuple[str, Member], ...]
 _Elements = list[tuple[str, Any]]
 # A reader of the value that begins at a place of a text; returns it, and where it ends.
 _Reader = Callable[[str, int], tuple[Any, int]]
@@ -187,14 +211,14 @@ _Reader = Callable[[str, int], tuple[Any, int]]
 
 def _read_members(
     text: str, start: int, readers: Mapping[str, _Reader] = MappingProxyType({})
-) -> tuple[dict[str, Member], int]:
+) -> tuple[_Pairs, int]:
     """Return the members of the object that begins at `start`, and where it ends."""
     if text[start : start + 1] != "{":
         raise ValueError(_describe_rest(text, start))
-    members: dict[str, Member] = {}
+    pairs: list[tuple[str, Member]] = []
     at = _skip(text, start + 1)
     if text[at : at + 1] == "}":
-        return members, at + 1
+        return (), at + 1
     while True:
         begin = at
         if text[at : at + 1] != '"':
@@ -205,15 +229,23 @@ def _read_members(
             raise ValueError(f"{_describe_rest(text, at)} after the name {name!r}")
         value_start = _skip(text, at + 1)
         value, at = readers.get(name, DECODER.raw_decode)(text, value_start)
-        if name in members:
-            raise ValueError(f"the member {name!r} twice")
-        members[name] = Member(text[begin:at], text[value_start:at], value)
+        pairs.append((name, Member(text[begin:at], text[value_start:at], value)))
         at = _skip(text, at)
         if (mark := text[at : at + 1]) not in (",", "}"):
             raise ValueError(f"{_describe_rest(text, at)} after the member {name!r}")
         if mark == "}":
-            return members, at + 1
+            return tuple(pairs), at + 1
         at = _skip(text, at + 1)
+
+
+def _index(pairs: Sequence[tuple[str, Member]]) -> dict[str, Member]:
+    """Return members by name. Raises: ValueError for one that is there twice."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"the member {repeated!r} twice")
+    return members
 
 
 def _read_context_members(text: str, start: int) -> tuple[Any, int]:
@@ -273,15 +305,21 @@ def _read_context(members: Mapping[str, Member]) -> _Context:
                 "add them to stored events by a label"
             )
         raise SourceInvalidError(f"found the members {[*members][:8]}, expected the context c")
-    parts = members["c"].value
-    if not isinstance(parts, dict):
+    pairs = members["c"].value
+    if not isinstance(pairs, tuple):
         raise SourceInvalidError(
             f"c: found {_shorten(members['c'].value_text)}, expected an object of features"
         )
+    # VW takes a repeated namespace, so only the lists of candidates and slots are there once.
+    lists = [(name, member) for name, member in pairs if name in (MULTI, SLOTS)]
+    try:
+        parts = _index(lists)
+    except ValueError as error:
+        raise SourceInvalidError(f"c: found {error}, expected it once") from error
     if MULTI not in parts:
         raise SourceInvalidError(
-            f"c: found the members {[*parts][:8]}, expected {MULTI}, a list of candidates with "
-            "their features (ADF)"
+            f"c: found the members {[name for name, _ in pairs][:8]}, expected {MULTI}, a list of "
+            "candidates with their features (ADF)"
         )
     candidates = _read_objects(parts[MULTI], f"c.{MULTI}")
     if len(candidates) > ACTION_SPACE.n:
@@ -289,7 +327,7 @@ def _read_context(members: Mapping[str, Member]) -> _Context:
             f"c.{MULTI}: found {len(candidates):,} candidates, expected at most {ACTION_SPACE.n:,}"
         )
     slots = _read_objects(parts[SLOTS], f"c.{SLOTS}") if SLOTS in parts else []
-    shared = [member for name, member in parts.items() if name not in (MULTI, SLOTS)]
+    shared = [member for name, member in pairs if name not in (MULTI, SLOTS)]
     ids = [value.get(SLOT_ID) for _, value in candidates]
     return _Context(_join(shared), [t for t, _ in candidates], [t for t, _ in slots], ids)
 
@@ -322,6 +360,11 @@ def _read_decision(members: Mapping[str, Member], context: _Context) -> Row:
     base = _find_base(ranking, num, chosen)
     ranked = None if ranking is None or base is None else [action - base for action in ranking]
     if chosen is None:
+        if ranking and not ranked:
+            raise SourceInvalidError(
+                f"a: found {_shorten(members['a'].value_text)}, expected the numbers of some of "
+                f"the {num} candidates, from 1"
+            )
         if not ranked:
             raise SourceInvalidError(
                 f"found neither {ACTION} nor a ranking a of the {num} candidates, expected the "
@@ -421,16 +464,16 @@ def _read_slot(outcome: Any, name: str, candidates: Sequence[str], features: str
 
 
 def _find_base(ranking: Sequence[int] | None, num: int, chosen: int | None) -> int | None:
-    """Return from which number a ranking counts, as its content shows: 1, or else 0.
+    """Return from which number a ranking counts: 1, or 0 if it has a 0 or the label shows it.
 
-    None where both are possible, or it names what is no candidate.
+    None if the label contradicts both, or the ranking names what is no candidate.
     """
     if not ranking:
         return None
     possible = [b for b in (1, 0) if min(ranking) >= b and max(ranking) < num + b]
     if len(possible) == 2 and chosen is not None:
         possible = [b for b in possible if ranking[0] - b == chosen]
-    return possible[0] if len(possible) == 1 else None
+    return possible[0] if possible else None
 
 
 def _spread(

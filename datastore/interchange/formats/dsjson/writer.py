@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -44,10 +44,13 @@ from replaylake.datastore.interchange.formats.dsjson.events import (
     SLOTS,
     TIMESTAMP,
     Member,
+    list_members,
     parse_time,
     read_members,
 )
 from replaylake.datastore.interchange.formats.format import WriteResult
+
+_T = TypeVar("_T")
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 # A stored log-probability is a float32: nearer to it no logged probability can be told from it.
@@ -88,9 +91,9 @@ class EventWriter:
                 file.write(line + "\n")
                 num_episodes += 1
                 num_steps += len(episode)
-        return WriteResult(num_episodes, num_steps, tuple(self._notes()))
+        return WriteResult(num_episodes, num_steps, tuple(self._list_notes()))
 
-    def _notes(self) -> Iterator[str]:
+    def _list_notes(self) -> Iterator[str]:
         if self._lost:
             yield f"columns that an event has no place for: {', '.join(sorted(self._lost))}"
         if self._without_prob:
@@ -99,8 +102,9 @@ class EventWriter:
             )
         if self._uneven:
             yield (
-                f"{self._uneven:,} events whose reward is not the sum of {SLOT_REWARD}: written "
-                f"with the costs of {SLOT_REWARD}"
+                f"{self._uneven:,} events with several slots whose reward is not the sum of "
+                f"{SLOT_REWARD}, or with an unknown {SLOT_REWARD}: their reward is not written, "
+                f"only the costs of {SLOT_REWARD}"
             )
 
     def _format(self, episode: Episode) -> str:
@@ -127,7 +131,7 @@ class EventWriter:
                 f"an event ({SLOT_FEATURES}). Select such episodes with `where`, or export to "
                 "parquet or jsonl."
             )
-        known = self._read_members(episode, rows[0].get(DSJSON), DSJSON)
+        known = self._index_members(episode, rows[0].get(DSJSON), DSJSON)
         members = (
             self._format_slots(episode, rows, known)
             if has_slots
@@ -147,7 +151,7 @@ class EventWriter:
         members |= {ACTION: str(action + 1), INDEX: str(action)}
         members |= self._format_common(episode, row, known)
         if "a" not in known:
-            ranked, probs = _rank(row.get(ACTION_PROBS), action, prob)
+            ranked, probs = _rank(_read_probs(episode, row, 0), action, prob)
             members["a"] = json.dumps([one + 1 for one in ranked])
             if probs and "_p" not in known:
                 members["p"] = json.dumps(probs)
@@ -171,6 +175,11 @@ class EventWriter:
         members = {}
         if is_slates:
             members = self._format_cost(reward, known)
+        elif not math.isnan(reward):
+            if len(rows) == 1:
+                # The reward of the event is that of its only slot.
+                rows = [{**rows[0], SLOT_REWARD: reward}]
+            self._uneven += not _is_sum_of_slots(reward, rows)
         outcomes = self._format_outcomes(episode, rows, [action for _, action in own], known)
         members |= self._format_common(episode, rows[0], known)
         members |= {name: one.value_text for name, one in known.items() if name not in members}
@@ -178,13 +187,6 @@ class EventWriter:
         parts = {MULTI: _format_list(candidates), SLOTS: _format_list(slots)}
         members["c"] = self._format_context(episode, parts)
         members[OUTCOMES] = _format_list(outcomes)
-        own_rewards = [row.get(SLOT_REWARD) for row in rows]
-        known_rewards = [float(one) for one in own_rewards if one is not None]
-        if not is_slates and len(known_rewards) == len(rows):
-            total = math.fsum(known_rewards)
-            self._uneven += not math.isnan(reward) and (
-                abs(total - reward) > _REWARD_SLACK * max(1.0, abs(total))
-            )
         return members
 
     def _format_outcomes(
@@ -203,14 +205,20 @@ class EventWriter:
             )
         texts = []
         for i, (row, action, value) in enumerate(zip(rows, actions, values, strict=True)):
+            if not isinstance(value, dict):
+                raise SpaceUnsupportedError(
+                    f"dsjson: found {_dump(value)[:60]!r} in {OUTCOMES}[{i}] of episode "
+                    f"{episode.episode_id}, column {DSJSON}, expected an object. Correct the "
+                    "column, or leave the episode out with `where`."
+                )
             outcome = dict(value)
-            reward = row.get(SLOT_REWARD)
-            if reward is not None and -float(outcome.get(COST, math.nan)) != reward:
+            reward = _read_slot_reward(episode, row, i)
+            if reward is not None and not _is_cost_of(outcome.get(COST), reward):
                 outcome[COST] = 0.0 - reward
             if "_a" not in outcome:
                 prob = _find_prob(episode, i, None)
                 self._without_prob += prob is None
-                outcome["_a"], probs = _rank(row.get(ACTION_PROBS), action, prob)
+                outcome["_a"], probs = _rank(_read_probs(episode, row, i), action, prob)
                 if probs:
                     outcome["_p"] = probs
             texts.append(_dump(outcome))
@@ -246,8 +254,8 @@ class EventWriter:
     def _format_context(self, episode: Episode, parts: Mapping[str, str]) -> str:
         if self._has_candidates and self._is_text:
             text = str(np.asarray(episode.observations)[0])
-            shared = self._read_members(episode, text, "observation")
-            texts = [member.text for member in shared.values()]
+            shared = self._list_members(episode, text, "observation")
+            texts = [member.text for _, member in shared]
         else:
             texts = [f'"observation":{_dump(self._describe_observation(episode))}']
         return "{" + ",".join([*texts, *(f'"{name}":{text}' for name, text in parts.items())]) + "}"
@@ -288,13 +296,23 @@ class EventWriter:
         return checked, action
 
     def _with_slot_id(self, episode: Episode, text: str, slot: int) -> str:
-        members = self._read_members(episode, text, ACTION_FEATURES)
-        texts = [member.text for name, member in members.items() if name != SLOT_ID]
+        members = self._list_members(episode, text, ACTION_FEATURES)
+        texts = [member.text for name, member in members if name != SLOT_ID]
         return "{" + ",".join([f'"{SLOT_ID}":{slot}', *texts]) + "}"
 
-    def _read_members(self, episode: Episode, text: str | None, column: str) -> dict[str, Member]:
+    def _index_members(self, episode: Episode, text: str | None, column: str) -> dict[str, Member]:
+        return self._parse(read_members, episode, text, column)
+
+    def _list_members(
+        self, episode: Episode, text: str | None, column: str
+    ) -> Sequence[tuple[str, Member]]:
+        return self._parse(list_members, episode, text, column)
+
+    def _parse(
+        self, parse: Callable[[str], _T], episode: Episode, text: str | None, column: str
+    ) -> _T:
         try:
-            return read_members(text or "{}")
+            return parse(text or "{}")
         except (ValueError, RecursionError) as error:
             raise SpaceUnsupportedError(
                 f"dsjson: episode {episode.episode_id}, column {column}: found {error}, expected a "
@@ -308,7 +326,7 @@ class EventWriter:
         except (ValueError, RecursionError):
             is_object = False
         if not is_object:
-            self._read_members(episode, text, column)
+            self._list_members(episode, text, column)
         return text or "{}"
 
     def _check_json(self, episode: Episode, text: str, column: str) -> str:
@@ -320,6 +338,54 @@ class EventWriter:
                 "expected JSON. Correct the column, or leave the episode out with `where`."
             ) from error
         return text
+
+
+def _read_probs(episode: Episode, row: Mapping[str, Any], i: int) -> Sequence[float] | None:
+    """Return a step's probabilities of all candidates, if known. Raises: SpaceUnsupportedError."""
+    probs: Sequence[float | None] | None = row.get(ACTION_PROBS)
+    if probs is None:
+        return None
+    known = [one for one in probs if one is not None and math.isfinite(one)]
+    if len(known) < len(probs):
+        wrong = next(one for one in probs if one is None or not math.isfinite(one))
+        raise SpaceUnsupportedError(
+            f"dsjson: episode {episode.episode_id}, step {i}, column {ACTION_PROBS}: found "
+            f"{'null' if wrong is None else wrong} in the list, expected the probability of each "
+            "candidate. Correct the column, or leave the episode out with `where`."
+        )
+    return known
+
+
+def _read_slot_reward(episode: Episode, row: Mapping[str, Any], i: int) -> float | None:
+    """Return the reward of one slot; None where it is unknown. Raises: SpaceUnsupportedError."""
+    reward = row.get(SLOT_REWARD)
+    if reward is None or math.isnan(reward):
+        return None
+    if math.isinf(reward):
+        raise SpaceUnsupportedError(
+            f"dsjson: episode {episode.episode_id}, step {i}, column {SLOT_REWARD}: found "
+            f"{reward}, expected a finite number. Correct the column, or leave the episode out "
+            "with `where`."
+        )
+    return float(reward)
+
+
+def _is_sum_of_slots(reward: float, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a reward is the sum of the rewards of all slots, each of which is known."""
+    rewards = [row.get(SLOT_REWARD) for row in rows]
+    known = [one for one in rewards if one is not None and math.isfinite(one)]
+    total = math.fsum(known)
+    return len(known) == len(rows) and abs(total - reward) <= _REWARD_SLACK * max(1.0, abs(total))
+
+
+def _is_cost_of(logged: Any, reward: float) -> bool:
+    """Whether a logged cost, which may be null or a text such as NaN, is that of a reward."""
+    if isinstance(logged, bool) or not isinstance(logged, int | float):
+        return False
+    try:
+        return -float(logged) == reward
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def _find_prob(episode: Episode, i: int, logged: Member | None) -> str | None:

@@ -13,6 +13,7 @@ import pytest
 
 from replaylake.datastore.episodes.spaces import Text
 from replaylake.datastore.errors import SourceInvalidError
+from replaylake.datastore.interchange.export.export import export
 from replaylake.datastore.interchange.formats.detect import find_format
 from replaylake.datastore.interchange.formats.dsjson.events import ACTION_SPACE, parse_event
 from replaylake.datastore.interchange.ingest.ingest import ingest
@@ -166,6 +167,19 @@ def test_an_event_without_a_label_takes_its_action_from_the_ranking(
     assert row == {"action": 2, "reward": None, "p": pytest.approx(0.1)}
 
 
+@pytest.mark.parametrize(
+    ("ranking", "action"), [([1, 2], 0), ([1], 0), ([2], 1), ([0, 1], 0), ([3, 2], 2)]
+)
+def test_a_ranking_of_some_candidates_counts_from_1_unless_it_has_a_0(
+    ranking: list[int], action: int
+) -> None:
+    labels = ("_label_cost", "_label_probability", "_label_Action", "_labelIndex")
+    probs = [1 / len(ranking)] * len(ranking)
+    _, (row,) = parse_event(json.dumps(_event(*labels, a=ranking, p=probs)).encode())
+    assert (row["action"], row["behavior_prob"]) == (action, probs[0])
+    assert row["action_probs"][action] == probs[0]
+
+
 def test_a_reward_that_is_none_is_unknown(lake: Lake, tmp_path: Path) -> None:
     events = [
         _event(_label_cost="NaN"),
@@ -188,6 +202,7 @@ _FAULTS: list[tuple[Any, str]] = [
     ("[CHECKPOINT INFO LINE]", "found '[CHECKPOINT INFO LINE]', expected one JSON object"),
     ('{"a":[1]', "found the end of the line after the member 'a'"),
     ('{"a":[1],"a":[2]}', "found the member 'a' twice"),
+    ('{"c":{"_multi":[{}],"_multi":[{}]}}', "c: found the member '_multi' twice"),
     ('{"a":NaN}', "found NaN, which is not JSON"),
     ('{"RewardValue":1.0,"EventId":"e9"}', "found the reward '1.0' of the event 'e9' without"),
     (_event("c"), "expected the context c"),
@@ -196,6 +211,8 @@ _FAULTS: list[tuple[Any, str]] = [
     (_event(c={"_multi": []}), "c._multi: found '[]', expected a list of one object"),
     (_event(c={"_multi": [{}, 3]}), "c._multi[1]: found '3', expected an object"),
     (_event("_label_Action", "_labelIndex", "a"), "expected the action that was taken"),
+    (_event("_label_Action", "_labelIndex", a=[4, 1]), "a: found '[4, 1]', expected the numbers"),
+    (_event("_label_Action", "_labelIndex", a=[0, 3]), "a: found '[0, 3]', expected the numbers"),
     (_event("_label_Action", "a", _labelIndex=3), "found 4, expected 1 to 3 candidates"),
     (_event(_label_Action=2), "_labelIndex: found 2 beside _label_Action 2, expected 1"),
     (_event("_labelIndex", _label_Action=1.5), "_label_Action: found 1.5, expected a whole"),
@@ -477,6 +494,21 @@ def test_a_page_of_which_one_cost_is_unknown_has_no_reward() -> None:
     outcomes = [_outcome(1), {"_a": [0], "_p": [0.5]}]
     _, rows = parse_event(json.dumps({**_PAGE, "_outcomes": outcomes}).encode())
     assert [(row["reward"], row["slot_reward"]) for row in rows] == [(0.0, 1.0), (None, None)]
+
+
+def test_slots_that_were_not_shown_have_no_rewards(lake: Lake, tmp_path: Path) -> None:
+    _ingest(lake, tmp_path, _PAGE, {**_PAGE, "EventId": "skipped", "_skipLearn": True})
+    rows = _steps(lake, "source_episode_id as id, reward, slot_reward")
+    assert [(row["id"], row["reward"], row["slot_reward"]) for row in rows] == [
+        ("page", 0.0, 1.0),
+        ("page", 0.75, -0.25),
+        ("skipped", 0.0, None),
+        ("skipped", None, None),
+    ]
+    # The export has the costs of the log all the same.
+    export(lake, "log", tmp_path / "out", format="dsjson")
+    events = [*map(json.loads, (tmp_path / "out").read_text().splitlines())]
+    assert [event["_outcomes"] for event in events] == [_PAGE["_outcomes"]] * 2
 
 
 def test_a_stream_has_all_slots_of_an_event_once(lake: Lake) -> None:

@@ -129,9 +129,106 @@ def test_a_reward_that_was_annotated_is_the_cost(lake: Lake, tmp_path: Path) -> 
     # How the event's reward is to be divided among its slots, nothing says.
     assert costs["f"]["_outcomes"] == slots
     assert receipt.notes == (
-        "1 events whose reward is not the sum of slot_reward: written with the costs of "
-        "slot_reward",
+        "1 events with several slots whose reward is not the sum of slot_reward, or with an "
+        "unknown slot_reward: their reward is not written, only the costs of slot_reward",
     )
+
+
+def test_a_late_reward_of_slots_without_costs_is_noted_or_written(
+    lake: Lake, tmp_path: Path
+) -> None:
+    """One slot has the reward of its event; among several, nothing says how to divide it."""
+    slots = [{"_a": [0], "_p": [0.5]}, {"_a": [1], "_p": [0.5]}]
+    half = [{"_label_cost": -1.0, **slots[0]}, slots[1]]
+    events = [
+        {"EventId": name, "c": {**_CONTEXT, "_slots": [{}] * len(outcomes)}, "_outcomes": outcomes}
+        for name, outcomes in (("one", slots[:1]), ("two", slots), ("half", half), ("none", slots))
+    ]
+    ingest(lake, [_write(tmp_path / "log", *events)], "log")
+    labels = pa.table({"source_episode_id": ["one", "two", "half"], "score": [2.0, 3.0, 1.0]})
+    annotate(lake, "log", labels, on="source_episode_id", set={"reward": "score"})
+    exported, receipt = _export(lake, tmp_path)
+    outcomes = {event["EventId"]: event["_outcomes"] for event in exported}
+    assert outcomes["one"] == [{"_label_cost": -2.0, **slots[0]}]
+    assert [outcomes["two"], outcomes["half"], outcomes["none"]] == [slots, half, slots]
+    assert [note[: note.index(" with")] for note in receipt.notes] == ["2 events"]
+
+
+@pytest.mark.parametrize("is_slates", [False, True])
+def test_repeated_namespaces_are_kept_as_vw_reads_them(
+    lake: Lake, tmp_path: Path, is_slates: bool
+) -> None:
+    shared, features = '"U":{"a":1},"V":{"v":1},"U":{"b":1}', '"T":{"t":1},"T":{"u":1}'
+    label = '"_label_cost":-1.0,"_label_probability":0.5,"_label_Action":1,"_labelIndex":0,'
+    candidates = f'"_multi":[{{{features}}},{{{features}}}]'
+    line = f'{{{label}"EventId":"e","a":[1,2],"p":[0.5,0.5],"c":{{{shared},{candidates}}}}}'
+    if is_slates:
+        candidates = f'"_multi":[{{"_slot_id":0,{features}}}],"_slots":[{{}}]'
+        line = (
+            f'{{"_label_cost":-1.0,"EventId":"e","c":{{{shared},{candidates}}},'
+            '"_outcomes":[{"_a":[0],"_p":[1.0]}]}'
+        )
+    source = tmp_path / "log"
+    source.write_text(f"{line}\n")
+    assert ingest(lake, [source], "log", format="dsjson").episodes.committed == 1
+    export(lake, "log", tmp_path / "out", format="dsjson")
+    assert f'"c":{{{shared},{candidates}}}' in (tmp_path / "out").read_text()
+    arguments = "--slates" if is_slates else "--cb_explore_adf"
+    assert _learn(tmp_path / "out", arguments) == _learn(source, arguments)
+
+
+_SLOT = {"_a": [0], "_p": [0.5]}
+
+
+@pytest.mark.parametrize("cost", [None, "NaN", 7])
+def test_a_slot_reward_that_was_annotated_replaces_any_logged_cost(
+    lake: Lake, tmp_path: Path, cost: Any
+) -> None:
+    page = {
+        "EventId": "e",
+        "c": {**_CONTEXT, "_slots": [{}]},
+        "_outcomes": [{"_label_cost": cost, **_SLOT}],
+    }
+    ingest(lake, [_write(tmp_path / "log", page)], "log")
+    labels = pa.table({"source_episode_id": ["e"], "score": [2.0]})
+    set_reward, add = {"reward": "score"}, {"slot_reward": "score"}
+    annotate(lake, "log", labels, on="source_episode_id", set=set_reward, add=add)
+    (event,), receipt = _export(lake, tmp_path)
+    assert event["_outcomes"] == [{"_label_cost": -2.0, **_SLOT}]
+    assert receipt.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"dsjson": '{"_outcomes":[{},1]}'},
+            r"'1' in _outcomes\[1\] of episode p/0, column dsjson",
+        ),
+        ({"dsjson": '{"_outcomes":{}}'}, "_outcomes of another number"),
+        ({"slot_reward": math.inf}, "step 0, column slot_reward: found inf, expected a finite"),
+    ],
+)
+def test_slots_that_were_edited_wrongly_are_refused(
+    lake: Lake, tmp_path: Path, changes: dict[str, Any], expected: str
+) -> None:
+    extras = {
+        "action_features": pa.array([["{}", "{}"]] * 2),
+        "dsjson": [changes.get("dsjson", "{}"), None],
+        "slot_features": ["{}", "{}"],
+        "slot_reward": [changes.get("slot_reward", 1.0), 0.0],
+    }
+    episode = Episode(
+        "p/0",
+        np.array(["{}", "{}"], object),
+        np.array([0, 1]),
+        np.array([0.0, 1.0]),
+        terminated=True,
+        extras=extras,
+    )
+    lake.dataset("log").append([episode])
+    with pytest.raises(SpaceUnsupportedError, match=expected):
+        export(lake, "log", tmp_path / "out", format="dsjson")
 
 
 _NUM = 6
@@ -230,6 +327,8 @@ def test_what_is_no_event_is_refused(lake: Lake, tmp_path: Path) -> None:
         ({"features": ["{}", "[1]"]}, r"column action_features: found '\[1\]'"),
         ({"dsjson": "{"}, "column dsjson: found the end of the line"),
         ({"outcome": "x"}, "column outcome: found 'x', expected JSON"),
+        ({"probs": [0.5, None]}, "step 0, column action_probs: found null in the list"),
+        ({"probs": [math.nan, 0.5]}, "step 0, column action_probs: found nan in the list"),
     ],
 )
 def test_columns_that_are_no_json_are_refused(
@@ -237,6 +336,7 @@ def test_columns_that_are_no_json_are_refused(
 ) -> None:
     extras = {
         "action_features": pa.array([changes.get("features", ["{}", "{}"])]),
+        "action_probs": pa.array([changes.get("probs", [0.5, 0.5])]),
         "dsjson": [changes.get("dsjson", "{}")],
         "outcome": [changes.get("outcome", "[]")],
     }

@@ -92,6 +92,14 @@ def test_what_acts_refuses_it_by_name(lake: Lake, model: Path) -> None:
         load_policy(ref.path)
     with pytest.raises(PolicyKindError, match="expected a policy that maps observations to act"):
         _ = find_package(ref.path)[1].spec
+    # How it is evaluated and promoted instead.
+    with pytest.raises(PolicyKindError, match=r"on a dataset of them.* with a `measure` such as"):
+        _ = find_package(ref.path)[1].spec
+
+
+def test_an_unknown_policy_names_the_command_that_registers_one(lake: Lake) -> None:
+    with pytest.raises(NotFoundError, match="of a language model, `replaylake policies register`"):
+        lake.registry.resolve("nosuch:1")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "chat_template.jinja"])

@@ -144,7 +144,7 @@ def test_events_that_were_dropped_unevenly_are_refused(lake: Lake, tmp_path: Pat
     (tmp_path / "log").write_text("\n".join(lines))
     ingest(lake, [tmp_path / "log"], "log", format="dsjson")
     request = {"target_prob": "1.0", "unseen": True, "estimators": ("ips",)}
-    with pytest.raises(QueryRefusedError, match=r"pdrop: found 0 to 0\.5 among .* 'pdrop = 0\.5'"):
+    with pytest.raises(QueryRefusedError, match=r"pdrop: found 0\.0 to 0\.5 among the selected"):
         evaluate_policy(lake, EvaluationRequest("log", **request))
     # Where all have one weight, it makes no difference: half of them cost -1 at probability 0.5.
     report = evaluate_policy(lake, EvaluationRequest("log", where="pdrop = 0.5", **request))
@@ -155,3 +155,18 @@ def test_events_that_were_dropped_unevenly_are_refused(lake: Lake, tmp_path: Pat
         vw.predict(examples)
         vw.finish_example(examples)
     assert vw.get_weighted_examples() == 16  # each event stands for two
+
+
+def test_the_condition_that_a_message_names_selects_events_of_one_drop_rate(
+    lake: Lake, tmp_path: Path
+) -> None:
+    lines = [_event(i, pdrop=1 / 3) for i in range(8)] + [_event(i) for i in range(8, 12)]
+    (tmp_path / "log").write_text("\n".join(lines))
+    ingest(lake, [tmp_path / "log"], "log", format="dsjson")
+    request = {"target_prob": "1.0", "unseen": True, "estimators": ("ips",)}
+    with pytest.raises(QueryRefusedError) as caught:
+        evaluate_policy(lake, EvaluationRequest("log", **request))
+    _, where, _ = str(caught.value).split("'")
+    for condition, num in ((where, 8), ("coalesce(pdrop, 0) = 0", 4)):
+        report = evaluate_policy(lake, EvaluationRequest("log", where=condition, **request))
+        assert report.num_episodes == num

@@ -1,9 +1,11 @@
 """The gate by stored samples: who passes, and what a refusal says of how many more would do."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import replaylake as rl
+from replaylake.datastore.episodes.spaces import Text
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.datastore.lake.lake import open_lake
 from replaylake.datastore.lake.policies.registry import PolicyRef
@@ -17,6 +19,9 @@ REQUEST = TaskGateRequest(TaskSetRequest("math"))
 def gate(tmp_path):
     """Returns a function of the outcomes of each version, by task, that evaluates the gate."""
     lake = open_lake(tmp_path / "lake", create=True)
+    lake.dataset("math").create(
+        Text(), Text(), rewards_optional=True, extras={"group_id": pa.string()}
+    )
 
     def evaluate(candidate, champion=None, request=REQUEST, **options):
         episodes = [
@@ -150,3 +155,53 @@ def test_a_smaller_alpha_asks_for_more(gate):
 def test_an_unknown_measure_is_refused(measure):
     with pytest.raises(ConfigInvalidError, match="expected pass@K"):
         TaskGateRequest(TaskSetRequest("math"), measure)
+
+
+NAN = float("nan")
+
+
+def test_a_candidate_that_fails_instead_of_answering_wrong_does_not_pass(gate):
+    # Both solve one half; the candidate's other half has no reward.
+    result = gate([[1, NAN, 1, NAN]] * 24, [[1, 0, 1, 0]] * 24)
+    assert not result.passed
+    (reason,) = result.reasons
+    assert reason.startswith("samples have an unknown reward, as rollouts that failed do: ")
+    assert "48 of 96 of agent:2. Had those of agent:2 failed, the difference" in reason
+    assert "would be 0 (" in reason
+    assert result.report.policies[1].verdict == "weak"
+    assert "48 of 96 samples have an unknown reward" in result.report.policies[1].reason
+
+
+def test_tasks_whose_samples_all_failed_are_counted(gate):
+    result = gate([[1, 1]] * 24 + [[NAN, NAN]] * 24, [[1, 0]] * 24 + [[1, 1]] * 24)
+    # The candidate's mean is 0.5, the champion's 0.75.
+    (reason,) = result.reasons
+    assert "would be -0.25 (" in reason
+
+
+def test_unknown_rewards_of_the_champion_are_taken_as_passed(gate):
+    result = gate([[1, 0]] * 24, [[0, NAN, NAN, NAN]] * 24)
+    (reason,) = result.reasons
+    assert "72 of 96 of agent:1. Had those of agent:1 passed" in reason
+    assert "would be -0.25 (" in reason
+
+
+def test_few_unknown_rewards_do_not_refuse_a_better_candidate(gate):
+    assert gate([[1, 1, 1, NAN]] + [[1] * 4] * 23, [[0, 0, 0, 0]] * 24).passed
+
+
+def test_the_mean_reward_takes_the_lowest_of_both_for_unknown_rewards(gate):
+    request = TaskGateRequest(TaskSetRequest("math"), "mean reward")
+    result = gate([[2, NAN]] * 24, [[1, 0]] * 24, request)
+    # (2 + 0) / 2 - 1 / 2, in a range of 2.
+    (reason,) = result.reasons
+    assert reason.startswith("Better than the champion")
+    (reason,) = gate([[1, NAN]] * 24, None, request, margin=0.5).reasons
+    assert "agent:2" in reason
+
+
+def test_with_a_condition_of_success_unknown_rewards_are_not_passed(gate):
+    request = TaskGateRequest(TaskSetRequest("math", success="return > 0"))
+    result = gate([[1, NAN, 1, NAN]] * 24, [[1, 0, 1, 0]] * 24, request)
+    assert result.comparison.difference == 0
+    assert not result.passed

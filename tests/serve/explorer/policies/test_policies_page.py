@@ -286,6 +286,16 @@ def test_lineage_leads_from_data_to_decisions(served_lake, reader_type):
     assert len(paths) == 5
 
 
+def test_lineage_counts_the_decisions_of_other_policies_too(served_lake, reader_type, monkeypatch):
+    def read(visit, dataset):
+        arms = [("clone", 2, 3), ("other", 1, 1500)] if dataset == "live" else []
+        return [dict(zip(("policy", "policy_version", "num"), arm, strict=True)) for arm in arms]
+
+    monkeypatch.setattr(lineage_panel, "read_arms", read)
+    page = reader_type(served_lake).page("/policies/clone")
+    assert "3 of 1,503 decisions" in page.texts[page.texts.index("Lineage") :]
+
+
 def test_lineage_of_versions_of_one_run_leads_to_each_from_its_own_data(
     tmp_path, kit, reader_type, monkeypatch
 ):

@@ -202,6 +202,7 @@ def test_a_sweep_has_differences_from_its_best_options(sweep_lake, reader_type, 
     finally:
         lake.registry.record_run("01sweep", before)
     assert "Differences from the best options" in page.texts
+    assert "The intervals are not tests" in " ".join(page.texts)
     assert f"selection/loss minus that of the best: note={hostile}" in page.texts
     rows = page.texts[page.texts.index("learning_rate=1e-05") :]
     assert "0.25 (-0.125 to 0.625)" in rows

@@ -6,6 +6,7 @@ import pytest
 
 from replaylake.datastore.errors import NotFoundError
 from replaylake.datastore.lake.roles import read_role_table
+from replaylake.datastore.maintenance.labels.episode_labels import read_episode_labels
 from replaylake.serve.explorer.config import ExplorerConfig
 from replaylake.serve.explorer.visits.forms import TOKEN_FIELD
 from replaylake.serve.safety.tokens import Tokens
@@ -96,6 +97,44 @@ def test_a_role_has_its_forms_and_no_others(open_as, token, can_label, can_promo
     if can_label and not can_promote:
         assert "has no role operator for all datasets" in answer.text
     assert (reader.app._promotions.find("p")[0] is not None) == can_promote
+
+
+@pytest.mark.parametrize(
+    ("token", "by", "recorded"),
+    [
+        (ADMIN, "Ada", "Ada"),
+        (_token_of("labels-log"), "Ada", "Ada (token labels-log)"),
+        (_token_of("labels-log"), "", "token labels-log"),
+    ],
+)
+def test_a_label_has_the_name_of_its_token(open_as, token, by, recorded):
+    reader = open_as(token)
+    sent = reader.fields(EPISODE, "labels") | {"label": "verdict", "value": "good", "by": by}
+    answer = reader.post(LABEL, sent)
+    assert answer.status_code == 303, answer.text
+    labels = read_episode_labels(reader.lake.snapshot("log"), episode_id="e/000", agent_id="")
+    assert labels["verdict"].by == recorded
+    # The form offers the name that was given, and not the token's once more.
+    assert reader.fields(EPISODE, "labels")["by"] == by
+
+
+@pytest.mark.parametrize(
+    ("token", "by", "recorded"),
+    [
+        (ADMIN, "Ada", "Ada"),
+        (_token_of("promotes"), "Ada", "Ada (token promotes)"),
+        (_token_of("promotes"), "", "token promotes"),
+    ],
+)
+def test_a_promotion_has_the_name_of_its_token(open_as, token, by, recorded):
+    reader = open_as(token)
+    sent = reader.fields(POLICY, "promote")
+    answer = reader.post(
+        f"{POLICY}/promote",
+        sent | {"by": by, "version": "2", "alias": "champion", "dataset": "log"},
+    )
+    assert answer.status_code == 303, answer.text
+    assert reader.app._promotions.find("p")[0].request.by == recorded
 
 
 def test_a_labeler_of_one_dataset_labels_no_other(open_as, episode_maker):
