@@ -157,7 +157,7 @@ def evaluate(
             "--success",
             metavar="SQL",
             rich_help_panel=_TASKS,
-            help="Condition over episodes and their steps that holds where a sample passed.",
+            help="Condition over episodes and their steps; a sample passed if it holds.",
         ),
     ] = "return > 0",
     k: Annotated[
@@ -166,7 +166,7 @@ def evaluate(
             "--k",
             metavar="N",
             rich_help_panel=_TASKS,
-            help="Number of samples of which one has to pass. Repeatable; by default powers of "
+            help="k of pass@k: one of k samples has to pass. Repeatable; by default powers of "
             "two up to the fewest samples of a task.",
         ),
     ] = None,

@@ -54,7 +54,7 @@ MlflowSourceOption = Annotated[
         "--mlflow-source",
         metavar="URI",
         show_default=False,
-        help="URI of the model's files for a new model version, where they are stored already. By "
+        help="URI of the model's files, if they are already stored, for a new model version. By "
         "default, they are uploaded.",
     ),
 ]
@@ -242,7 +242,7 @@ def promote(
             "--success",
             metavar="SQL",
             rich_help_panel=_TASKS,
-            help="Condition over episodes and their steps that holds where a sample passed.",
+            help="Condition over episodes and their steps; a sample passed if it holds.",
         ),
     ] = "return > 0",
     lake: LakeOption = DEFAULT_LAKE,
