@@ -166,8 +166,8 @@ def evaluate(
             "--k",
             metavar="N",
             rich_help_panel=_TASKS,
-            help="k of pass@k: one of k samples has to pass. Repeatable; by default powers of "
-            "two up to the fewest samples of a task.",
+            help="Number k of pass@k: one of k samples has to pass. Repeatable; by default powers "
+            "of two up to the fewest samples of a task.",
         ),
     ] = None,
     where: Annotated[
