@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from replaylake.datastore.episodes.batch import Batch
 from replaylake.datastore.episodes.schema import POLICY_VERSION
-from replaylake.datastore.errors import ConfigInvalidError
+from replaylake.datastore.errors import ConfigInvalidError, EmptyReplayError
 from replaylake.datastore.lake.runs.timings import Timings
 from replaylake.datastore.replay.live.live_view import LiveView
 from replaylake.offline.learning.learner import Learner, Update
@@ -58,10 +58,15 @@ class OnPolicyBatches:
         return self._sampler.num_available >= self._num_sequences
 
     def sample(self) -> Batch | None:
-        """Take the next batch; None where all of it was too old, or taken before."""
-        batch, mask = self._next()
-        while not mask.any() and self.is_ready:
+        """Take the next batch; None where all of it was too old, taken before, or is gone."""
+        self.num_taken = 0
+        try:
             batch, mask = self._next()
+            while not mask.any() and self.is_ready:
+                batch, mask = self._next()
+        except EmptyReplayError:
+            # Steps that came meanwhile may have pushed out all that was ready.
+            return None
         self.num_taken = int(mask.sum())
         if not self.num_taken:
             return None

@@ -187,6 +187,22 @@ def test_each_step_is_taken_once_whatever_order_a_view_made_anew_has(lake, seed)
     assert len(taken) > 300
 
 
+def test_what_left_memory_after_it_was_ready_is_no_batch(lake, monkeypatch):
+    dataset = lake.dataset("toys")
+    dataset.create(*SPACES)
+    with dataset.follow(columns=["policy_version"], since=0, max_steps=200) as view:
+        batches = supply(view, capacity=200)
+        for parts in pieces(np.random.default_rng(0)):
+            view.put(parts)
+        assert batches.is_ready
+        # Whoever follows the dataset pushes all of them out before they are read.
+        sampler = batches._sampler
+        find = sampler._candidates.positions
+        monkeypatch.setattr(sampler._candidates, "positions", lambda n: np.full_like(find(n), -1))
+        assert batches.sample() is None
+        assert batches.num_taken == 0
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_none_is_taken_twice_where_the_beginning_of_an_episode_is_no_longer_in_memory(lake, seed):
     dataset = lake.dataset("toys")
@@ -200,7 +216,8 @@ def test_none_is_taken_twice_where_the_beginning_of_an_episode_is_no_longer_in_m
             view.put(parts)
             dataset.append(parts)
             while first.is_ready and len(taken) < 450:
-                taken += steps(first.sample())
+                if (batch := first.sample()) is not None:
+                    taken += steps(batch)
         state = first.state_dict()
     num_taken = len(taken)
     with dataset.follow(columns=["policy_version"], since=0, max_steps=200) as view:
