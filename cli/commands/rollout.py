@@ -417,18 +417,17 @@ def _load_model(
             "found it without an engine, expected --upstream",
         )
         from replaylake.offline.language.local_model import LocalModel
-        from replaylake.offline.language.registration import find_model, is_version_name
+        from replaylake.offline.language.registration import find_version, is_version_name
 
         if not is_version_name(name or ""):
             return LocalModel(name or "", policy_version=policy_version or 0)
         from replaylake.datastore.lake.lake import open_lake
 
-        directory, ref = find_model(open_lake(lake), name or "")
-        assert ref is not None
+        ref = find_version(open_lake(lake), name or "")
         _refuse_options(
             {"--policy-version": policy_version}, "found it beside a version, expected one of both"
         )
-        return LocalModel(directory, policy=ref.name, policy_version=ref.version)
+        return LocalModel(ref.path, policy=ref.name, policy_version=ref.version)
     from replaylake.serve.gateway.engine_model import EngineModel
 
     key = None

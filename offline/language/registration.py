@@ -28,15 +28,23 @@ def find_model(lake: Lake, model: str) -> tuple[Path, PolicyRef | None]:
     """Return the directory of a model, and its version where `model` names one of the lake.
 
     model: a directory, or `NAME:VERSION` or `NAME@ALIAS` of a language policy; of two that have one
-    name, the directory.
-    Raises: NotFoundError; PolicyKindError for a policy of another kind; PackageInvalidError,
-    StorageError.
+    name, the directory. Raises: as find_version.
     """
     if not is_version_name(model):
         return Path(model), None
-    ref = lake.registry.resolve(model)
-    _ = check_package(ref.path, ref.manifest_sha256).language
+    ref = find_version(lake, model)
     return ref.path, ref
+
+
+def find_version(lake: Lake, name: str) -> PolicyRef:
+    """Return a version of a language policy, its manifest checked.
+
+    Raises: InvalidNameError, NotFoundError; PolicyKindError for a policy of another kind;
+    PackageInvalidError, StorageError.
+    """
+    ref = lake.registry.resolve(name)
+    _ = check_package(ref.path, ref.manifest_sha256).language
+    return ref
 
 
 def is_version_name(model: str) -> bool:

@@ -40,10 +40,10 @@ from replaylake.offline.learning.process_group import SINGLE_PROCESS, ProcessGro
 from replaylake.offline.learning.state import pack_state, unpack_state
 from replaylake.offline.losses.policy_gradient import value_loss
 from replaylake.offline.losses.preference import (
+    bradley_terry,
     direct_preference,
     identity_preference,
     kahneman_tversky,
-    paired_scores,
 )
 from replaylake.offline.losses.returns import generalized_advantages
 from replaylake.offline.losses.token_policy_gradient import (
@@ -82,10 +82,10 @@ Loss = Literal[
     "direct_preference",
     "identity_preference",
     "kahneman_tversky",
-    "paired_scores",
+    "bradley_terry",
     "policy_gradient",
 ]
-_PAIRED: Final = ("direct_preference", "identity_preference", "paired_scores")
+_PAIRED: Final = ("direct_preference", "identity_preference", "bradley_terry")
 _RELATIVE: Final = ("direct_preference", "identity_preference", "kahneman_tversky")
 
 
@@ -124,7 +124,7 @@ class TokenMethod:
     @property
     def is_reward_model(self) -> bool:
         """Whether the model is trained to score sequences instead of to generate them."""
-        return self.loss == "paired_scores"
+        return self.loss == "bradley_terry"
 
 
 METHODS: Final[Mapping[str, TokenMethod]] = {
@@ -149,7 +149,7 @@ METHODS: Final[Mapping[str, TokenMethod]] = {
     ),
     "reward": TokenMethod(
         "reward model that scores the best of a group above the worst (Bradley & Terry 1952)",
-        "paired_scores",
+        "bradley_terry",
     ),
     "grpo": TokenMethod(
         "group mean and standard deviation (Shao et al. 2024)", "policy_gradient", "group_norm"
@@ -311,7 +311,7 @@ def read_token_options(method: str, options: Mapping[str, Any]) -> TokenOptions:
         "direct_preference": _COMMON_OPTIONS | {"beta"},
         "identity_preference": _COMMON_OPTIONS | {"beta"},
         "kahneman_tversky": _COMMON_OPTIONS | _LABEL_OPTIONS | {"beta"},
-        "paired_scores": _COMMON_OPTIONS | {"center_coef"},
+        "bradley_terry": _COMMON_OPTIONS | {"center_coef"},
         "policy_gradient": known
         - _PREFERENCE_OPTIONS
         - (_VALUE_OPTIONS if method != "ppo" else set()),
@@ -829,7 +829,7 @@ class TokenLearner:
         """Return the share of a reward model's pairs in the loss of a step."""
         scores = self._score(data)
         chosen, rejected = scores[0::2], scores[1::2]
-        losses = paired_scores(chosen, rejected, self.options.center_coef)
+        losses = bradley_terry(chosen, rejected, self.options.center_coef)
         metrics = {"score": scores.detach().mean(), **_compare_pairs(chosen, rejected)}
         return losses.sum() / num_pairs, metrics
 

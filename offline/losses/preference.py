@@ -67,7 +67,7 @@ def kahneman_tversky(
     return weights * (1 - torch.sigmoid(gains))
 
 
-def paired_scores(
+def bradley_terry(
     chosen_scores: torch.Tensor, rejected_scores: torch.Tensor, center_coef: float = 0.0
 ) -> torch.Tensor:
     """Return -ln sigmoid(chosen - rejected) + center_coef (chosen + rejected)^2, float [P].

@@ -321,7 +321,10 @@ class EventReader(SourceReader, Protocol):
 
     @property
     def has_events(self) -> bool:
-        """Whether it is so: equal lengths are then no time limit, equal steps no duplicates."""
+        """Whether each episode is one event.
+
+        Then equal lengths do not indicate a time limit, and equal steps are no duplicates.
+        """
 
 
 class Format(Protocol):

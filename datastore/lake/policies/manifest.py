@@ -181,7 +181,7 @@ def verify_package(directory: Path, manifest_sha256: str | None = None) -> Manif
         except OSError as error:
             raise _unreadable_error(path, error) from error
         if digest != sha256:
-            raise _altered_error(path, digest, sha256)
+            raise _checksum_error(path, digest, sha256)
     # transformers reads some files wherever they are, such as adapter_config.json.
     known = {MANIFEST, *hashes}
     files = (path for path in directory.rglob("*") if path.suffix in _MODEL_SUFFIXES)
@@ -300,7 +300,7 @@ def _read_verified(directory: Path, name: str, sha256: str) -> bytes:
     except OSError as error:
         raise _unreadable_error(directory / name, error) from error
     if (digest := _sha256(data)) != sha256:
-        raise _altered_error(directory / name, digest, sha256)
+        raise _checksum_error(directory / name, digest, sha256)
     return data
 
 
@@ -311,7 +311,7 @@ def _unreadable_error(path: Path, error: OSError) -> PackageInvalidError:
     )
 
 
-def _altered_error(path: Path, found: str, expected: str) -> PackageInvalidError:
+def _checksum_error(path: Path, found: str, expected: str) -> PackageInvalidError:
     return PackageInvalidError(
         f"{path}: found sha256 {found[:16]}, expected {expected[:16]} as the manifest says: the "
         "file was altered. Package the policy again."

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from replaylake.offline.losses.preference import (
+    bradley_terry,
     direct_preference,
     identity_preference,
     kahneman_tversky,
-    paired_scores,
 )
 
 
@@ -50,6 +50,6 @@ def test_a_labeled_sequence_costs_what_it_is_short_of_the_divergence():
 
 
 def test_scores_of_a_pair_cost_their_log_odds_and_their_distance_from_zero():
-    losses = paired_scores(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0]), 0.1)
+    losses = bradley_terry(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 1.0]), 0.1)
     expected = [math.log(1 + math.exp(-1)) + 0.1 * 9, math.log(2) + 0.1 * 4]
     assert losses.tolist() == pytest.approx(expected)

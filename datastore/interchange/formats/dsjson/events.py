@@ -143,7 +143,7 @@ def parse_event(line: bytes) -> tuple[str | None, list[Row]]:
 
 
 def is_event(value: Any) -> bool:
-    """Whether a value is such an event: a context of candidates, beside a label or a ranking."""
+    """Return whether a value is an event: it has candidates, and a label or a ranking."""
     if not isinstance(value, dict):
         return False
     context = value.get("c")
@@ -200,7 +200,7 @@ class _Context:
     candidates: Sequence[str]
     slots: Sequence[str]
     slot_ids: Sequence[int | None]
-    """Of each candidate the slot that it is for, in an event of slates; else None."""
+    """The slot of each candidate in an event of slates; None in other events."""
 
 
 _Pairs = tuple[tuple[str, Member], ...]

@@ -371,7 +371,7 @@ def _read_slot_reward(episode: Episode, row: Mapping[str, Any], i: int) -> float
 
 
 def _is_sum_of_slots(reward: float, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a reward is the sum of the rewards of all slots, each of which is known."""
+    """Return whether all slot rewards are known and their sum is the reward."""
     rewards = [row.get(SLOT_REWARD) for row in rows]
     known = [one for one in rewards if one is not None and math.isfinite(one)]
     total = math.fsum(known)
@@ -379,7 +379,7 @@ def _is_sum_of_slots(reward: float, rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _is_cost_of(logged: Any, reward: float) -> bool:
-    """Whether a logged cost, which may be null or a text such as NaN, is that of a reward."""
+    """Return whether a logged cost (perhaps null, or the text NaN) equals minus the reward."""
     if isinstance(logged, bool) or not isinstance(logged, int | float):
         return False
     try:

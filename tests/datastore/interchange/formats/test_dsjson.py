@@ -19,11 +19,11 @@ from replaylake.datastore.interchange.formats.dsjson.events import ACTION_SPACE,
 from replaylake.datastore.interchange.ingest.ingest import ingest
 from replaylake.datastore.interchange.ingest.receipt import IngestReceipt
 from replaylake.datastore.interchange.ingest.repair import repair
-from replaylake.datastore.interchange.ingest.stream.lines import Line
 from replaylake.datastore.interchange.ingest.stream.receipt import StreamReceipt
 from replaylake.datastore.interchange.ingest.stream.stream import follow
 from replaylake.datastore.interchange.sources.source import find_source
 from replaylake.datastore.lake.lake import Lake, open_lake
+from tests.datastore.interchange.given_lines import GivenLines
 
 _SAMPLES = Path(__file__).parents[4] / "examples" / "data" / "dsjson"
 # Personalizer's, shortened: the third of three actions was taken, with probability 0.1.
@@ -316,29 +316,8 @@ def test_a_late_reward_is_stored_in_the_event_that_lacks_it(lake: Lake, tmp_path
     assert json.loads(rows[0]["outcome"]) == _EVENT["o"]
 
 
-class _Given:
-    """Lines that come in these chunks, one a take."""
-
-    name = "given"
-
-    def __init__(self, chunks: Sequence[Sequence[Any]]) -> None:
-        self._chunks = list(chunks)
-        self._number = 0
-
-    @property
-    def is_over(self) -> bool:
-        return not self._chunks
-
-    def take(self, timeout_s: float) -> list[Line]:
-        lines = []
-        for one in self._chunks.pop(0):
-            self._number += 1
-            lines.append(Line(self._number, json.dumps(one).encode()))
-        return lines
-
-
 def _follow(lake: Lake, *chunks: Sequence[Any], **how: Any) -> StreamReceipt:
-    return follow(lake, _Given(chunks), "log", **{"flush_every_s": 0.0, **how})
+    return follow(lake, GivenLines(chunks), "log", **{"flush_every_s": 0.0, **how})
 
 
 def _counts(receipt: StreamReceipt) -> tuple[int, int, int]:

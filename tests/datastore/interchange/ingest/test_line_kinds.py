@@ -12,10 +12,10 @@ import pytest
 from replaylake.datastore.errors import ConfigInvalidError, SourceInvalidError
 from replaylake.datastore.interchange.formats.format import ReadOptions
 from replaylake.datastore.interchange.ingest.ingest import ingest
-from replaylake.datastore.interchange.ingest.stream.lines import Line
 from replaylake.datastore.interchange.ingest.stream.receipt import StreamReceipt
 from replaylake.datastore.interchange.ingest.stream.stream import follow
 from replaylake.datastore.lake.lake import Lake, open_lake
+from tests.datastore.interchange.given_lines import GivenLines
 
 _MAPPING = {
     "observation": "age,segment",
@@ -26,31 +26,9 @@ _MAPPING = {
 _BY_ID = ReadOptions({**_MAPPING, "episode_id": "event_id"})
 
 
-class _Given:
-    """Lines that come in these chunks, one a take."""
-
-    name = "given"
-
-    def __init__(self, chunks: Sequence[Sequence[Any]]) -> None:
-        self._chunks = list(chunks)
-        self._number = 0
-
-    @property
-    def is_over(self) -> bool:
-        return not self._chunks
-
-    def take(self, timeout_s: float) -> list[Line]:
-        lines = []
-        for one in self._chunks.pop(0):
-            self._number += 1
-            text = one if isinstance(one, bytes) else json.dumps(one).encode()
-            lines.append(Line(self._number, text))
-        return lines
-
-
 def _follow(lake: Lake, *chunks: Sequence[Any], **how: Any) -> StreamReceipt:
     """Flush after every chunk, unless told otherwise."""
-    receipt = follow(lake, _Given(chunks), "log", **{"flush_every_s": 0.0, **how})
+    receipt = follow(lake, GivenLines(chunks), "log", **{"flush_every_s": 0.0, **how})
     assert receipt.num_lines == sum(1 for chunk in chunks for one in chunk if one != b"")
     return receipt
 
@@ -304,7 +282,7 @@ def test_steps_with_messages_are_steps(lake: Lake) -> None:
     # Also under names that are mapped.
     mapped = [{"trial": "b", "n": 0, **step, "terminated": True}]
     options = ReadOptions({"episode_id": "trial", "step": "n"})
-    receipt = follow(lake, _Given([mapped]), "mapped", options=options)
+    receipt = follow(lake, GivenLines([mapped]), "mapped", options=options)
     assert _counts(receipt) == (1, 0, 0)
     assert lake.sql("SELECT reward FROM mapped.steps")["reward"].to_pylist() == [1]
 
@@ -317,11 +295,11 @@ def test_streams_keep_the_kind_of_their_lines(lake: Lake) -> None:
     both = {**_chat("b", "hi", "hello"), **step}
     assert _counts(_follow(lake, [both])) == (1, 0, 0)
     assert [row["step"] for row in _steps(lake)] == [0, 0]
-    assert _counts(follow(lake, _Given([[both]]), "other")) == (1, 0, 0)
+    assert _counts(follow(lake, GivenLines([[both]]), "other")) == (1, 0, 0)
     assert lake.sql("SELECT step FROM other.steps")["step"].to_pylist() == [7]
     # The number of a training step does not make a dialogue a step.
     trained = {**_chat("c", "hi", "hello"), "episode_id": "c", "step": 7}
-    assert _counts(follow(lake, _Given([[trained]]), "trained")) == (1, 0, 0)
+    assert _counts(follow(lake, GivenLines([[trained]]), "trained")) == (1, 0, 0)
     assert lake.sql("SELECT step FROM trained.steps")["step"].to_pylist() == [0]
 
 
@@ -399,7 +377,7 @@ def test_equal_samples_of_nemo_rl_are_several(
     _compare(lake, log, tmp_path / "log.jsonl", columns)
     assert lake.sql("SELECT num_episodes FROM log.groups")["num_episodes"].to_pylist() == [3]
     if is_numbered:  # also twice in one stream
-        assert _counts(follow(lake, _Given([[*log, *log]]), "twice")) == (3, 0, 3)
+        assert _counts(follow(lake, GivenLines([[*log, *log]]), "twice")) == (3, 0, 3)
 
 
 def test_equal_samples_of_verl_are_several(lake: Lake, tmp_path: Path) -> None:
@@ -410,7 +388,7 @@ def test_equal_samples_of_verl_are_several(lake: Lake, tmp_path: Path) -> None:
     assert [name[:6] for name in names] == ["step7/", "step7/", "step8/"]
     assert names[1] == f"{names[0]}#2"
     options = ReadOptions({"reward": "acc"})
-    assert _counts(follow(lake, _Given([log]), "mapped", options=options)) == (3, 0, 0)
+    assert _counts(follow(lake, GivenLines([log]), "mapped", options=options)) == (3, 0, 0)
     assert {*lake.sql("SELECT reward FROM mapped.steps")["reward"].to_pylist()} == {0.5}
 
 
