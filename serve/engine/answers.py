@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from replaylake.datastore.names import new_ulid
-from replaylake.serve.engine.generation import EngineModel, Piece
+from replaylake.serve.engine.generation import Piece, TokenModel
 from replaylake.serve.engine.requests import CompletionRequest
 
 _DONE: Final = "[DONE]"
@@ -20,7 +20,7 @@ class AnswerWriter:
     """Writes the answer to one request."""
 
     def __init__(
-        self, request: CompletionRequest, model: EngineModel, name: str, version: int | None
+        self, request: CompletionRequest, model: TokenModel, name: str, version: int | None
     ) -> None:
         self._request, self._model = request, model
         kind = "chat.completion" if request.is_chat else "text_completion"

@@ -21,7 +21,7 @@ Reason = Literal["stop", "length"]
 _INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
-class EngineModel(Protocol):
+class TokenModel(Protocol):
     """A causal language model with its tokenizer."""
 
     spec: LanguageSpec
@@ -113,7 +113,7 @@ class Generation:
 class GenerationQueue:
     """Runs requests on a model in the order in which they came, for one event loop."""
 
-    def __init__(self, model: EngineModel, max_requests: int) -> None:
+    def __init__(self, model: TokenModel, max_requests: int) -> None:
         """max_requests: that wait or run at once; others are refused."""
         self._model, self._max = model, max_requests
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="generate")
@@ -173,7 +173,7 @@ class GenerationQueue:
 class _Completion:
     """A completion as it grows: its text, without what may still be the beginning of a stop."""
 
-    model: EngineModel
+    model: TokenModel
     stops: tuple[str, ...]
     is_finished: bool = False
     _ids: list[int] = field(default_factory=list)

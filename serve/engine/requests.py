@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from replaylake.datastore.errors import ConfigInvalidError
-from replaylake.serve.engine.generation import EngineModel, GenerationRequest
+from replaylake.serve.engine.generation import GenerationRequest, TokenModel
 from replaylake.serve.messages import RequestRefusedError
 
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's
@@ -81,7 +81,7 @@ class CompletionRequest:
 
 
 def read_completion_request(
-    body: Any, model: EngineModel, names: Sequence[str], *, is_chat: bool
+    body: Any, model: TokenModel, names: Sequence[str], *, is_chat: bool
 ) -> CompletionRequest:
     """Read a request. names: what clients may call the model.
 
@@ -135,7 +135,7 @@ def read_completion_request(
     )
 
 
-def _read_messages(fields: Mapping[str, Any], model: EngineModel) -> list[list[int]]:
+def _read_messages(fields: Mapping[str, Any], model: TokenModel) -> list[list[int]]:
     messages, tools = fields.get("messages"), fields.get("tools")
     if not isinstance(messages, list) or not messages:
         raise _refuse("messages", repr(messages)[:100], "a list of one message or more")
@@ -153,7 +153,7 @@ def _read_messages(fields: Mapping[str, Any], model: EngineModel) -> list[list[i
     return [ids]
 
 
-def _read_prompts(fields: Mapping[str, Any], model: EngineModel) -> list[list[int]]:
+def _read_prompts(fields: Mapping[str, Any], model: TokenModel) -> list[list[int]]:
     given = fields.get("prompt")
     is_one = isinstance(given, str) or (
         isinstance(given, list) and given and all(type(one) is int for one in given)
@@ -164,7 +164,7 @@ def _read_prompts(fields: Mapping[str, Any], model: EngineModel) -> list[list[in
     return [_read_prompt(one, model) for one in prompts]
 
 
-def _read_prompt(prompt: Any, model: EngineModel) -> list[int]:
+def _read_prompt(prompt: Any, model: TokenModel) -> list[int]:
     size = model.spec.vocabulary_size
     if isinstance(prompt, str):
         ids = model.encode_text(prompt)
@@ -178,7 +178,7 @@ def _read_prompt(prompt: Any, model: EngineModel) -> list[int]:
 
 
 def _read_max_tokens(
-    fields: Mapping[str, Any], model: EngineModel, num_prompt: int, *, is_chat: bool
+    fields: Mapping[str, Any], model: TokenModel, num_prompt: int, *, is_chat: bool
 ) -> int:
     limit = model.spec.context_tokens
     room = 2**31 if limit is None else limit - num_prompt

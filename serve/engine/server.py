@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from replaylake.datastore.errors import ConfigInvalidError
 from replaylake.serve.engine.answers import AnswerWriter
-from replaylake.serve.engine.generation import EngineModel, Generation, GenerationQueue
+from replaylake.serve.engine.generation import Generation, GenerationQueue, TokenModel
 from replaylake.serve.engine.requests import read_completion_request
 from replaylake.serve.http.connections import limit_connections
 from replaylake.serve.http.listener import open_server, run_app
@@ -74,7 +74,7 @@ class EngineConfig:
 
 
 def create_engine(
-    config: EngineConfig, model: EngineModel, on_ready: Callable[[], None] = lambda: None
+    config: EngineConfig, model: TokenModel, on_ready: Callable[[], None] = lambda: None
 ) -> Starlette:
     """Return the ASGI app."""
     engine = _Engine(config, model)
@@ -102,7 +102,7 @@ def create_engine(
 
 def run_engine(
     config: EngineConfig,
-    load: Callable[[], EngineModel],
+    load: Callable[[], TokenModel],
     on_ready: Callable[[EngineConfig], None] | None = None,
 ) -> int:
     """Serve a model until SIGINT or SIGTERM, then return 0.
@@ -133,7 +133,7 @@ def run_engine(
 class _Engine:
     """The endpoints."""
 
-    def __init__(self, config: EngineConfig, model: EngineModel) -> None:
+    def __init__(self, config: EngineConfig, model: TokenModel) -> None:
         self._config, self._model = config, model
         self._tokens: Tokens = config.safety.tokens()
         own = config.host.partition("%")[0]
@@ -268,7 +268,7 @@ async def _answer_whole(request: Request, generation: Generation, writer: Answer
     return _respond(writer.make_body())
 
 
-def _warn_of_defaults(model: EngineModel) -> None:
+def _warn_of_defaults(model: TokenModel) -> None:
     """Log the sampling defaults of a model that are not applied."""
     generation = model.spec.generation
     found = {
